@@ -1,0 +1,22 @@
+"""Which tests a run includes: `--slow` adds the exhaustive grids; GPU tests are skipped without enough devices."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--slow`."""
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip slow tests unless asked for, and GPU tests without the devices (`@pytest.mark.gpu(2)` needs two)."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if gpu := item.get_closest_marker("gpu"):
+            needed = gpu.args[0] if gpu.args else 1
+            if devices < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))

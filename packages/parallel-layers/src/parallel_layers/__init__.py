@@ -1,0 +1,64 @@
+"""Tensor-, sequence- and context-parallel transformer layers and collectives for PyTorch; nothing but torch."""
+
+from parallel_layers.attention import ParallelAttention, available_backends, packed_attention
+from parallel_layers.data import broadcast_data
+from parallel_layers.decoder import DecoderConfig, DecoderLayer
+from parallel_layers.dims import ParallelDims
+from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.gradients import clip_grad_norm_
+from parallel_layers.initialization import initialize_
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.losses import (
+    LogProbs,
+    linear_log_probs,
+    linear_policy_loss,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_entropy,
+    vocab_parallel_log_probs,
+)
+from parallel_layers.mlp import ParallelMLP
+from parallel_layers.norm import RMSNorm
+from parallel_layers.packing import PackedSequence, next_token_labels, pack, unpack
+from parallel_layers.random import RngStates, checkpoint
+from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DecoderConfig",
+    "DecoderLayer",
+    "LogProbs",
+    "MergedColumnParallelLinear",
+    "PackedSequence",
+    "ParallelAttention",
+    "ParallelDims",
+    "ParallelMLP",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RngStates",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "apply_rotary",
+    "available_backends",
+    "broadcast_data",
+    "checkpoint",
+    "clip_grad_norm_",
+    "column_parallel_linear",
+    "initialize_",
+    "linear_log_probs",
+    "linear_policy_loss",
+    "next_token_labels",
+    "pack",
+    "packed_attention",
+    "row_parallel_linear",
+    "unpack",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_probs",
+]

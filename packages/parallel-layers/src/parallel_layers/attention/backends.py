@@ -1,0 +1,171 @@
+"""What each attention backend can do, as a table; whether it is there; and which one a case gets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from parallel_layers.attention.flash import FlashAttention2Kernel, FlashAttention4Kernel, VarlenKernel
+from parallel_layers.attention.problem import Kernel
+from parallel_layers.attention.reference import ReferenceKernel
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+ANY_FLOAT = HALF | {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the table.
+
+    Attributes:
+        needs: What must be installed, in words (for messages).
+        is_installed: Asked once a process.
+        kernel: Raw forward and backward; None for the backend that torch's autograd differentiates itself.
+        devices: Device types; None: any.
+        dtypes: Of queries, keys and values.
+        max_head_dim: Largest head size; None: any.
+        head_dim_multiple: Head sizes must be divisible by this.
+        softcap: Soft-capped scores.
+        lse: Log-sum-exp, and with it attention sinks.
+    """
+
+    needs: str
+    is_installed: Callable[[], bool]
+    kernel: Kernel | None
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] = ANY_FLOAT
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    softcap: bool = True
+    lse: bool = True
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def _has_distribution(name: str) -> bool:
+    """For a package whose modules another one carries too: flash-attn 2 ships an old copy of flash-attn-4's."""
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+# In the order of preference of `auto`: the fastest first (measured: see the README's table).
+BACKENDS: dict[str, Backend] = {
+    "flash-attn-4": Backend(
+        "the flash-attn-4 package (extra parallel-layers[flash-attn-4]) and a Hopper or Blackwell GPU",
+        lambda: _has_distribution("flash-attn-4") and _has_module("cutlass") and _capability()[0] in (9, 10, 11),
+        FlashAttention4Kernel(),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        max_head_dim=128,  # larger ones are tuned for some GPUs only; flash-attn takes over
+        head_dim_multiple=32,  # its backward is wrong for 72 on Hopper (4.0.0b36)
+    ),
+    "flash-attn": Backend(
+        "the flash-attn package (extra parallel-layers[flash-attn]) and an Ampere GPU or newer",
+        lambda: _has_module("flash_attn_2_cuda") and _capability() >= (8, 0),
+        FlashAttention2Kernel(),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+    ),
+    "varlen": Backend(
+        "a CUDA build of torch and an Ampere GPU or newer",
+        lambda: _capability() >= (8, 0),
+        VarlenKernel(),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+        softcap=False,
+    ),
+    "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
+    "reference": Backend("torch", lambda: True, ReferenceKernel()),
+}
+
+# The reference is exact and, grouped by length, as fast on a CPU as the padded batch of sdpa, without its memory.
+_AUTO_ORDER = {"cpu": ("reference",)}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a case asks of a backend."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    softcap: bool
+    lse: bool
+
+
+@cache
+def _is_installed(name: str) -> bool:
+    return BACKENDS[name].is_installed()
+
+
+def available_backends() -> tuple[str, ...]:
+    """The attention backends that can run in this process, the preferred first."""
+    return tuple(name for name in BACKENDS if _is_installed(name))
+
+
+def why_not(name: str, needs: Needs) -> str | None:
+    """Why backend `name` cannot do the case, in words; None when it can."""
+    backend = BACKENDS[name]
+    if not _is_installed(name):
+        return f"it needs {backend.needs}"
+    if backend.devices is not None and needs.device not in backend.devices:
+        return f"it runs on {', '.join(sorted(backend.devices))}, not on {needs.device}"
+    if needs.dtype not in backend.dtypes:
+        return f"it takes {', '.join(sorted(str(d) for d in backend.dtypes))}, not {needs.dtype}"
+    if backend.max_head_dim is not None and needs.head_dim > backend.max_head_dim:
+        return f"its largest head size is {backend.max_head_dim}, not {needs.head_dim}"
+    if needs.head_dim % backend.head_dim_multiple:
+        return f"its head sizes are multiples of {backend.head_dim_multiple}, not {needs.head_dim}"
+    if needs.softcap and not backend.softcap:
+        return "it has no soft-cap"
+    if needs.lse and not backend.lse:
+        return "it has no log-sum-exp (which attention sinks need, too)"
+    return None
+
+
+def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str:
+    """The backend for a case: `name` itself, or for "auto" the first in the table's order that can do it.
+
+    Raises:
+        ValueError: `name` is unknown, or cannot do the case; says why and which ones can.
+    """
+    return _choose(name, Needs(device, dtype, head_dim, softcap, lse))
+
+
+# What torch.compiler.assume_constant_result sets: to torch.compile the choice is a constant, not code to trace. The
+# decorator itself imports the compiler, which doubles the time that importing this package takes.
+choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _choose(name: str, needs: Needs) -> str:
+    if name == "auto":
+        return next(
+            candidate
+            for candidate in _AUTO_ORDER.get(needs.device, tuple(BACKENDS))
+            if why_not(candidate, needs) is None
+        )
+    able = [candidate for candidate in BACKENDS if why_not(candidate, needs) is None]
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
+    if (reason := why_not(name, needs)) is not None:
+        raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")
+    return name

@@ -1,0 +1,184 @@
+"""`ParallelAttention`: projections, rotary embedding and packed attention, heads sharded over the group.
+
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (T without), H hidden,
+Q query heads and K key-value heads of this rank, D head size, S segments.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.context_parallel.ring import ring_attention
+from parallel_layers.context_parallel.ulysses import ulysses_attention
+from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
+from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm
+from parallel_layers.rotary import rotate_queries_and_keys
+from parallel_layers.sharding import set_sharding, shard_evenly
+
+QKNorm = Literal["head", "full"]
+ContextParallel = Literal["ulysses", "ring"]
+CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attention, "ring": ring_attention}
+
+
+class AttentionCache(Protocol):
+    """What a layer needs of a cache of keys and values: `parallel_layers.inference.KVCache.layer(i)`."""
+
+    def attend(
+        self,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        /,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:
+        """Add the keys and values of these tokens, and attend to all that is there: `[T, Q, D]`."""
+        ...
+
+
+class ParallelAttention(nn.Module):
+    """Causal self-attention over packed sequences, with rotary positions and grouped key-value heads.
+
+    Rank r of n computes heads [r Q/n, (r+1) Q/n) and the key-value heads that they read; key-value heads are replicated
+    when there are fewer of them than ranks.
+
+    Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` after the output projection
+    / one before the input projection's gradient leaves. With it: all-gather `[T, H]` and reduce-scatter / the same pair
+    in reverse, and the input is gathered once more. With a context-parallel group, what its attention sends. With
+    `qk_norm`, in the backward one all-reduce of each norm weight's gradient; with "full" also one `[T]` each way for
+    queries and for keys.
+
+    Args:
+        hidden_size: H.
+        num_heads: Query heads of all ranks.
+        num_kv_heads: Key-value heads of all ranks; divides num_heads.
+        head_dim: D; H need not be num_heads · D.
+        bias: Bias of the query, key and value projections.
+        output_bias: Bias of the output projection.
+        qk_norm: RMSNorm of queries and keys before the rotation: "head" over each head (Qwen3), "full" over all heads
+            together (OLMo-2), None for none.
+        norm_eps: Of these norms.
+        norm_unit_offset: Their weights are stored as differences from one ("head" only).
+        window: Sliding window in tokens, a token's own included; None: all.
+        scale: Of the scores; None: 1/sqrt(D).
+        softcap: Bound of the scores; None: no bound.
+        sinks: A learned score a head that takes part in the softmax without a value: parameter `sinks [Q]`.
+        backend: See `packed_attention`.
+        context_parallel: Which attention works on tokens that are sharded over `context_group`: "ulysses" (contiguous
+            layout) or "ring" (zigzag layout); see `parallel_layers.context_parallel`.
+        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over it, and
+            their gradients are shares to be summed over it, as over data-parallel ranks.
+        group: Tensor-parallel group; None when not sharded.
+        sequence_parallel: Hidden states are sharded over tokens outside.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: The heads do not divide over the group.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: QKNorm | None = None,
+        norm_eps: float = 1e-6,
+        norm_unit_offset: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        backend: str = "auto",
+        context_parallel: ContextParallel = "ulysses",
+        context_group: ProcessGroup | None = None,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.q_norm: RMSNorm | HeadShardedRMSNorm | None
+        self.k_norm: RMSNorm | HeadShardedRMSNorm | None
+        self.sinks: nn.Parameter | None
+        self.head_dim = head_dim
+        if context_parallel not in CONTEXT_PARALLEL:
+            raise ValueError(
+                f"context_parallel={context_parallel!r} is unknown; use one of {', '.join(CONTEXT_PARALLEL)}"
+            )
+        self.attend: Callable[..., Tensor] = packed_attention
+        if context_group is not None:
+            self.attend = partial(CONTEXT_PARALLEL[context_parallel], group=context_group)
+        self.window, self.scale, self.softcap, self.backend = window, scale, softcap, backend
+        qkv = LinearOptions(bias=bias, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
+        output: LinearOptions = {**qkv, "bias": output_bias}
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, **output)
+        self.num_heads_local = self.qkv_proj.num_heads_local
+        self.num_kv_heads_local = self.qkv_proj.num_kv_heads_local
+        if qk_norm not in (None, "head", "full"):
+            raise ValueError(f"qk_norm={qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
+        self.q_norm = self.k_norm = None
+        if qk_norm == "head":  # each rank norms other heads with the same weight: rows are sharded either way
+            norm = partial(RMSNorm, head_dim, unit_offset=norm_unit_offset, sequence_parallel=True)
+            self.q_norm, self.k_norm = (norm(eps=norm_eps, group=group, dtype=dtype, device=device) for _ in range(2))
+        elif qk_norm == "full":
+            self.q_norm, self.k_norm = (
+                HeadShardedRMSNorm(heads, head_dim, eps=norm_eps, group=group, dtype=dtype, device=device)
+                for heads in (num_heads, num_kv_heads)
+            )
+        self.sinks = None
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(self.num_heads_local, dtype=dtype, device=device))
+            if group is not None:
+                set_sharding(self, "sinks", shard_evenly([num_heads], group, 0, "num_heads"))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """Attend within each segment.
+
+        Args:
+            hidden: `[T', H]`.
+            rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
+            cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens (and those of the other ranks of the
+                context-parallel group).
+            max_seqlen: At least the longest segment.
+            cache: Keys and values of earlier tokens; these tokens' own are added to it.
+
+        Returns:
+            `[T', H]`.
+        """
+        q, k, v = (
+            self.qkv_proj(hidden)
+            .unflatten(-1, (-1, self.head_dim))
+            .split([self.num_heads_local, self.num_kv_heads_local, self.num_kv_heads_local], dim=1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate_queries_and_keys(q, k, *rotary)
+        options: AttentionOptions = {
+            "window": self.window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "backend": self.backend,
+        }
+        attend = self.attend if cache is None else cache.attend
+        return self.o_proj(attend(q, k, v, cu_seqlens, max_seqlen, **options).flatten(1))

@@ -1,0 +1,254 @@
+"""`packed_attention`: one differentiable function over all backends.
+
+Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments.
+"""
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.attention.backends import BACKENDS, choose_backend
+from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
+from parallel_layers.attention.sdpa import sdpa_attention
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of `packed_attention`, for those who pass them on."""
+
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_k: int | None
+    used_k: Tensor | None
+    backend: str
+
+
+@overload
+def packed_attention(
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def packed_attention(
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def packed_attention(
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    used_k: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention inside each segment of a packed batch.
+
+    For query i and key j of one segment (n_q queries, n_k keys; query i stands at place a = i + n_k - n_q):
+
+        s_ij = scale · q_i · k_j,  then softcap · tanh(s_ij / softcap) with a soft-cap,
+               -inf for j > a (causal) and for |a - j| >= window
+        out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))          (the sink's term only with `sinks`)
+
+    Query head h reads key-value head h // (Q / K). No segment's numbers enter another segment's sums. Segments of
+    length zero and one are legal; a query without keys gives zero. No communication; no host synchronisation, but for
+    the reference.
+
+    Args:
+        q_TQD: `[T, Q, D]`.
+        k_TKD: `[T, K, D]`, K divides Q.
+        v_TKD: `[T, K, D']`.
+        cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device.
+        max_seqlen: At least the longest segment.
+        causal: No query sees a later key.
+        window: Sliding window in tokens, the query's own included (Hugging Face's `sliding_window`).
+        scale: Default 1/sqrt(D).
+        softcap: Bound of the scores (Gemma 2).
+        sinks: `[Q]` one learned score a head that takes part in the softmax without a value (gpt-oss).
+        cu_seqlens_k: Boundaries among the keys; default the queries'.
+        max_seqlen_k: Their longest; default `max_seqlen`.
+        used_k: `[S]` int32; only the first so many keys of each segment exist (a cache with room). Inference only.
+        return_lse: Also return the logarithm of the softmax's denominator. It is not differentiable.
+        backend: "auto" (the fastest installed that can do the case), or a name of `available_backends()`.
+
+    Returns:
+        `[T, Q, D']` in q's dtype; with `return_lse` also `[T, Q]` fp32 (fp64 for fp64 input), -inf for a query
+        without keys.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit together, an unknown backend, one that is not installed, or one
+            that cannot do the case (says why and which can).
+    """
+    _check(q_TQD, k_TKD, v_TKD, cu_seqlens, window, sinks, cu_seqlens_k, used_k)
+    head_dim = q_TQD.shape[-1]
+    scoring = Scoring(causal, window, head_dim**-0.5 if scale is None else scale, softcap)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    segments = Segments(
+        cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
+    )
+    wants_lse = return_lse or sinks is not None
+    name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, head_dim, softcap is not None, wants_lse)
+
+    if BACKENDS[name].kernel is None:
+        return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
+    value_dim = v_TKD.shape[-1]
+    if value_dim != head_dim and name != "reference":  # the flash kernels want one head size
+        v_TKD = F.pad(v_TKD, (0, head_dim - value_dim))
+    out, lse = _attention(
+        q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window or 0, scoring.scale, softcap or 0.0, name
+    )
+    if out.shape[-1] != value_dim:
+        out = out[..., :value_dim]
+    return (out, lse.T.detach()) if return_lse else out
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    used_k: Tensor | None,
+) -> None:
+    """Raise ValueError for tensors that do not fit together (shapes and dtypes only: values would cost a host sync)."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"packed_attention takes q [T, Q, D], k [T, K, D], v [T, K, D'], got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads evenly ({shapes})")
+    if v.shape[2] > q.shape[2]:
+        raise ValueError(f"a value head of {v.shape[2]} is larger than a query head of {q.shape[2]} ({shapes})")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+        raise ValueError(f"{q.shape[0]} queries but {k.shape[0]} keys; pass cu_seqlens_k when they differ")
+    for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k), ("used_k", used_k)):
+        if bounds is not None and (bounds.dim() != 1 or bounds.dtype != torch.int32):
+            raise ValueError(f"{name} must be 1-D int32, got {tuple(bounds.shape)} {bounds.dtype}; use {name}.int()")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} tokens; use None for no window, or at least 1 (the token itself)")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks {tuple(sinks.shape)} must hold one score for each of the {q.shape[1]} query heads")
+    if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
+
+
+def _kernel(name: str) -> Kernel:
+    kernel = BACKENDS[name].kernel
+    assert kernel is not None
+    return kernel
+
+
+# One operator for all kernels, opaque to torch.compile. An absent window or soft-cap is 0, no legal value of either.
+@torch.library.custom_op("parallel_layers::packed_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    used_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    scoring = Scoring(causal, window or None, scale, softcap or None)
+    out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = (out * torch.exp(lse - total).T[..., None]).to(out.dtype), total
+    return out, lse
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+
+
+@torch.library.custom_op("parallel_layers::packed_attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+    softcap: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scoring = Scoring(causal, window or None, scale, softcap or None)
+    segments = Segments(cu_q, cu_k, None, max_q, max_k)
+    return _kernel(backend).backward(d_out, Forward(q, k, v, out, lse), segments, scoring)
+
+
+@_attention_backward.register_fake
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_q, cu_k, _, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    """With sinks, `out` and `lse` hold the whole softmax, so d_q, d_k, d_v come out right as they are (`Kernel`), and
+
+    d_sink = -sum_t exp(sink - lse_t) · (out_t · d_out_t).
+    """
+    q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
+    d_q, d_k, d_v = _attention_backward(d_out, q, k, v, out, lse, cu_q, cu_k, *ctx.options)
+    d_sinks = None
+    if sinks is not None and ctx.needs_input_grad[3]:
+        delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).T
+        d_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(-1).to(sinks.dtype)
+    return d_q, d_k, d_v, d_sinks, *(None,) * 10
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)

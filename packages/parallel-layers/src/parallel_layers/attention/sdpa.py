@@ -1,0 +1,72 @@
+"""Packed attention on `torch.nn.functional.scaled_dot_product_attention`: the packed tokens padded to a batch and back.
+
+Memory grows with (segments x longest), which is why the packed kernels go before it in `auto`. Index arithmetic only:
+no host synchronisation, any device, any dtype.
+
+Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments, I = max_q, J = max_k.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.attention.problem import Scoring, Segments
+
+
+def _pad(x: Tensor, rows: Tensor, count: int, length: int) -> Tensor:
+    """Spread packed `[T, heads, D]` to `[S, heads, length, D]`, zero where nothing lands; the last row is dropped."""
+    spread = x.new_zeros(count * length + 1, *x.shape[1:]).index_copy(0, rows, x)
+    return spread[:-1].unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _rows(boundaries: Tensor, tokens: int, length: int, used: Tensor | None) -> Tensor:
+    """For each packed token its row in the padded batch `[S · length (+ 1 for tokens that belong to no segment)]`."""
+    index = torch.arange(tokens, device=boundaries.device)
+    segment = torch.searchsorted(boundaries, index.to(boundaries.dtype), right=True) - 1
+    count = boundaries.shape[0] - 1
+    inside = segment.clamp(0, max(count - 1, 0))
+    place = index - boundaries[inside]
+    limit = used[inside] if used is not None else torch.full_like(place, length)
+    real = (segment < count) & (place < limit) & (place < length)
+    return torch.where(real, inside * length + place, count * length)
+
+
+def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    """The output `[T, Q, D]`; differentiable by torch's own autograd. Neither a soft-cap nor a log-sum-exp."""
+    count = segments.cu_q.shape[0] - 1
+    if count == 0 or q_TQD.shape[0] == 0:
+        return q_TQD.new_zeros(*q_TQD.shape[:2], v_TKD.shape[2]) + 0 * (q_TQD.sum() + k_TKD.sum() + v_TKD.sum())
+    size_q, size_k = max(segments.max_q, 1), max(segments.max_k, 1)
+    rows_q = _rows(segments.cu_q, q_TQD.shape[0], size_q, None)
+    rows_k = _rows(segments.cu_k, k_TKD.shape[0], size_k, segments.used_k)
+    q = _pad(q_TQD, rows_q, count, size_q)
+    k, v = (_pad(x, rows_k, count, size_k) for x in (k_TKD, v_TKD))
+
+    if scoring.causal and scoring.window is None and segments.cu_q is segments.cu_k and segments.used_k is None:
+        # Padding follows the last token, so the plain causal mask already hides it from every real query.
+        seen, hears = None, None
+    else:
+        seen, hears = _mask(segments, scoring, size_q, size_k)
+    out = F.scaled_dot_product_attention(
+        q, k, v, seen, is_causal=seen is None, scale=scoring.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    if hears is not None:
+        out = out.masked_fill(~hears, 0)
+    return F.pad(out.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[rows_q]
+
+
+def _mask(segments: Segments, scoring: Scoring, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
+    """What each query sees, `[S, 1, I, J]` (never nothing: torch would make NaN), and who has a key, `[S, 1, I, 1]`."""
+    lengths_q = segments.cu_q.diff()
+    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
+    device = segments.cu_q.device
+    place_q = torch.arange(size_q, device=device) + (lengths_k - lengths_q)[:, None]
+    place_k = torch.arange(size_k, device=device)
+    distance = place_q[:, :, None] - place_k
+    seen = (place_k < lengths_k[:, None])[:, None].expand_as(distance)
+    if scoring.causal:
+        seen = seen & (distance >= 0)
+    if scoring.window is not None:
+        seen = seen & ((distance if scoring.causal else distance.abs()) < scoring.window)
+    hears = seen.any(-1, keepdim=True)
+    return (seen | ~hears)[:, None], hears[:, None]

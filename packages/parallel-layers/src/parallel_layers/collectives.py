@@ -1,0 +1,269 @@
+"""Differentiable collectives. Each is a linear map and its backward is the map's conjugate, so the pair is exact.
+
+    function                              forward                   backward
+    copy_to_tensor_parallel               identity                  all-reduce
+    reduce_from_tensor_parallel           all-reduce                identity
+    scatter_to_tensor_parallel            split last dim            all-gather last dim
+    gather_from_tensor_parallel           all-gather last dim       split last dim (reduce_gradient: reduce-scatter)
+    reduce_scatter_to_tensor_parallel     reduce-scatter last dim   all-gather last dim
+    scatter_to_sequence_parallel          split dim 0               all-gather dim 0
+    gather_from_sequence_parallel         all-gather dim 0          reduce-scatter dim 0 (or split)
+    reduce_scatter_to_sequence_parallel   reduce-scatter dim 0      all-gather dim 0
+    all_to_all                            all-to-all                all-to-all the other way
+
+A backward depends on what the other side of the collective does with the gradient. When every rank computes the same
+function of a gathered or reduced tensor, the ranks' gradients are equal and complete: the conjugate splits, or does
+nothing. When each rank computes a part (its columns, its tokens), each gradient is a part too, and the conjugate sums.
+(torch's own differentiable functional collectives always sum: the backward of their all-reduce is an all-reduce, which
+counts a replicated loss once for each rank.)
+
+All of them take a tensor and a group, return a new tensor (or the input itself when the group is None or has one rank),
+change neither inputs nor gradients, accept non-contiguous and empty tensors of any number of dims, can be
+differentiated twice, and are traced by torch.compile. Splits are equal; a size that does not divide raises ValueError.
+Only `all_to_all` takes uneven sizes. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its
+sequence parallelism (https://arxiv.org/abs/2205.05198).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import comm
+
+
+def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Enter a region where each rank computes a part of the result from the whole `x`.
+
+    Forward: identity. Backward: all-reduce (each rank's gradient is a part of the sum).
+    """
+    return _Copy.apply(x, group) if comm.is_sharded(group) else x
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum the ranks' partial results; every rank goes on with the sum.
+
+    Forward: all-reduce. Backward: identity.
+    """
+    return _Reduce.apply(x, group) if comm.is_sharded(group) else x
+
+
+def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/size]`.
+
+    Forward: split, no communication. Backward: all-gather.
+    """
+    return _Split.apply(x, group, x.dim() - 1) if comm.is_sharded(group) else x
+
+
+def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = False) -> Tensor:
+    """Concatenate the ranks' last dims: `[..., H/size]` -> `[..., H]`.
+
+    Forward: all-gather. Backward: split; with `reduce_gradient`, for ranks that compute different parts from the
+    gathered tensor, reduce-scatter.
+    """
+    return _gather(x, group, x.dim() - 1, reduce_gradient)
+
+
+def reduce_scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/size]`.
+
+    Forward: reduce-scatter. Backward: all-gather.
+    """
+    return _ReduceScatter.apply(x, group, x.dim() - 1) if comm.is_sharded(group) else x
+
+
+def scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/size, ...]`.
+
+    Forward: split, no communication. Backward: all-gather.
+    """
+    return _Split.apply(x, group, 0) if comm.is_sharded(group) else x
+
+
+def gather_from_sequence_parallel(x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = True) -> Tensor:
+    """Concatenate the ranks' tokens: `[T/size, ...]` -> `[T, ...]`.
+
+    Forward: all-gather. Backward: reduce-scatter; without `reduce_gradient`, for ranks that all compute the same from
+    the gathered tensor, split.
+    """
+    return _gather(x, group, 0, reduce_gradient)
+
+
+def reduce_scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/size, ...]`.
+
+    Forward: reduce-scatter. Backward: all-gather.
+    """
+    return _ReduceScatter.apply(x, group, 0) if comm.is_sharded(group) else x
+
+
+def all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_sizes: Sequence[int] | None = None,
+    output_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Cut `x` along `split_dim`, send part r to rank r, concatenate what arrives along `concat_dim`.
+
+    With `split_dim=1, concat_dim=0` a tensor of some tokens and all heads or hidden units becomes one of all tokens and
+    some heads, `[T/size, H]` -> `[T, H/size]`; with `split_dim=0, concat_dim=1` it turns back. With both 0 rows are
+    exchanged, as experts need it.
+
+    Args:
+        x: The tensor to exchange.
+        group: None returns `x`.
+        split_dim: The dim to cut.
+        concat_dim: The dim to join along.
+        input_sizes: `input_sizes[r]` units of `split_dim` go to rank r; default equal parts. When the two dims differ
+            they must be the same on all ranks.
+        output_sizes: `output_sizes[r]` units of `concat_dim` arrive from rank r; default as many as this rank sends
+            (when the dims differ: as many as this rank has).
+
+    Forward: all-to-all. Backward: all-to-all with the two sides exchanged.
+
+    Raises:
+        ValueError: `split_dim` does not divide and no sizes are given, or the sizes do not add up.
+    """
+    split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+    if group is None or group.size() == 1:
+        return x
+    size = group.size()
+    if input_sizes is None:
+        comm.check_divisible(x, split_dim, group)
+        input_sizes = [x.shape[split_dim] // size] * size
+    if output_sizes is None:
+        output_sizes = input_sizes if split_dim == concat_dim else [x.shape[concat_dim]] * size
+    if len(input_sizes) != size or len(output_sizes) != size or sum(input_sizes) != x.shape[split_dim]:
+        raise ValueError(
+            f"input_sizes={list(input_sizes)} and output_sizes={list(output_sizes)} must have one entry for each of "
+            f"{size} ranks, and input_sizes must add up to {x.shape[split_dim]} (dim {split_dim} of {tuple(x.shape)})"
+        )
+    if split_dim != concat_dim and output_sizes[group.rank()] != x.shape[concat_dim]:
+        raise ValueError(
+            f"output_sizes={list(output_sizes)} must state this rank's own {x.shape[concat_dim]} (dim {concat_dim} of "
+            f"{tuple(x.shape)}) at index {group.rank()}"
+        )
+    return _AllToAll.apply(x, group, split_dim, concat_dim, tuple(input_sizes), tuple(output_sizes))
+
+
+def _gather(x: Tensor, group: ProcessGroup | None, dim: int, reduce_gradient: bool) -> Tensor:
+    if not comm.is_sharded(group):
+        return x
+    return (_GatherPart if reduce_gradient else _Gather).apply(x, group, dim)
+
+
+# Each backward applies the conjugate as a Function of its own, which makes second derivatives right as well.
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Reduce.apply(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return comm.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Copy.apply(gradient, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return comm.split(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return comm.all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Split.apply(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherPart(torch.autograd.Function):
+    """All-gather for ranks that then compute different parts: the conjugate of reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return comm.all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _ReduceScatter.apply(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return comm.reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherPart.apply(gradient, ctx.group, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: ProcessGroup,
+        split_dim: int,
+        concat_dim: int,
+        input_sizes: tuple[int, ...],
+        output_sizes: tuple[int, ...],
+    ) -> Tensor:
+        ctx.group = group
+        ctx.dims = split_dim, concat_dim
+        ctx.sizes = input_sizes, output_sizes
+        if split_dim == concat_dim == 0:
+            return comm.wait(comm.start_all_to_all(x, group, output_sizes, input_sizes))
+        # In general the parts for the ranks are no runs of memory: lay them out one after another.
+        parts = x.split(input_sizes, split_dim)
+        shapes = []
+        for size in output_sizes:
+            shape = list(x.shape)
+            shape[split_dim] = input_sizes[group.rank()]
+            shape[concat_dim] = size
+            shapes.append(shape)
+        counts = [math.prod(shape) for shape in shapes]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        arrived = comm.wait(comm.start_all_to_all(flat, group, counts, [part.numel() for part in parts]))
+        return torch.cat([a.view(s) for a, s in zip(arrived.split(counts), shapes, strict=True)], concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        split_dim, concat_dim = ctx.dims
+        input_sizes, output_sizes = ctx.sizes
+        back = _AllToAll.apply(gradient, ctx.group, concat_dim, split_dim, output_sizes, input_sizes)
+        return back, None, None, None, None, None

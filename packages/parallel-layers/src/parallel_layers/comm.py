@@ -1,0 +1,100 @@
+"""Collectives as plain functions: no autograd, nothing changed in place, each split into a start and a `wait`.
+
+They stand on torch's functional collectives, which torch.compile traces and which return at once: what is computed
+between the start and `wait` overlaps with the communication. Every started collective must be waited for before its
+result is read. All of them run on `gloo` with CPU tensors and on `nccl` with CUDA tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ops = torch.ops._c10d_functional
+
+
+def is_sharded(group: ProcessGroup | None) -> bool:
+    """Whether there is anybody to communicate with."""
+    return group is not None and group.size() > 1
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a started collective, complete (on CUDA: for what is queued after this on the current stream)."""
+    result: Tensor = _ops.wait_tensor(x)
+    return result
+
+
+def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: bool = False) -> Tensor:
+    """Begin to reduce `x` over the group with `op` (`sum`, `max`, `min`, `product`, `avg`).
+
+    `owned`: `x` is a temporary of the caller, who needs it no more; it may hold the result, which saves a copy.
+    """
+    # A compiler reuses buffers by itself, and better when nothing is changed in place.
+    reduce = _ops.all_reduce_ if owned and not torch.compiler.is_compiling() else _ops.all_reduce
+    result: Tensor = reduce(x.contiguous(), op, group.group_name)
+    return result
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin to concatenate the ranks' `[n, ...]` along dim 0, in order of rank: `[size * n, ...]`."""
+    result: Tensor = _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return result
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin to sum the ranks' `[size * n, ...]` and to keep this rank's `[n, ...]`.
+
+    Raises:
+        ValueError: Dim 0 does not divide by the group's size.
+    """
+    check_divisible(x, 0, group)
+    result: Tensor = _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+    return result
+
+
+def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
+    """Begin to send `input_sizes[r]` rows to each rank r and to receive `output_sizes[r]` rows from it."""
+    result: Tensor = _ops.all_to_all_single(x.contiguous(), list(output_sizes), list(input_sizes), group.group_name)
+    return result
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """`x` reduced over the group."""
+    return wait(start_all_reduce(x, group, op))
+
+
+def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """The ranks' tensors, all of one shape, concatenated along `dim`."""
+    gathered = wait(start_all_gather(x, group))
+    if dim % x.dim() == 0:
+        return gathered
+    return torch.cat(gathered.view(group.size(), *x.shape).unbind(), dim)
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """This rank's part along `dim` of the ranks' sum."""
+    check_divisible(x, dim, group)
+    if dim % x.dim() == 0:
+        return wait(start_reduce_scatter(x, group))
+    # One rank's part of dim becomes one block of dim 0.
+    blocks = torch.stack(x.chunk(group.size(), dim))
+    return wait(start_reduce_scatter(blocks, group)).squeeze(0)
+
+
+def split(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """This rank's part of `x` along `dim`, in memory of its own; no communication."""
+    check_divisible(x, dim, group)
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
+
+
+def check_divisible(x: Tensor, dim: int, group: ProcessGroup) -> None:
+    """Raise ValueError when `x` cannot be cut along `dim` into equal parts for the ranks of `group`."""
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} is not divisible by the group's {group.size()} ranks; "
+            "pad it (PackedSequence.from_sequences and pack take multiple_of)"
+        )

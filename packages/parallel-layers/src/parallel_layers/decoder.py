@@ -1,0 +1,222 @@
+"""`DecoderLayer`: one layer for every decoder, told apart by a config.
+
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (T without), H hidden,
+D rotary dims, S segments.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
+from parallel_layers.mlp import ParallelMLP
+from parallel_layers.moe import MoE, MoEConfig, RoutingContext
+from parallel_layers.norm import RMSNorm
+
+NormPlacement = Literal["pre", "post", "sandwich"]
+
+
+class _Norms(NamedTuple):
+    """Names of the norms before and after attention and before and after the MLP; None where there is none."""
+
+    attention_in: str | None
+    attention_out: str | None
+    mlp_in: str | None
+    mlp_out: str | None
+
+
+# By the names of Hugging Face's modules. `post_attention_layernorm` comes after attention in every one of them, but for
+# "pre" that is on the way into the MLP, and for the others on the way out of attention, before the residual is added.
+NORM_PLACEMENTS: dict[str, _Norms] = {
+    "pre": _Norms("input_layernorm", None, "post_attention_layernorm", None),
+    "post": _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "sandwich": _Norms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What tells one decoder layer from another. The defaults are Llama's.
+
+    Attributes:
+        hidden_size: H.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads; divides num_heads.
+        head_dim: Size of a head; None: hidden_size // num_heads.
+        intermediate_size: Of the MLP.
+        activation: A name of `parallel_layers.mlp.ACTIVATIONS`.
+        gated_mlp: act(gate) · up (SwiGLU, GeGLU), or act(up) alone.
+        mlp_bias: Biases in the MLP.
+        attention_bias: Bias of the query, key and value projections (Qwen2).
+        output_bias: Bias of the attention's output projection.
+        qk_norm: "head" (Qwen3), "full" (OLMo-2) or None.
+        window: Sliding window in tokens; None: all. Models that alternate give their layers different configs.
+        attention_scale: Factor of the scores; None: 1/sqrt(head_dim).
+        attention_softcap: Bound of the scores (Gemma 2); None: no bound.
+        attention_sinks: Learned sink scores (gpt-oss).
+        attention_backend: See `packed_attention`.
+        context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
+        moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
+        norm_eps: Of every RMSNorm.
+        norm_unit_offset: Norm weights are stored as differences from one (Gemma).
+        norm_placement: "pre" before attention and MLP (Llama), "post" after each, before the residual is added
+            (OLMo-2), "sandwich" both (Gemma 2).
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    head_dim: int | None = None
+    activation: str = "silu"
+    gated_mlp: bool = True
+    mlp_bias: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: QKNorm | None = None
+    window: int | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    attention_backend: str = "auto"
+    context_parallel: ContextParallel = "ulysses"
+    moe: MoEConfig | None = None
+    norm_eps: float = 1e-6
+    norm_unit_offset: bool = False
+    norm_placement: NormPlacement = "pre"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that do not fit, naming them."""
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; pass head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; every key-value "
+                "head is read by the same number of query heads"
+            )
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(
+                f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
+            )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with its norms and a residual connection.
+
+        h = x + norm_out(attention(norm_in(x)))
+        y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
+
+    Submodules: `self_attn` (`qkv_proj`, `o_proj`, with QK-norm `q_norm` and `k_norm`), `mlp` (`gate_up_proj` or
+    `up_proj`, `down_proj`; as a mixture of experts `gate`, `experts`, `shared_experts`) and the norms by Hugging Face's
+    names: `input_layernorm`, `post_attention_layernorm`, `pre_feedforward_layernorm`, `post_feedforward_layernorm`.
+    Communication: that of `ParallelAttention` and of `ParallelMLP` or `MoE`, and in the backward under sequence
+    parallelism one all-reduce of each norm weight's gradient.
+
+    Args:
+        config: What the layer is.
+        group: Tensor-parallel group; None when not sharded.
+        sequence_parallel: Hidden states are `[T/n, H]` between layers.
+        context_group: Context-parallel group, over which the pack's tokens are sharded; None: all tokens are here.
+        layer_number: The layer's number in the model, by which a `RoutingContext` knows it.
+        expert_group: The ranks that share the experts of a mixture of experts; None: all are here. See `MoE`.
+        expert_tensor_parallel: Every expert is divided over `group`. See `MoE`.
+        dtype: Of the parameters.
+        device: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        context_group: ProcessGroup | None = None,
+        layer_number: int = 0,
+        expert_group: ProcessGroup | None = None,
+        expert_tensor_parallel: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.head_dim is not None  # filled in by the config
+        self.config = config
+        self.norms = NORM_PLACEMENTS[config.norm_placement]
+        for name in filter(None, self.norms):
+            norm = RMSNorm(
+                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset,
+                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+            )  # fmt: skip
+            self.add_module(name, norm)
+        self.self_attn = ParallelAttention(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+            bias=config.attention_bias,
+            output_bias=config.output_bias,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            norm_unit_offset=config.norm_unit_offset,
+            window=config.window,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=config.attention_sinks,
+            backend=config.attention_backend,
+            context_parallel=config.context_parallel,
+            context_group=context_group,
+            group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+        )  # fmt: skip
+        self.mlp: ParallelMLP | MoE
+        if config.moe is None:
+            self.mlp = ParallelMLP(
+                config.hidden_size, config.intermediate_size,
+                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias,
+                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+            )  # fmt: skip
+        else:
+            self.mlp = MoE(
+                config.hidden_size, config.moe,
+                layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
+                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+            )  # fmt: skip
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cache: AttentionCache | None = None,
+        routing: RoutingContext | None = None,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            hidden: `[T', H]`.
+            rotary: (cos, sin) `[T, D]` for all T tokens, from `RotaryEmbedding`; None: no rotation.
+            cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
+            max_seqlen: At least the longest segment.
+            cache: `KVCache.layer(i)` for inference.
+            routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
+
+        Returns:
+            `[T', H]`.
+        """
+        x = self.self_attn(self._norm(self.norms.attention_in, hidden), rotary, cu_seqlens, max_seqlen, cache)
+        x = self._norm(self.norms.attention_out, x)
+        if self.norms.mlp_in is None:
+            hidden = hidden + x
+            x = hidden
+        else:
+            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(x, hidden)
+        x = self.mlp(x, routing) if isinstance(self.mlp, MoE) else self.mlp(x)
+        return hidden + self._norm(self.norms.mlp_out, x)

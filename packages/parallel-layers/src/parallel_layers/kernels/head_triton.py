@@ -1,0 +1,320 @@
+"""The Triton code of the language-model head; `parallel_layers.kernels.head` launches it and says what it computes.
+
+Arguments named `*_ptr` are tensors, or None where a kernel can do without; `hidden`, `weight`, `exponentials` and
+`gradient` are tensor descriptors. Tiles are `[BT, BV]`, BT tokens by BV vocabulary entries, contracted BH at a time.
+"""
+
+# Triton reads a kernel's annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+
+from parallel_layers.kernels.runtime import HAS_TRITON, tl, triton
+
+if HAS_TRITON:
+    from triton.language.extra import libdevice
+
+
+@triton.jit
+def _tile_of(index, tiles_t, tiles_v, GROUP: tl.constexpr):
+    """Walk GROUP rows of tiles at a time, so that programs side by side share operands in the L2 cache."""
+    group = index // (GROUP * tiles_v)
+    first = group * GROUP
+    height = tl.minimum(tiles_t - first, GROUP)
+    within = index % (GROUP * tiles_v)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature):
+    factor = tl.full(rows.shape, inverse_temperature, tl.float32)
+    if inverse_temperatures_ptr is not None:
+        factor *= tl.load(inverse_temperatures_ptr + rows, mask=rows < num_tokens, other=1.0)
+    return factor
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _fast_log2(x):
+    """The hardware's logarithm; tl.log2 is several times as many instructions, for digits that bf16 does not have."""
+    return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _product(hidden, weight, tile_t, tile_v, hidden_size, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr):
+    product = tl.zeros((BT, BV), dtype=tl.float32)
+    for step in range(tl.cdiv(hidden_size, BH)):
+        x = hidden.load([tile_t * BT, step * BH])
+        w = weight.load([tile_v * BV, step * BH])
+        product = tl.dot(x, w.T, product)
+    return product
+
+
+@triton.jit
+def product_statistics_kernel(
+    hidden,
+    weight,
+    exponentials,
+    inverse_temperatures_ptr,
+    parts_ptr,
+    num_tokens,
+    num_entries,
+    hidden_size,
+    scale,
+    softcap,
+    inverse_temperature,
+    SOFTCAP: tl.constexpr,
+    KEEP: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    LN_2: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """Statistics m, s, u of every tile of the logits, `[N, 3, T]`; with KEEP, e^(z - m) as well."""
+    tiles_t = tl.cdiv(num_tokens, BT)
+    tiles_v = tl.cdiv(num_entries, BV)
+    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=FLATTEN):
+        tile_t, tile_v = _tile_of(index, tiles_t, tiles_v, GROUP)
+        z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
+        rows = tile_t * BT + tl.arange(0, BT)
+        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * LOG2_E
+        # Scaling before the reduction is measured faster than folding the factor into z - m: the product is then dead.
+        if SOFTCAP:
+            z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
+        else:
+            z = z * (scale * factor)[:, None]
+        if (tile_v + 1) * BV > num_entries:
+            columns = tile_v * BV + tl.arange(0, BV)
+            z = tl.where((columns < num_entries)[None, :], z, OUTSIDE)
+        maximum = tl.max(z, 1)
+        z = z - maximum[:, None]
+        exponential = tl.exp2(z)
+        inside = rows < num_tokens
+        part = parts_ptr + tile_v.to(tl.int64) * 3 * num_tokens + rows
+        tl.store(part, maximum * LN_2, mask=inside)
+        tl.store(part + num_tokens, tl.sum(exponential, 1), mask=inside)
+        tl.store(part + 2 * num_tokens, tl.sum(exponential * z, 1) * LN_2, mask=inside)
+        if KEEP:
+            exponentials.store([tile_t * BT, tile_v * BV], exponential.to(exponentials.dtype))
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr, statistics_ptr, num_parts, num_tokens, OUTSIDE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
+):
+    """Merge the statistics of all tiles of a token, `[N, 3, T]`, into three rows `[3, T]`."""
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    maximum = tl.full((BT,), OUTSIDE, tl.float32)
+    total = tl.zeros((BT,), tl.float32)
+    moment = tl.zeros((BT,), tl.float32)
+    for first in range(0, num_parts, BN):
+        parts = first + tl.arange(0, BN)
+        mask = (parts < num_parts)[:, None] & (rows < num_tokens)[None, :]
+        at = parts_ptr + parts.to(tl.int64)[:, None] * 3 * num_tokens + rows[None, :]
+        maxima = tl.load(at, mask=mask, other=OUTSIDE)
+        totals = tl.load(at + num_tokens, mask=mask, other=0.0)
+        moments = tl.load(at + 2 * num_tokens, mask=mask, other=0.0)
+        merged = tl.maximum(maximum, tl.max(maxima, 0))
+        shift = maximum - merged
+        shifts = maxima - merged[None, :]
+        weights = tl.exp(shifts)
+        moment = (moment + shift * total) * tl.exp(shift) + tl.sum((moments + shifts * totals) * weights, 0)
+        total = total * tl.exp(shift) + tl.sum(totals * weights, 0)
+        maximum = merged
+    inside = rows < num_tokens
+    tl.store(statistics_ptr + rows, maximum, mask=inside)
+    tl.store(statistics_ptr + num_tokens + rows, total, mask=inside)
+    tl.store(statistics_ptr + 2 * num_tokens + rows, moment, mask=inside)
+
+
+@triton.jit
+def label_logits_kernel(
+    hidden_ptr,
+    weight_ptr,
+    labels_ptr,
+    inverse_temperatures_ptr,
+    label_logits_ptr,
+    num_entries,
+    hidden_size,
+    scale,
+    softcap,
+    inverse_temperature,
+    SOFTCAP: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """The logit of each token's label, 0 where the label is not among the entries at hand."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    inside = (label >= 0) & (label < num_entries)
+    weight_ptr += tl.where(inside, label, 0) * hidden_size
+    hidden_ptr += row * hidden_size
+    products = tl.zeros((BH,), tl.float32)
+    for first in range(0, hidden_size, BH):
+        columns = first + tl.arange(0, BH)
+        x = tl.load(hidden_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
+        products += x * w
+    z = tl.sum(products, 0) * scale
+    if SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    z *= inverse_temperature
+    if inverse_temperatures_ptr is not None:
+        z *= tl.load(inverse_temperatures_ptr + row)
+    tl.store(label_logits_ptr + row, tl.where(inside, z, 0.0))
+
+
+@triton.jit
+def _gradient_of_logits(
+    log2_probs,
+    probs,
+    columns,
+    rows,
+    row_scale,
+    first_entry,
+    labels_ptr,
+    grad_log_prob_ptr,
+    grad_entropy_ptr,
+    entropies_ptr,
+    num_tokens,
+    LN_2: tl.constexpr,
+):
+    """dz of a tile `[BT, BV]` times a number a row, from probabilities and their logarithms to base 2."""
+    inside = rows < num_tokens
+    grad_log_prob = tl.load(grad_log_prob_ptr + rows, mask=inside, other=0.0) * row_scale
+    if grad_entropy_ptr is not None:
+        grad_entropy = tl.load(grad_entropy_ptr + rows, mask=inside, other=0.0) * row_scale
+        constant = -grad_log_prob - grad_entropy * tl.load(entropies_ptr + rows, mask=inside, other=0.0)
+        gradient = probs * (constant[:, None] + (-LN_2 * grad_entropy)[:, None] * log2_probs)
+    else:
+        gradient = probs * -grad_log_prob[:, None]
+    label = (tl.load(labels_ptr + rows, mask=inside, other=-1) - first_entry).to(tl.int32)
+    return tl.where(columns[None, :] == label[:, None], gradient + grad_log_prob[:, None], gradient)
+
+
+@triton.jit
+def product_gradient_kernel(
+    hidden,
+    weight,
+    gradient,
+    labels_ptr,
+    inverse_temperatures_ptr,
+    grad_log_prob_ptr,
+    grad_entropy_ptr,
+    logsumexps_ptr,
+    entropies_ptr,
+    num_tokens,
+    num_entries,
+    hidden_size,
+    first_entry,
+    scale,
+    softcap,
+    inverse_temperature,
+    SOFTCAP: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    LN_2: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """The gradient of the raw products, from a new product."""
+    tiles_t = tl.cdiv(num_tokens, BT)
+    tiles_v = tl.cdiv(num_entries, BV)
+    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=FLATTEN):
+        tile_t, tile_v = _tile_of(index, tiles_t, tiles_v, GROUP)
+        z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
+        rows = tile_t * BT + tl.arange(0, BT)
+        inside = rows < num_tokens
+        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
+        logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * LOG2_E
+        if SOFTCAP:
+            tanh = _tanh(z * (scale / softcap))
+            log2_probs = tanh * (softcap * LOG2_E * factor)[:, None] - logsumexp[:, None]
+        else:
+            log2_probs = z * (scale * LOG2_E * factor)[:, None] - logsumexp[:, None]
+        dz = _gradient_of_logits(
+            log2_probs,
+            tl.exp2(log2_probs),
+            tile_v * BV + tl.arange(0, BV),
+            rows,
+            scale * factor,
+            first_entry,
+            labels_ptr,
+            grad_log_prob_ptr,
+            grad_entropy_ptr,
+            entropies_ptr,
+            num_tokens,
+            LN_2,
+        )
+        if SOFTCAP:
+            dz *= 1.0 - tanh * tanh
+        gradient.store([tile_t * BT, tile_v * BV], dz.to(gradient.dtype))
+
+
+@triton.jit
+def kept_gradient_kernel(
+    exponentials_ptr,
+    parts_ptr,
+    gradient_ptr,
+    labels_ptr,
+    inverse_temperatures_ptr,
+    grad_log_prob_ptr,
+    grad_entropy_ptr,
+    logsumexps_ptr,
+    entropies_ptr,
+    num_tokens,
+    num_entries,
+    exponentials_stride,
+    gradient_stride,
+    first_entry,
+    scale,
+    softcap,
+    inverse_temperature,
+    SOFTCAP: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    LN_2: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """The gradient of the raw products, from kept exponentials."""
+    # Neighbouring programs take neighbouring columns: rows are far apart in memory.
+    rows = tl.program_id(1) * BT + tl.arange(0, BT)
+    columns = tl.program_id(0) * BV + tl.arange(0, BV)
+    inside = rows < num_tokens
+    mask = inside[:, None] & (columns < num_entries)[None, :]
+    at = exponentials_ptr + rows.to(tl.int64)[:, None] * exponentials_stride + first_entry + columns[None, :]
+    exponential = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tile = (first_entry // BV + tl.program_id(0)).to(tl.int64)
+    maximum = tl.load(parts_ptr + tile * 3 * num_tokens + rows, mask=inside, other=0.0)
+    shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * LOG2_E
+    # Where the exponential underflowed the probability is zero, whatever finite number stands for its logarithm.
+    log2_exponential = _fast_log2(tl.maximum(exponential, 1e-37))
+    factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
+    dz = _gradient_of_logits(
+        log2_exponential + shift[:, None],
+        exponential * tl.exp2(shift)[:, None],
+        columns,
+        rows,
+        scale * factor,
+        first_entry,
+        labels_ptr,
+        grad_log_prob_ptr,
+        grad_entropy_ptr,
+        entropies_ptr,
+        num_tokens,
+        LN_2,
+    )
+    if SOFTCAP:
+        tanh = (log2_exponential * LN_2 + maximum[:, None]) / (softcap * factor)[:, None]
+        dz *= 1.0 - tanh * tanh
+    out = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
+    tl.store(out, dz.to(gradient_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,392 @@
+"""Linear layers divided over a tensor-parallel group: modules that own the parameters of `linear_ops`' functions.
+
+Shape suffixes: T tokens, I input features, O output features, of which this rank has `I/tp` or `O/tp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_tensor_parallel,
+    scatter_to_tensor_parallel,
+)
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
+
+
+class LinearOptions(TypedDict, total=False):
+    """Keyword options that all the linear layers take; see `ColumnParallelLinear`."""
+
+    bias: bool
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    defer_bias: bool
+    allocate_weight: bool
+    accumulate_main_grad: bool
+    output_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+class _ParallelLinear(nn.Module):
+    """The parameters and the options that column- and row-parallel layers share."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        defer_bias: bool = False,
+        allocate_weight: bool = True,
+        accumulate_main_grad: bool = False,
+        output_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.defer_bias = defer_bias
+        self.accumulate_main_grad = accumulate_main_grad
+        self.output_dtype, self.reduce_dtype = output_dtype, reduce_dtype
+        self.weight_shape = weight_shape
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if allocate_weight:
+            self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=device))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(weight_shape[0], dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from U(-1/sqrt(in_features), 1/sqrt(in_features)) and set the bias to 0.
+
+        The layer takes one number from torch's default CPU generator and draws its part of the full weight from that:
+        ranks that are seeded alike and build the same layers hold parts of the same weights, at every group size.
+        """
+        seed = shared_seed()
+        if self.weight is not None:
+            fill_parameter_(self, "weight", seed, uniform(linear_bound(self.in_features)))
+        if self.bias is not None:
+            fill_parameter_(self, "bias", seed, zeros)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        tp = self.group.size() if self.group is not None else 1
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tp={tp}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+    def _given_weight(self, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            weight = self.weight
+        if weight is None:
+            raise ValueError("this layer was built with allocate_weight=False; call it as layer(x, weight)")
+        if tuple(weight.shape) != self.weight_shape:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, this rank's part has {self.weight_shape}")
+        return weight
+
+    def _main_grads(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if not self.accumulate_main_grad:
+            return None, None
+        return _main_grad(weight), None if self.bias is None or self.defer_bias else _main_grad(self.bias)
+
+
+def _main_grad(parameter: Tensor) -> Tensor | None:
+    if not parameter.requires_grad:
+        return None
+    if getattr(parameter, "main_grad", None) is None:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]
+    main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return main_grad
+
+
+class _ColumnLinear(_ParallelLinear):
+    """A layer whose weight's rows are divided as `sharding` says."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sharding: Sharding | None,
+        *,
+        reduce_gradient: bool,
+        shared_rows: tuple[int, int] | None = None,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        rows = out_features if sharding is None else sum(block.stop - block.start for block in sharding.blocks)
+        super().__init__(in_features, out_features, (rows, in_features), **options)
+        self.reduce_gradient = reduce_gradient
+        self.shared_rows = shared_rows
+        if sharding is not None:
+            set_sharding(self, "weight", sharding)
+            set_sharding(self, "bias", sharding)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]`.
+
+        `weight`: `[O/tp, I]` to use instead of the layer's own.
+        """
+        weight = self._given_weight(weight)
+        return column_parallel_linear(
+            x,
+            weight,
+            None if self.defer_bias else self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            reduce_gradient=self.reduce_gradient,
+            shared_rows=self.shared_rows,
+            output_dtype=self.output_dtype,
+            reduce_dtype=self.reduce_dtype,
+            main_grads=self._main_grads(weight),
+        )
+
+    def deferred_bias(self) -> Tensor | None:
+        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias."""
+        return self.bias
+
+
+class ColumnParallelLinear(_ColumnLinear):
+    """`y = x W^T + b` with the rows of W divided over the group: weight `[O/tp, I]`, bias `[O/tp]`.
+
+    Communication as in `column_parallel_linear`; `gather_output` adds an all-gather (backward: split).
+
+    Args:
+        in_features: I.
+        out_features: O.
+        gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
+        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
+        **options: See `LinearOptions`.
+
+            - `bias` (False): have one.
+            - `group` (None): the tensor-parallel group; None is an ordinary linear layer.
+            - `sequence_parallel` (False): the tokens (dim 0) are divided outside the layer.
+            - `defer_bias` (False): leave the bias to the caller, who adds `deferred_bias()` where it can be fused.
+            - `allocate_weight` (True): False for a layer that is called with a weight from elsewhere (a tied head).
+            - `accumulate_main_grad` (False): add the gradients to an fp32 tensor `parameter.main_grad`, made when first
+              needed, and leave `.grad` None. For eager use, without FSDP2.
+            - `output_dtype` (None): of the output; default the input's.
+            - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default that of the tensors. fp32
+              gives bf16 layers the error of layers that are not divided, for twice the bytes.
+            - `dtype`, `device`: of the parameters.
+
+    Raises:
+        ValueError: The group's size does not divide O; or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        gather_output: bool = False,
+        reduce_gradient: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        group = options.get("group")
+        sharding = None if group is None else shard_evenly([out_features], group, 0, "out_features")
+        super().__init__(in_features, out_features, sharding, reduce_gradient=reduce_gradient, **options)
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`).
+
+        `weight`: `[O/tp, I]` to use instead of the layer's own.
+        """
+        y = super().forward(x, weight)
+        return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
+
+    def deferred_bias(self) -> Tensor | None:
+        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias.
+
+        With `gather_output` an all-gather (backward: split).
+        """
+        if self.bias is None or not self.gather_output:
+            return self.bias
+        return gather_from_tensor_parallel(self.bias, self.group)
+
+
+class MergedColumnParallelLinear(_ColumnLinear):
+    """Several column-parallel layers of one input in one matrix product: `y = [x W_1^T, x W_2^T, ...]`.
+
+    Each part is divided over the group on its own. A rank's weight is its rows of part 1, then of part 2, ...:
+    `[sum(O_i)/tp, I]`; its output splits into the parts by `y.split(layer.local_sizes, dim=-1)`.
+
+    Args:
+        in_features: I.
+        out_features: O_1, O_2, ...
+        reduce_gradient: As in `ColumnParallelLinear`.
+        **options: As in `ColumnParallelLinear`.
+
+    Raises:
+        ValueError: The group's size does not divide one of the parts.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        reduce_gradient: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        group = options.get("group")
+        sharding = None if group is None else shard_evenly(out_features, group, 0, "out_features")
+        super().__init__(in_features, sum(out_features), sharding, reduce_gradient=reduce_gradient, **options)
+        tp = 1 if group is None else group.size()
+        self.local_sizes = [size // tp for size in out_features]
+
+
+class QKVParallelLinear(_ColumnLinear):
+    """The query, key and value projections of an attention block, divided by heads.
+
+    A rank has `num_heads / tp` query heads and `num_kv_heads / tp` key-value heads. When there are more ranks than KV
+    heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head `r * num_kv_heads // tp`), and
+    the backward sums the gradients of its copies over these, in fp32. A rank's weight is
+    `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
+
+    Args:
+        hidden_size: H.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_dim: Size of each head.
+        reduce_gradient: As in `ColumnParallelLinear`.
+        **options: As in `ColumnParallelLinear`.
+
+    Attributes:
+        num_heads_local: This rank's query heads.
+        num_kv_heads_local: This rank's key-value heads.
+        kv_replicas: How many ranks hold each key-value head.
+
+    Raises:
+        ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
+            them; or KV heads do not divide the query heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        reduce_gradient: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        group = options.get("group")
+        tp = 1 if group is None else group.size()
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+        heads = divide(num_heads, tp, "num_attention_heads")
+        if num_kv_heads % tp and tp % num_kv_heads:
+            usable = [
+                n for n in range(1, num_heads + 1) if not num_heads % n and not (num_kv_heads % n and n % num_kv_heads)
+            ]
+            raise ValueError(
+                f"num_key_value_heads={num_kv_heads} neither divides tp={tp} nor is divisible by it; "
+                f"use tp in {{{', '.join(map(str, usable))}}}"
+            )
+        kv_heads = max(num_kv_heads // tp, 1)
+        replicas = max(tp // num_kv_heads, 1)
+        sharding = None
+        if group is not None:
+            rank = group.rank()
+            blocks = [Block(rank * heads, (rank + 1) * heads)]
+            for start in (num_heads, num_heads + num_kv_heads):
+                first = start + rank * num_kv_heads // tp
+                blocks.append(Block(first, first + kv_heads, counted=rank % replicas == 0))
+            rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
+            sharding = Sharding(group, 0, (num_heads + 2 * num_kv_heads) * head_dim, rows)
+        shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
+        out_features = (num_heads + 2 * num_kv_heads) * head_dim
+        super().__init__(
+            hidden_size,
+            out_features,
+            sharding,
+            reduce_gradient=reduce_gradient,
+            shared_rows=shared_rows,
+            **options,
+        )
+        self.num_heads_local, self.num_kv_heads_local, self.kv_replicas = heads, kv_heads, replicas
+        self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+
+
+class RowParallelLinear(_ParallelLinear):
+    """`y = x W^T + b` with the columns of W divided over the group: weight `[O, I/tp]`, bias `[O]` on every rank.
+
+    Communication as in `row_parallel_linear`.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        input_is_parallel: x is this rank's `[..., I/tp]`; False: x is replicated and its part is taken here (no
+            communication; backward: all-gather).
+        **options: As in `ColumnParallelLinear`. Of y, `output_dtype` is also the default of `reduce_dtype`.
+
+    Raises:
+        ValueError: The group's size does not divide I.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        input_is_parallel: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        group = options.get("group")
+        sharding = None if group is None else shard_evenly([in_features], group, 1, "in_features")
+        columns = in_features if group is None else divide(in_features, group.size(), "in_features")
+        super().__init__(in_features, out_features, (out_features, columns), **options)
+        self.input_is_parallel = input_is_parallel
+        if sharding is not None:
+            set_sharding(self, "weight", sharding)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`).
+
+        `weight`: `[O, I/tp]` to use instead of the layer's own.
+        """
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_parallel(x, self.group)
+        weight = self._given_weight(weight)
+        return row_parallel_linear(
+            x,
+            weight,
+            None if self.defer_bias else self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            output_dtype=self.output_dtype,
+            reduce_dtype=self.reduce_dtype,
+            main_grads=self._main_grads(weight),
+        )
+
+    def deferred_bias(self) -> Tensor | None:
+        """The bias `[O]` for a caller to add to the output of `forward`, or None without bias.
+
+        Under sequence parallelism each rank adds it to its own tokens; its gradient is all-reduced.
+        """
+        if self.bias is None or not self.sequence_parallel:
+            return self.bias
+        return copy_to_tensor_parallel(self.bias, self.group)

@@ -1,0 +1,17 @@
+"""Losses over a vocabulary that is sharded, or whose logits are too large to keep."""
+
+from parallel_layers.losses.linear import LogProbs, linear_log_probs, linear_policy_loss
+from parallel_layers.losses.vocab_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_entropy,
+    vocab_parallel_log_probs,
+)
+
+__all__ = [
+    "LogProbs",
+    "linear_log_probs",
+    "linear_policy_loss",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_probs",
+]

@@ -1,0 +1,73 @@
+"""A sharded vocabulary: which entries a rank holds, where its labels are, and the group that an operator is named.
+
+Shape suffix: T tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from parallel_layers import comm
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """The name under which an operator finds the group again; "" for no group."""
+    return "" if group is None else group.group_name
+
+
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The group of that name. (An operator's arguments are tensors, numbers and strings.)"""
+    # torch has no public way from a name to its group; its own functional collectives use this one.
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The ranks' `x`, concatenated along the first dimension."""
+    return comm.all_gather(x, group) if group is not None and comm.is_sharded(group) else x
+
+
+class LocalVocabulary(NamedTuple):
+    """This rank's real entries, `first .. first + size - 1`; the weight's rows beyond them are padding."""
+
+    first: int
+    size: int
+
+    @classmethod
+    def of(cls, rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "LocalVocabulary":
+        """The part of the rank whose weight has `rows` rows, every rank of the group having as many."""
+        first = 0 if group is None else group.rank() * rows
+        return cls(first, min(rows, max(vocab_size - first, 0)))
+
+
+def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise for the first label outside the vocabulary. Reads the labels on the host."""
+    wrong = ((labels_T < 0) | (labels_T >= vocab_size)) & (labels_T != ignore_index)
+    if wrong.any():
+        position = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"label {int(labels_T[position])} at position {position} is outside the vocabulary of {vocab_size}; "
+            f"labels must be in [0, {vocab_size}), or ignore_index={ignore_index}"
+        )
+
+
+class LocalLabels(NamedTuple):
+    """Labels `[T]` counted from this rank's first entry (-1: nowhere here), and which of them count on every rank."""
+
+    local: Tensor
+    ignored: Tensor
+    invalid: Tensor
+
+    @classmethod
+    def of(cls, labels_T: Tensor, vocabulary: LocalVocabulary, vocab_size: int, ignore_index: int) -> "LocalLabels":
+        """Labels of the whole vocabulary, as this rank sees them."""
+        ignored = labels_T == ignore_index
+        invalid = ((labels_T < 0) | (labels_T >= vocab_size)) & ~ignored
+        return cls(torch.where(ignored | invalid, -1, labels_T.long() - vocabulary.first), ignored, invalid)
+
+    def mask(self, values_T: Tensor) -> Tensor:
+        """Zero for ignored labels; NaN, no plausible number, for labels outside the vocabulary that nobody checked."""
+        return values_T.masked_fill(self.ignored, 0.0).masked_fill(self.invalid, math.nan)

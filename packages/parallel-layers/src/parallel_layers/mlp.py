@@ -1,0 +1,111 @@
+"""`ParallelMLP`: gated (SwiGLU, GeGLU) or plain, the intermediate dim sharded over the group.
+
+Shape legend: T' tokens of this rank, H hidden, I intermediate, n ranks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.swiglu import fused_swiglu
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    LinearOptions,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# By the names of Hugging Face configs (`hidden_act`).
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu_squared,
+}
+
+
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation `name`; raises ValueError that lists the known ones."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def gated(activation: str, gate_up: Tensor) -> Tensor:
+    """act(gate) · up of `[..., 2I]` (gate, then up): `[..., I]`. SwiGLU on CUDA by one kernel each way."""
+    function = activation_named(activation)
+    if function is F.silu and use_triton(gate_up):
+        return fused_swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+class ParallelMLP(nn.Module):
+    """down(act(gate(x)) · up(x)) when gated, down(act(up(x))) when plain.
+
+    SwiGLU is gated "silu", GeGLU gated "gelu" (https://arxiv.org/abs/2002.05202). Rank r holds rows
+    [r I/n, (r+1) I/n) of gate and up and those columns of down. Submodules: `gate_up_proj` (gated) or `up_proj`, and
+    `down_proj`.
+
+    Communication, forward / backward: all-reduce `[T, H]` / all-reduce; with sequence parallelism all-gather and
+    reduce-scatter / the same pair in reverse, and the input is gathered once more.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I; divisible by the group's size.
+        activation: A name of `ACTIVATIONS`.
+        gated: With a gate.
+        bias: Biases of all projections.
+        group: Tensor-parallel group; None when not sharded.
+        sequence_parallel: Hidden states are sharded over tokens outside.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: An unknown activation, or I does not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        activation_named(activation)  # an unknown name is an error now
+        self.activation = activation
+        self.gated = gated
+        options = LinearOptions(bias=bias, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        if gated:
+            self.gate_up_proj = MergedColumnParallelLinear(
+                hidden_size, [intermediate_size, intermediate_size], **options
+            )
+        else:
+            self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[T', H]` -> `[T', H]`."""
+        if self.gated:
+            return self.down_proj(gated(self.activation, self.gate_up_proj(hidden)))
+        return self.down_proj(activation_named(self.activation)(self.up_proj(hidden)))

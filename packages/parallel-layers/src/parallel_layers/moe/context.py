@@ -1,0 +1,45 @@
+"""`RoutingContext`: what the routers of one forward pass are told, and what they report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallel_layers.moe.replay import RouterReplay
+from parallel_layers.packing import PackedSequence
+
+
+@dataclass(kw_only=True)
+class RoutingContext:
+    """Handed to the MoE layers of one batch as an argument, so recomputation and interleaved batches see their own.
+
+    Attributes:
+        segments: `[T]` int64, the sequence that each token of the pack belongs to (under context parallelism: of this
+            rank's tokens), -1 for padding; None: one sequence, no padding.
+        num_segments: How many sequences there are.
+        replay: Records the choice of experts, or replays one; None: neither.
+        loss_scale: What the gradients of the auxiliary losses are multiplied by: 1 / micro-batches, and the loss scale
+            where there is one.
+        loads: Filled by the forward: layer number -> tokens that chose each expert, `[E]` fp32, of the whole pack.
+        losses: Filled by the forward: layer number -> the auxiliary losses with a weight in the config, by their
+            config names, unweighted and detached. Their gradients need no further step.
+    """
+
+    segments: Tensor | None = None
+    num_segments: int = 1
+    replay: RouterReplay | None = None
+    loss_scale: float = 1.0
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, packed: PackedSequence, *, replay: RouterReplay | None = None, loss_scale: float = 1.0
+    ) -> RoutingContext:
+        """The context of a packed batch; its padding segment does not count."""
+        tokens = torch.arange(packed.num_tokens, device=packed.cu_seqlens.device, dtype=packed.cu_seqlens.dtype)
+        segments = torch.searchsorted(packed.cu_seqlens, tokens, right=True) - 1
+        segments = torch.where(segments < packed.num_sequences, segments, -1)
+        return cls(segments=segments, num_segments=packed.num_sequences, replay=replay, loss_scale=loss_scale)

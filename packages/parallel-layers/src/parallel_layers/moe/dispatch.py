@@ -1,0 +1,124 @@
+"""The way of tokens to their experts and back: sorting by expert, and the exchange with the other ranks' experts.
+
+Shape suffixes: T tokens, k experts a token goes to, M = T · k rows (at the experts: as many as arrived), E experts,
+e = E / ranks experts of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.collectives import all_to_all
+
+
+class _Spread(torch.autograd.Function):
+    """`[T, H]` -> `[M, H]`: row i is token order[i] // k. Its conjugate is `_Collect`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Collect.apply(gradient, *ctx.saved_tensors, ctx.top_k), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """`[M, H]` -> `[T, H]`: the sum of each token's rows. A gather and a sum: no atomics, so repeatable to the bit."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.top_k = top_k
+        return rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.top_k), None, None, None
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Rows between ranks: how many go to and come from each rank, and how arrivals are put in order of expert."""
+
+    group: ProcessGroup
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    inverse: Tensor
+
+    def go(self, rows: Tensor) -> Tensor:
+        arrived = all_to_all(rows, self.group, input_sizes=self.sent, output_sizes=self.received)
+        return arrived.index_select(0, self.order)
+
+    def come_back(self, rows: Tensor) -> Tensor:
+        rows = rows.index_select(0, self.inverse)
+        return all_to_all(rows, self.group, input_sizes=self.received, output_sizes=self.sent)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One layer's exchange of tokens with experts, made by `plan`.
+
+    Attributes:
+        counts: `[e]` int64, rows for each of this rank's experts.
+    """
+
+    counts: Tensor
+    _order: Tensor
+    _inverse: Tensor
+    _top_k: int
+    _exchange: _Exchange | None
+
+    @classmethod
+    def plan(cls, experts_Tk: Tensor, num_experts: int, group: ProcessGroup | None) -> Dispatch:
+        """Decide which row goes where.
+
+        Args:
+            experts_Tk: The experts of this rank's tokens.
+            num_experts: E.
+            group: Rank r has experts r · e .. (r + 1) · e - 1; None: all are here.
+
+        Communication: with a group, one all-to-all of `[E]` counts, and a host synchronisation to learn them.
+        """
+        chosen = experts_Tk.flatten()
+        order = chosen.argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        top_k = experts_Tk.shape[1]
+        if group is None or group.size() == 1:
+            return cls(counts, order, inverse, top_k, None)
+        ranks = group.size()
+        arriving = all_to_all(counts, group).view(ranks, -1)
+        sent, received = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
+        # Rows arrive by rank, and by expert within a rank.
+        expert = torch.arange(arriving.shape[1], device=chosen.device).repeat(ranks)
+        rows = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        by_expert = rows.argsort(stable=True)
+        exchange = _Exchange(group, sent, received, by_expert, by_expert.argsort())
+        return cls(arriving.sum(0), order, inverse, top_k, exchange)
+
+    def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token once for each of its experts, in order of this rank's experts: rows `[M, H]`, weights `[M]`.
+
+        Backward: a token's gradient is the sum over its rows.
+        """
+        rows = _Spread.apply(x_TH, self._order, self._inverse, self._top_k)
+        weights = weights_Tk.flatten().index_select(0, self._order)
+        if self._exchange is None:
+            return rows, weights
+        return self._exchange.go(rows), self._exchange.go(weights)
+
+    def to_tokens(self, rows_MH: Tensor) -> Tensor:
+        """The sum over each token's experts: `[M, H]` -> `[T, H]`."""
+        rows = rows_MH if self._exchange is None else self._exchange.come_back(rows_MH)
+        result: Tensor = _Collect.apply(rows, self._order, self._inverse, self._top_k)
+        return result

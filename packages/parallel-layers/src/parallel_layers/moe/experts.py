@@ -1,0 +1,109 @@
+"""Routed experts as stacked weights and grouped products.
+
+Shape suffixes: T tokens, k experts a token goes to, M rows at this rank's experts, H hidden, I intermediate size of one
+expert, E experts, e = E / ranks of the expert group, n ranks of the tensor-parallel group.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.mlp import activation_named, gated
+from parallel_layers.moe.dispatch import Dispatch
+from parallel_layers.sharding import divide, set_sharding, shard_evenly
+
+
+def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
+    """Each run of rows times the transposed weight of its own expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
+
+    In bf16 on CUDA one kernel, without a host synchronisation; otherwise a loop over the experts. An expert without
+    rows is fine: its weight's gradient is zero.
+
+    Args:
+        x_MK: Rows, in order of expert.
+        weight_eNK: The experts' weights.
+        counts_e: How many rows each expert has; they add up to M.
+    """
+    whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
+    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
+        return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
+    runs = x_MK.split(counts_e.tolist())
+    return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weight_eNK.unbind(), strict=True)])
+
+
+class GroupedExperts(nn.Module):
+    """Gated experts: a rank of the expert group has E / ranks of them, a rank of the tensor-parallel group I/n of each.
+
+    Parameters: `gate_up_proj [e, 2 I/n, H]` (gate, then up) and `down_proj [e, H, I/n]`.
+
+    Communication: with an expert group, that of `Dispatch.plan`, and all-to-alls of rows `[M, H]` and weights `[M]` and
+    of the rows back; backward the same reversed. Over the tensor-parallel group none: the output is this rank's part of
+    a sum. An expert's gradient covers the tokens of all ranks of the expert group.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I, of one expert.
+        num_experts: E.
+        activation: A name of `parallel_layers.mlp.ACTIVATIONS`.
+        group: Tensor-parallel group that shares each expert; None: experts are whole.
+        expert_group: The ranks that share the experts, each with its own tokens; None: all experts are here.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: An unknown activation, or E or I does not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        activation: str = "silu",
+        group: ProcessGroup | None = None,
+        expert_group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        activation_named(activation)  # an unknown name is an error now
+        self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
+        size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")
+        ranks = 1 if expert_group is None else expert_group.size()
+        if num_experts % ranks:
+            usable = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+            raise ValueError(f"num_experts={num_experts} is not divisible by ep={ranks}; use ep in {{{usable}}}")
+        shape = (num_experts // ranks, 2 * size, hidden_size)
+        self.gate_up_proj = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(shape[0], hidden_size, size, dtype=dtype, device=device))
+        by_expert = [] if expert_group is None else [shard_evenly([num_experts], expert_group, 0, "num_experts")]
+        for name, dim, parts in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
+            inside = [] if group is None else [shard_evenly([intermediate_size] * parts, group, dim, name)]
+            set_sharding(self, name, *by_expert, *inside)
+        self.fan_in = {"gate_up_proj": hidden_size, "down_proj": intermediate_size}
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every expert like a linear layer; see `ColumnParallelLinear.reset_parameters`."""
+        seed = shared_seed()
+        for name, fan_in in self.fan_in.items():
+            fill_parameter_(self, name, seed, uniform(linear_bound(fan_in)))
+
+    def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`, this rank's part of it.
+
+        The weight multiplies before `down`, where rows are usually shortest.
+        """
+        dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
+        rows, weights = dispatch.to_experts(x_TH, weights_Tk)
+        inner = gated(self.activation, grouped_linear(rows, self.gate_up_proj, dispatch.counts))
+        inner = (inner * weights[:, None]).to(rows.dtype)
+        return dispatch.to_tokens(grouped_linear(inner, self.down_proj, dispatch.counts))
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        here, rows, hidden = self.gate_up_proj.shape
+        return f"{here} of {self.num_experts} experts, hidden {hidden}, intermediate {rows // 2}"

@@ -1,0 +1,163 @@
+"""`MoE`: a router, routed experts and shared experts in the place of an MLP.
+
+Shape legend: T tokens of the pack, T' this rank's tokens under sequence parallelism (T without), H hidden, k experts a
+token goes to, n ranks of the tensor-parallel group.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers import comm
+from parallel_layers.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    scatter_to_sequence_parallel,
+)
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.mlp import ParallelMLP
+from parallel_layers.moe.config import MoEConfig
+from parallel_layers.moe.context import RoutingContext
+from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.router import Routing, TopKRouter
+
+
+class MoE(nn.Module):
+    """Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
+
+    Submodules by Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
+    `shared_expert_gate` with weight `[1, H]`.
+
+    Experts are divided in two ways, alone or together. Over `group`: every rank has I/n of each expert, and the ranks
+    work on the same tokens. Over `expert_group`: every rank has some of the experts and tokens of its own, which
+    travel. The expert group usually lies across data-parallel ranks; with `expert_tensor_parallel=False` experts stay
+    whole, and the expert group must contain the tensor-parallel group, whose ranks then exchange tokens as well.
+
+    Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce; with sequence
+    parallelism all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same reversed, and an all-reduce
+    of the router's gradient. Over the expert group that of `GroupedExperts`. After backward gradients are complete for
+    the tokens of `group`, those of experts for the tokens of `expert_group` as well: a data-parallel engine that
+    averages over d ranks divides these by d, too, and reduces them only over the ranks that hold the same experts.
+
+    Args:
+        hidden_size: H.
+        config: See `MoEConfig`.
+        layer_number: The layer's number in the model, the key of its entries in a `RoutingContext`.
+        group: Tensor-parallel group; None when not sharded.
+        sequence_parallel: Hidden states are sharded over tokens outside.
+        expert_group: The ranks that share the experts; None: all experts are here.
+        expert_tensor_parallel: Divide every expert over `group`.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: Sizes that do not divide, an unknown activation, or experts that are neither divided over `group`
+            nor exchanged within it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoEConfig,
+        *,
+        layer_number: int = 0,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        expert_group: ProcessGroup | None = None,
+        expert_tensor_parallel: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        group = group if comm.is_sharded(group) else None
+        self.config, self.layer_number = config, layer_number
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.expert_tensor_parallel = expert_tensor_parallel
+        if group is not None and not expert_tensor_parallel:
+            _check_contains(expert_group, group)
+        split_tokens = sequence_parallel or not expert_tensor_parallel
+        self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
+        self.experts = GroupedExperts(
+            hidden_size, config.intermediate_size, config.num_experts, activation=config.activation,
+            group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
+        )  # fmt: skip
+        self.shared_experts: ParallelMLP | None = None
+        self.shared_expert_gate: _SharedExpertGate | None = None
+        if config.shared_intermediate_size:
+            self.shared_experts = ParallelMLP(
+                hidden_size, config.shared_intermediate_size, activation=config.activation,
+                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+            )  # fmt: skip
+        if config.shared_expert_gate:
+            self.shared_expert_gate = _SharedExpertGate(
+                hidden_size, group=group if sequence_parallel else None, dtype=dtype, device=device
+            )
+
+    def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
+        """`[T', H]` -> `[T', H]`.
+
+        Args:
+            hidden: `[T', H]`.
+            context: Which tokens are padding, and a replay; it is told loads and losses under this layer's number.
+                None: all tokens count, as one sequence. Recomputation must be given the same object.
+        """
+        if self.sequence_parallel or self.expert_tensor_parallel:
+            out = self._routed(hidden, self.gate(hidden, self.layer_number, context))
+        else:
+            # Every rank of the group holds all tokens: each sends its part of them, and gets the others' back.
+            mine = scatter_to_sequence_parallel(hidden, self.group)
+            out = self._routed(mine, self.gate(mine, self.layer_number, context))
+            out = gather_from_sequence_parallel(out, self.group, reduce_gradient=False)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(hidden)
+        return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(hidden) * shared)
+
+    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
+        experts, weights = routing.experts, routing.weights
+        if self.group is None or not self.expert_tensor_parallel:
+            return self.experts(x, experts, weights)
+        # Each rank's experts are parts, so gradients of tokens and weights are parts, too: they are summed.
+        if self.sequence_parallel:
+            x, weights = (gather_from_sequence_parallel(part, self.group) for part in (x, weights))
+            out = self.experts(x, comm.all_gather(experts, self.group), weights)
+            return reduce_scatter_to_sequence_parallel(out, self.group)
+        x, weights = (copy_to_tensor_parallel(whole, self.group) for whole in (x, weights))
+        return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group)
+
+
+class _SharedExpertGate(nn.Module):
+    """sigmoid(x wᵀ): `[T', H]` -> `[T', 1]`, weight `[1, H]` replicated."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        group: ProcessGroup | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.weight.shape[1])))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, copy_to_tensor_parallel(self.weight, self.group)).sigmoid()
+
+
+def _check_contains(expert_group: ProcessGroup | None, group: ProcessGroup) -> None:
+    members = dist.get_process_group_ranks(group)
+    exchanging = [] if expert_group is None else dist.get_process_group_ranks(expert_group)
+    if not set(members) <= set(exchanging):
+        raise ValueError(
+            f"with expert_tensor_parallel=False the expert group must contain the tensor-parallel ranks {members}, "
+            f"but it is {exchanging}; their copies of an expert would get different gradients"
+        )

@@ -1,0 +1,215 @@
+"""`TopKRouter`: which experts a token goes to, and with what weight.
+
+Shape suffixes: T' tokens that this rank routes, E experts, k experts a token goes to, H hidden, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers import comm
+from parallel_layers.collectives import copy_to_tensor_parallel
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.moe.config import MoEConfig
+from parallel_layers.moe.context import RoutingContext
+from parallel_layers.moe.losses import (
+    attach_loss,
+    expert_load,
+    load_balancing_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from parallel_layers.moe.replay import RouterReplay
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        logits: `[T', E]` fp32.
+        scores: `[T', E]` fp32, what weights are taken from.
+        experts: `[T', k]` int64.
+        weights: `[T', k]` fp32.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None) -> Tensor:
+    """The k best experts of each token's best groups, by score + bias: `[T', k]`, without a gradient."""
+    scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    if config.num_groups > 1:
+        scores_TGe = scores.unflatten(-1, (config.num_groups, -1))
+        best = scores_TGe.topk(2 if config.group_score == "top2_sum" else 1, dim=-1).values.sum(-1)
+        chosen = best.topk(config.top_k_groups, dim=-1).indices
+        excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+        scores = scores_TGe.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
+    return scores.topk(config.top_k, dim=-1).indices
+
+
+def route(
+    logits_TE: Tensor,
+    config: MoEConfig,
+    *,
+    bias_E: Tensor | None = None,
+    select: Callable[[Tensor], Tensor] | None = None,
+) -> Routing:
+    """Route tokens by their logits.
+
+        s = softmax(logits) or sigmoid(logits),   experts = top k of s + bias (within the best groups)
+        w = s[experts],   w / Σ w with `normalize_top_k`,   times `routed_scaling_factor`
+
+    Gradients flow through the weights alone.
+
+    Args:
+        logits_TE: `[T', E]`.
+        config: The scoring and the selection.
+        bias_E: Takes part in the choice, not in the weights.
+        select: Sees the chosen experts `[T', k]` and returns those to use (a replay).
+
+    Returns:
+        Logits, scores, experts and weights; fp32 (fp64 for fp64 logits).
+    """
+    logits = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    experts = choose_experts(scores, config, bias_E)
+    if select is not None:
+        experts = select(experts)
+    weights = scores.gather(-1, experts)
+    if config.normalize_top_k:
+        # Sigmoids may all underflow; a sum of softmax scores cannot.
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
+    return Routing(logits, scores, experts, weights * config.routed_scaling_factor)
+
+
+class TopKRouter(nn.Module):
+    """logits = x Wᵀ in fp32, then `route`; auxiliary losses with a weight in the config are added to the backward.
+
+    Parameter `weight [E, H]`, replicated, and with `correction_bias` the fp32 buffer `e_score_correction_bias [E]`,
+    which stays fp32 when the model is cast.
+
+    Communication: none, unless the ranks of `group` route different tokens. Then forward: all-reduces of `[E]` sums for
+    the loads and the losses; backward: one all-reduce of the weight's gradient.
+
+    Args:
+        hidden_size: H.
+        config: See `MoEConfig`.
+        group: The ranks that route the pack's other tokens; None: this rank routes all of them, or the same as others.
+        dtype: Of the weight.
+        device: Of the weight.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoEConfig,
+        *,
+        group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group if comm.is_sharded(group) else None
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight like a linear layer's, the same on every rank that was seeded alike; no correction."""
+        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.weight.shape[1])))
+        if self.e_score_correction_bias is not None and not self.e_score_correction_bias.is_meta:
+            self.e_score_correction_bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """Move and cast, but keep the correction bias as it is: a step of it would be lost in bf16."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
+    def forward(self, hidden: Tensor, layer_number: int = 0, context: RoutingContext | None = None) -> Routing:
+        """Route `hidden [T', H]`; `context` as in `MoE.forward`."""
+        weight = copy_to_tensor_parallel(self.weight, self.group)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logits = F.linear(hidden.to(wide), weight.to(wide))
+        select = None
+        if context is not None and context.replay is not None:
+            select = self._selection(context.replay, layer_number)
+        routing = route(logits, self.config, bias_E=self.e_score_correction_bias, select=select)
+        if context is None and not self._weighted_losses():
+            return routing
+        return self._observe(routing, layer_number, context or RoutingContext())
+
+    def _selection(self, replay: RouterReplay, layer_number: int) -> Callable[[Tensor], Tensor]:
+        def select(experts: Tensor) -> Tensor:
+            if self.group is None:
+                return replay.select(layer_number, experts)
+            if replay.recording:
+                replay.select(layer_number, comm.all_gather(experts, self.group))
+                return experts
+            return replay.select(layer_number, experts, first_token=self.group.rank() * len(experts))
+
+        return select
+
+    def _weighted_losses(self) -> bool:
+        return bool(self.config.balance_loss or self.config.sequence_balance_loss or self.config.z_loss)
+
+    def _observe(self, routing: Routing, layer_number: int, context: RoutingContext) -> Routing:
+        """Report loads and losses, and attach the losses to the weights."""
+        logits, scores, experts, weights = routing
+        segments = self._segments(context, experts)
+        mask = segments >= 0
+        load = expert_load(experts, self.config.num_experts, mask)
+        context.loads[layer_number] = load if self.group is None else comm.all_reduce(load, self.group)
+        if not self._weighted_losses():
+            return routing
+        probs = scores if self.config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        losses: dict[str, tuple[float, Callable[[], Tensor]]] = {
+            "balance_loss": (
+                self.config.balance_loss,
+                lambda: load_balancing_loss(probs, experts, mask_T=mask, group=self.group),
+            ),
+            "sequence_balance_loss": (
+                self.config.sequence_balance_loss,
+                lambda: sequence_balance_loss(probs, experts, segments, context.num_segments, group=self.group),
+            ),
+            "z_loss": (self.config.z_loss, lambda: router_z_loss(logits, mask_T=mask, group=self.group)),
+        }
+        report = context.losses[layer_number] = {}
+        for name, (weight, compute) in losses.items():
+            if weight:
+                loss = compute()
+                report[name] = loss.detach()
+                weights = attach_loss(weights, loss, weight * context.loss_scale)
+        return Routing(logits, scores, experts, weights)
+
+    def _segments(self, context: RoutingContext, experts: Tensor) -> Tensor:
+        """The sequence of each token that this rank routes: `[T']`."""
+        tokens = len(experts)
+        if context.segments is None:
+            return torch.zeros(tokens, dtype=torch.int64, device=experts.device)
+        ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+        if len(context.segments) != tokens * ranks:
+            raise ValueError(
+                f"the context's segments are of {len(context.segments)} tokens, but {ranks} ranks route {tokens} each"
+            )
+        return context.segments[rank * tokens : (rank + 1) * tokens].to(experts.device)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.config.num_experts} experts, top {self.config.top_k}, {self.config.scoring}"

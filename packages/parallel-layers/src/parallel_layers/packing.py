@@ -1,0 +1,196 @@
+"""Packed batches: all sequences of a batch in one flat run of tokens, with the boundaries between them.
+
+A batch of sequences of lengths 3, 1, 2, padded to a multiple of 4:
+
+    input_ids    a b c d e f 0 0
+    position_ids 0 1 2 0 0 1 0 1
+    cu_seqlens   0 3 4 6 8          (padding=2: the last segment is not a sequence)
+
+The padding that a parallel form needs is added once, here, as a last segment of its own. No layer needs to know of it:
+to attention it is one more short sequence, and no loss looks at it.
+
+Shape suffixes: B sequences, S padded length, N segments, T tokens, L_i length of sequence i.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """Sequences laid end to end.
+
+    Args:
+        input_ids: `[T]` int64 token ids.
+        position_ids: `[T]` int64 positions, counted from 0 in every segment by `from_sequences` and `pack`.
+        cu_seqlens: `[N+1]` int32: segment i is the tokens `cu_seqlens[i]` up to `cu_seqlens[i+1]`, possibly none.
+        max_seqlen: Length of the longest segment, an int on the host as attention kernels want it.
+        padding: How many tokens at the end are padding; when not 0 they are the last segment.
+
+    Raises:
+        ValueError: Shapes or dtypes other than stated, or `padding` outside `0..T`. The boundaries themselves are not
+            read, since on a GPU that would wait for the device.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("input_ids", torch.int64), ("position_ids", torch.int64), ("cu_seqlens", torch.int32)):
+            value = getattr(self, name)
+            if value.dim() != 1 or value.dtype != dtype:
+                raise ValueError(f"{name} must be 1-D {dtype}, got {value.dim()}-D {value.dtype}")
+        if self.position_ids.shape != self.input_ids.shape:
+            raise ValueError(f"{self.position_ids.numel()} position_ids for {self.input_ids.numel()} input_ids")
+        if self.cu_seqlens.numel() < 1 + (self.padding > 0):
+            raise ValueError(f"cu_seqlens has {self.cu_seqlens.numel()} entries, too few for padding={self.padding}")
+        if not 0 <= self.padding <= self.num_tokens:
+            raise ValueError(f"padding={self.padding} is outside 0..{self.num_tokens}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.input_ids.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences, the padding segment not included."""
+        return self.cu_seqlens.numel() - 1 - (self.padding > 0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Each sequence's length, the padding segment not included; on a GPU this waits for the device."""
+        bounds = self.cu_seqlens.tolist()
+        return [bounds[i + 1] - bounds[i] for i in range(self.num_sequences)]
+
+    def to(self, device: torch.device | str) -> PackedSequence:
+        """The same batch on another device."""
+        return dataclasses.replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+        )
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[Tensor], *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
+        """Pack sequences `[L_i]` and pad the total to a multiple of `multiple_of` with `pad_id`.
+
+        Raises:
+            ValueError: A sequence is not 1-D, holds no integers, or `multiple_of` is below 1.
+        """
+        for i, ids in enumerate(sequences):
+            if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+                raise ValueError(f"sequence {i} must be 1-D token ids, got shape {tuple(ids.shape)} of {ids.dtype}")
+        device = sequences[0].device if len(sequences) else torch.device("cpu")
+        lengths = [ids.numel() for ids in sequences]
+        padding = _padding(sum(lengths), multiple_of)
+        segments = [*lengths, padding] if padding else lengths
+        return cls(
+            input_ids=torch.cat([*(ids.long() for ids in sequences), torch.full((padding,), pad_id, device=device)]),
+            position_ids=torch.cat([torch.arange(n) for n in [*segments, 0]]).to(device),
+            cu_seqlens=torch.tensor([0, *segments]).cumsum(0).int().to(device),
+            max_seqlen=max(segments, default=0),
+            padding=padding,
+        )
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The rows of `values` `[T, ...]` that belong to each sequence: `[L_i, ...]` each, the padding left out.
+
+        Raises:
+            ValueError: `values` has another number of rows than the batch has tokens.
+        """
+        self._check_rows(values)
+        return list(values[: self.num_tokens - self.padding].split(self.lengths))
+
+    def _check_rows(self, values: Tensor) -> None:
+        if values.dim() < 1 or values.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"values of shape {tuple(values.shape)} are not one row for each of {self.num_tokens} tokens"
+            )
+
+
+def pack(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
+    """Pack the tokens of `input_ids` `[B, S]` that `attention_mask` `[B, S]` keeps (1 or True).
+
+    Rows may be padded on the right, on the left, or both; positions count from 0 at a row's first kept token.
+
+    Raises:
+        ValueError: The shapes differ or are not 2-D, or `multiple_of` is below 1.
+    """
+    if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)} must both be [B, S]"
+        )
+    mask = attention_mask.bool()
+    return PackedSequence.from_sequences(
+        [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)], multiple_of=multiple_of, pad_id=pad_id
+    )
+
+
+def unpack(
+    values: Tensor,
+    packed: PackedSequence,
+    attention_mask: Tensor | None = None,
+    *,
+    padding_value: float = 0.0,
+    side: Literal["left", "right"] = "right",
+) -> Tensor:
+    """Lay the rows of `values` `[T, ...]` out as `[B, S, ...]`, one row of the result for each sequence.
+
+    Args:
+        values: One row for each token of `packed`; gradients flow back to it.
+        packed: The batch that `values` belongs to.
+        attention_mask: `[B, S]`, the mask given to `pack`: values go back to where their tokens were. Without it S is
+            the longest sequence's length.
+        padding_value: What stands where there is no token.
+        side: Without a mask, the side on which shorter sequences are padded.
+
+    Raises:
+        ValueError: `values` or the mask do not fit the batch, or `side` is neither of the two.
+    """
+    packed._check_rows(values)
+    if side not in ("left", "right"):
+        raise ValueError(f"side={side!r} is neither 'left' nor 'right'")
+    if attention_mask is None:
+        lengths = torch.tensor(packed.lengths, dtype=torch.int64)
+        columns = torch.arange(int(lengths.max()) if len(lengths) else 0)
+        mask = columns < lengths[:, None]
+        mask = (mask.flip(1) if side == "left" else mask).to(values.device)
+    else:
+        mask = attention_mask.bool()
+        kept = mask.sum(1).tolist() if mask.dim() == 2 else None
+        if kept != packed.lengths:
+            raise ValueError(f"attention_mask keeps {kept} tokens in its rows, the sequences have {packed.lengths}")
+    rows = values[: packed.num_tokens - packed.padding]
+    return values.new_full((*mask.shape, *values.shape[1:]), padding_value).index_put((mask,), rows)
+
+
+def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tensor:
+    """What each token should predict: `[T]` with `label[t] = input_ids[t + 1]` inside a sequence.
+
+    The last token of each sequence and all padding get `ignore_index`. Made for the whole batch before anything is
+    sharded, so no shard's last label is wrong.
+    """
+    labels = packed.input_ids.roll(-1)
+    if packed.num_tokens:
+        # For an empty segment this is the end of the one before it or, with none before, of the whole batch (-1).
+        labels[packed.cu_seqlens[1:].long() - 1] = ignore_index
+        labels[packed.num_tokens - packed.padding :] = ignore_index
+    return labels
+
+
+def _padding(num_tokens: int, multiple_of: int) -> int:
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of} must be at least 1")
+    return -num_tokens % multiple_of

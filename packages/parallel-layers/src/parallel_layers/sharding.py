@@ -1,0 +1,139 @@
+"""How a parameter is divided over a group, as data that its module keeps.
+
+Initialisation reads from it which part of the full tensor to draw, gradient norms read what to count. The module keeps
+it under the parameter's name, because the parameter object itself is replaced by FSDP2, by `to_empty`, by a deep copy.
+A parameter without an entry is whole: every rank of every group holds all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.dims import divisors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """The units `start .. stop - 1` of a dim of the full tensor; `counted` on one of the ranks that hold them."""
+
+    start: int
+    stop: int
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """This rank's part of a parameter that is divided along one dim.
+
+    Args:
+        group: The ranks that share the parameter.
+        dim: The divided dim.
+        full_size: The size of that dim in the full tensor.
+        blocks: What this rank holds of it, in local order. Local units beyond the blocks are padding.
+    """
+
+    group: ProcessGroup
+    dim: int
+    full_size: int
+    blocks: tuple[Block, ...]
+
+    def local_ranges(self) -> Iterator[tuple[int, Block]]:
+        """Each block with the local index of its first unit."""
+        offset = 0
+        for block in self.blocks:
+            yield offset, block
+            offset += block.stop - block.start
+
+
+def shard_evenly(sizes: Sequence[int], group: ProcessGroup, dim: int, name: str) -> Sharding:
+    """Parts laid end to end along a dim, each divided evenly over the group.
+
+    Raises:
+        ValueError: A size does not divide by the group's size; the message calls it `name`.
+    """
+    rank, tp = group.rank(), group.size()
+    blocks = []
+    start = 0
+    for size in sizes:
+        local = divide(size, tp, name)
+        blocks.append(Block(start + rank * local, start + (rank + 1) * local))
+        start += size
+    return Sharding(group, dim, start, tuple(blocks))
+
+
+def divide(size: int, tp: int, name: str) -> int:
+    """`size / tp`, or a ValueError that names the sizes that would do."""
+    if size % tp:
+        usable = ", ".join(str(n) for n in divisors(size))
+        raise ValueError(f"{name}={size} is not divisible by tp={tp}; use tp in {{{usable}}}")
+    return size // tp
+
+
+def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
+    """Record how `module`'s own parameter `name` is divided: one `Sharding` for each divided dim."""
+    module.__dict__.setdefault("_shardings", {})[name] = shardings
+
+
+def get_sharding(module: nn.Module, name: str) -> tuple[Sharding, ...]:
+    """How `module`'s own parameter `name` is divided; empty when it is whole."""
+    shardings: tuple[Sharding, ...] = module.__dict__.get("_shardings", {}).get(name, ())
+    return shardings
+
+
+def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The rectangles that make up `module`'s own parameter `name`: where in the local tensor, where in the full one."""
+    shardings = {sharding.dim: sharding for sharding in get_sharding(module, name)}
+    per_dim = [
+        [
+            (slice(offset, offset + block.stop - block.start), slice(block.start, block.stop))
+            for offset, block in shardings[dim].local_ranges()
+        ]
+        if dim in shardings
+        else [(slice(0, size), slice(0, size))]
+        for dim, size in enumerate(module.get_parameter(name).shape)
+    ]
+    for rectangle in itertools.product(*per_dim):
+        yield tuple(local for local, _ in rectangle), tuple(full for _, full in rectangle)
+
+
+def full_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """The shape of the full tensor of which `module`'s own parameter `name` is a part."""
+    shape = list(module.get_parameter(name).shape)
+    for sharding in get_sharding(module, name):
+        shape[sharding.dim] = sharding.full_size
+    return tuple(shape)
+
+
+def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether `x` is a DTensor, without importing them: that takes seconds, and who has one has imported them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+@torch.no_grad()
+def load_full_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy this rank's parts of full tensors into the parameters they are named after; padding becomes 0.
+
+    Raises:
+        ValueError: A tensor has another shape than the full parameter.
+    """
+    for path, full in tensors.items():
+        owner_path, _, name = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        if tuple(full.shape) != full_shape(owner, name):
+            raise ValueError(f"{path} has shape {tuple(full.shape)}, the full parameter {full_shape(owner, name)}")
+        parameter = owner.get_parameter(name)
+        parameter.zero_()
+        for local, where in blocks_of(owner, name):
+            parameter[local] = full[where]

@@ -1,0 +1,34 @@
+"""Small tools for cutting tensors into equal parts. None of them is differentiable across ranks; see `collectives`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import comm
+
+
+def split_last_dim(x: Tensor, parts: int, *, contiguous: bool = False) -> tuple[Tensor, ...]:
+    """Cut the last dim into `parts` equal parts: views of `x` or, with `contiguous`, tensors in memory of their own.
+
+    Raises:
+        ValueError: The last dim does not divide.
+    """
+    if parts < 1 or x.shape[-1] % parts:
+        raise ValueError(f"the last dim of shape {tuple(x.shape)} cannot be cut into {parts} equal parts")
+    views = x.split(x.shape[-1] // parts, -1) if x.shape[-1] else (x,) * parts
+    return tuple(view.contiguous() for view in views) if contiguous else views
+
+
+def flat_chunk(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's equal 1-D chunk `[numel / size]` of a tensor that is the same on all ranks, in memory of its own.
+
+    Raises:
+        ValueError: The number of elements does not divide by the group's size.
+    """
+    return x.reshape(-1).clone() if group is None else comm.split(x.reshape(-1), group)
+
+
+def gather_flat(chunk: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The ranks' 1-D chunks, all of one size, joined in order of rank: `[size * n]`. Communication: an all-gather."""
+    return chunk if group is None or group.size() == 1 else comm.all_gather(chunk, group)

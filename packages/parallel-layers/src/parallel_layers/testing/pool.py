@@ -1,0 +1,275 @@
+"""A pool of ranks for tests: started once, it runs many functions, and a failure or a hang never outlives the test.
+
+Starting a rank costs seconds (importing torch, forming groups), so a test session starts its ranks once. One child
+process imports torch and forks the ranks; each rank joins a default group over a file store (no ports to race for)
+and waits for calls on a socket of its own. The ranks end when the pool is closed, when this process exits, and when
+it is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from parallel_layers.testing import worker
+
+# After the first rank has failed, its peers are usually stuck in a collective that will never complete. Those that
+# fail by themselves do so at once.
+_GRACE_SECONDS = 2.0
+# Importing torch, or a test file, is no business of a call's time limit.
+_START_SECONDS = 600.0
+# Imported once, before the ranks are forked, if this process uses them.
+_PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor")
+_STACK_SECONDS = 2.0
+# A gloo group keeps a thread that polls a hundred times a second for as long as its process lives: a few hundred of
+# them take a core away from the tests. Ranks that have formed this many groups make room for new ranks.
+_MOST_GROUPS = 150
+
+
+class RankTimeout(TimeoutError):
+    """A function did not return on every rank in time; the message shows where each late rank stood."""
+
+
+class RankDied(RuntimeError):
+    """A rank's process ended (a crash, an `os._exit`, the kernel's memory killer) instead of answering."""
+
+
+@dataclass
+class _Ranks:
+    """The running processes of a pool: the parent of the ranks, and a connection to each rank."""
+
+    process: subprocess.Popen[bytes]
+    connections: list[Connection[Any, Any]]
+    folder: tempfile.TemporaryDirectory[str]
+
+    def kill(self) -> None:
+        """End every process of the pool and remove its store; safe to call twice."""
+        # The ranks lead a session of their own: one signal reaches them and whatever they have started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for connection in self.connections:
+            connection.close()
+        self.folder.cleanup()
+
+
+class RankPool:
+    """`world_size` ranks on this machine that run functions one after another.
+
+    Args:
+        world_size: Number of ranks; each call may use the first few of them.
+        backend: `"gloo"` (CPU) or `"nccl"` (rank r computes on CUDA device r).
+        timeout: Seconds a call may take unless it says otherwise.
+
+    The processes start with the first call. After a hang or a death they are killed, and the next call starts
+    new ones. Use it as a context manager, or call `close`; what is still open when Python exits is closed then.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 120.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1")
+        if backend not in worker.BACKENDS:
+            raise ValueError(f"backend={backend!r} is not one of {sorted(worker.BACKENDS)}")
+        if worker.inside_a_rank():
+            raise RuntimeError(
+                "a rank may not start ranks: put the code that starts them under `if __name__ == '__main__':`, "
+                "because the ranks import this file to find their function"
+            )
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout = timeout
+        self._ranks: _Ranks | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world: int | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(group, *args, **kwargs)` on ranks 0..world-1 and return their results in order of rank.
+
+        Args:
+            fn: A function at the top level of a file. The ranks find it by that file and its qualified name, so the
+                file needs to be neither a package's nor importable (test modules usually are not).
+            *args: Picklable arguments, the same for every rank.
+            world: How many ranks take part; default all. `group` is a process group of exactly these.
+            timeout: Seconds until the call counts as hung, once the ranks have loaded the function; default the pool's.
+            **kwargs: Picklable keyword arguments.
+
+        Returns:
+            One result a rank; tensors in it come back detached and on the CPU.
+
+        Raises:
+            Exception: What the first failing rank raised, of the same type, with that rank's traceback as a note.
+            RankTimeout: Not all ranks returned in time.
+            RankDied: A rank's process ended.
+        """
+        world = self.world_size if world is None else world
+        if not 1 <= world <= self.world_size:
+            raise ValueError(f"world={world} is outside this pool's 1..{self.world_size} ranks")
+        call = worker.encode_call(fn, args, kwargs, world)
+        try:
+            ranks = self._started()
+            for connection in ranks.connections[:world]:
+                connection.send_bytes(call)
+            answers = self._collect(ranks, world, self.timeout if timeout is None else timeout)
+        except BaseException:
+            # A stuck or dead rank, or an interrupt: what the others do now is unknown. The next call starts afresh.
+            self.close()
+            raise
+        if len(answers) < world or max(answer.groups for answer in answers.values()) > _MOST_GROUPS:
+            self.close()
+        failures = {rank: answer for rank, answer in sorted(answers.items()) if answer.kind == "raised"}
+        if failures:
+            raise _as_exception(failures)
+        return [pickle.loads(answers[rank].payload) for rank in range(world)]
+
+    def close(self) -> None:
+        """End the ranks. Calling `run` again would start new ones."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._ranks = self._finalizer = None
+
+    def _started(self) -> _Ranks:
+        if self._ranks is None:
+            self._ranks = _start(self.world_size, self.backend)
+            self._finalizer = weakref.finalize(self, self._ranks.kill)
+            for rank, answer in _receive(self._ranks, range(self.world_size), _START_SECONDS).items():
+                if answer.kind != "ready":
+                    raise _as_exception({rank: answer})
+        return self._ranks
+
+    def _collect(self, ranks: _Ranks, world: int, timeout: float) -> dict[int, worker.Answer]:
+        """The answers of all ranks; of only some when one has raised and others did not end soon after."""
+        started = _receive(ranks, range(world), _START_SECONDS)
+        answers = {rank: answer for rank, answer in started.items() if answer.kind != "started"}
+        failed = bool(answers)
+        deadline = time.monotonic() + (_GRACE_SECONDS if failed else timeout)
+        while missing := [rank for rank in range(world) if rank not in answers]:
+            new = _receive(ranks, missing, deadline - time.monotonic(), first=True)
+            if not new and failed:
+                return answers
+            if not new:
+                raise RankTimeout(
+                    f"rank(s) {missing} of {world} did not return within {timeout:g} s\n" + _stacks(ranks, missing)
+                )
+            answers |= new
+            if not failed and any(answer.kind == "raised" for answer in new.values()):
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        return answers
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 120.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(group, *args, **kwargs)` on `world_size` new ranks and return their results; see `RankPool.run`."""
+    with RankPool(world_size, backend=backend, timeout=timeout) as pool:
+        return pool.run(fn, *args, **kwargs)
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """One pool of 4 gloo ranks for this process, started by its first call and closed when the process exits."""
+    pool = RankPool(4)
+    atexit.register(pool.close)
+    return pool
+
+
+def _start(world_size: int, backend: str) -> _Ranks:
+    folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+    pairs = [socket.socketpair() for _ in range(world_size)]
+    sockets = [theirs.fileno() for _, theirs in pairs]
+    settings = {
+        "sockets": sockets,
+        "backend": backend,
+        "store": os.path.join(folder.name, "store"),
+        "preload": [name for name in _PRELOAD if name in sys.modules],
+    }
+    # The child looks for modules where this process does, whatever way it was started.
+    start = f"import sys; sys.path[:] = {sys.path!r}; from parallel_layers.testing import worker; worker.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, json.dumps(settings)],
+        pass_fds=sockets,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        # One thread a rank: the ranks share the machine's cores.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    for _, theirs in pairs:
+        theirs.close()
+    connections: list[Connection[Any, Any]] = [Connection(ours.detach()) for ours, _ in pairs]
+    return _Ranks(process, connections, folder)
+
+
+def _receive(
+    ranks: _Ranks, wanted: list[int] | range, timeout: float, *, first: bool = False
+) -> dict[int, worker.Answer]:
+    """One answer from each wanted rank (with `first`: those that come together first), or fewer when time is up."""
+    answers: dict[int, worker.Answer] = {}
+    deadline = time.monotonic() + timeout
+    while missing := {ranks.connections[rank]: rank for rank in wanted if rank not in answers}:
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = missing[connection]
+            try:
+                answers[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                raise RankDied(f"the process of rank {rank} ended without an answer") from None
+        if not ready or first:
+            break
+    return answers
+
+
+def _stacks(ranks: _Ranks, missing: list[int]) -> str:
+    """Where the given ranks stand now, as tracebacks: a thread of each answers while its main thread is stuck."""
+    try:
+        for rank in missing:
+            ranks.connections[rank].send_bytes(worker.encode_stack_request())
+        answers = _receive(ranks, missing, _STACK_SECONDS)
+    except (OSError, RankDied):
+        return "(a rank has ended)"
+    return "\n".join(f"rank {rank}:\n{answer.text}" for rank, answer in sorted(answers.items()))
+
+
+def _as_exception(failures: dict[int, worker.Answer]) -> Exception:
+    """The lowest failing rank's exception, with every failing rank's traceback as a note."""
+    first = next(iter(failures.values()))
+    try:
+        error = pickle.loads(first.payload)
+    except Exception:
+        # Not every exception survives pickling; the text always does.
+        error = RuntimeError(first.text.strip().splitlines()[-1])
+    for rank, answer in failures.items():
+        error.add_note(f"on rank {rank}:\n{answer.text}")
+    return error

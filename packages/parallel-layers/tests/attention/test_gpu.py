@@ -1,0 +1,218 @@
+"""Every attention backend that is installed, against the reference in fp32 on the same numbers; and no host sync."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers.attention.backends import BACKENDS, Needs, why_not
+from parallel_layers.decoder import DecoderConfig, DecoderLayer
+from parallel_layers.inference import KVCache
+from parallel_layers.rotary import RotaryEmbedding
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [300, 1, 0, 1000, 129, 64, 7]
+KERNELS = [name for name in BACKENDS if name != "reference"]
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 100},
+    "window of one": {"window": 1},
+    "window both ways": {"window": 33, "causal": False},
+    "softcap": {"softcap": 2.0, "scale": 0.3},
+    "softcap and window": {"softcap": 2.0, "window": 64},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sinks": True, "window": 64},
+}
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
+def skip_unless_able(backend: str, head_dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    needs = Needs("cuda", dtype, head_dim, "softcap" in options, "sinks" in options or "return_lse" in options)
+    if (reason := why_not(backend, needs)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+
+
+def relative_error(x: Tensor, truth: Tensor) -> float:
+    return ((x.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30)).item()
+
+
+def compare(
+    backend: str,
+    lengths_q: list[int],
+    lengths_k: list[int] | None = None,
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> None:
+    """The output and every gradient: at most 1.5 times as far from fp64 as the reference in the same dtype."""
+    skip_unless_able(backend, head_dim, dtype, options)
+    torch.manual_seed(0)
+    tokens, keys = sum(lengths_q), sum(lengths_k if lengths_k is not None else lengths_q)
+    shapes = [(tokens, heads[0], head_dim), (keys, heads[1], head_dim), (keys, heads[1], head_dim)]
+    data = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    seed = torch.randn(shapes[0], device="cuda").to(dtype)
+    if options.pop("sinks", False):
+        data.append(torch.randn(heads[0], device="cuda").to(dtype))
+    if lengths_k is not None:
+        options |= {"cu_seqlens_k": boundaries(lengths_k), "max_seqlen_k": max(lengths_k)}
+
+    def run(name: str, wide: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in data]
+        extra = {"sinks": leaves[3]} if len(leaves) == 4 else {}
+        bounds = boundaries(lengths_q)
+        out = packed_attention(*leaves[:3], bounds, max(lengths_q), backend=name, **options, **extra)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(wide))]
+
+    ours, plain, truth = run(backend, dtype), run("reference", dtype), run("reference", torch.float64)
+    # The reference keeps probabilities in fp32; the flash kernels round them to the inputs' dtype before the products.
+    floor = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+    for name, mine, theirs, exact in zip(("out", "d_q", "d_k", "d_v", "d_sinks"), ours, plain, truth, strict=False):
+        assert mine.isfinite().all(), name
+        assert relative_error(mine, exact) <= 1.5 * max(relative_error(theirs, exact), floor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_cases(backend: str, case: str) -> None:
+    compare(backend, LENGTHS, **CASES[case])
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_head_sizes(backend: str, head_dim: int) -> None:
+    compare(backend, LENGTHS, head_dim=head_dim)
+    compare(backend, LENGTHS, head_dim=head_dim, heads=(6, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_dtypes(backend: str, dtype: torch.dtype) -> None:
+    compare(backend, LENGTHS, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["causal", "full", "window", "sinks"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_other_numbers_of_keys(backend: str, case: str) -> None:
+    """More keys than queries, fewer, and none: what a ring of ranks asks for."""
+    compare(backend, [0, 100, 200, 30, 60], [50, 300, 0, 30, 20], **CASES[case])
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_log_sum_exp(backend: str) -> None:
+    skip_unless_able(backend, 64, torch.bfloat16, {"return_lse": True})
+    q, k, v = torch.randn(3, sum(LENGTHS), 4, 64, device="cuda").bfloat16()
+    bounds_k = boundaries([300, 1, 0, 1000, 0, 64, 136])  # one segment's queries have no keys
+    options: dict[str, Any] = {"cu_seqlens_k": bounds_k, "max_seqlen_k": 1000, "return_lse": True}
+    bounds = boundaries(LENGTHS)
+    out, lse = packed_attention(q, k, v, bounds, 1000, backend=backend, **options)
+    wide = (x.float() for x in (q, k, v))
+    expected_out, expected_lse = packed_attention(*wide, bounds, 1000, backend="reference", **options)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.float(), expected_out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_used_keys(backend: str) -> None:
+    skip_unless_able(backend, 64, torch.bfloat16, {})
+    q = torch.randn(7, 4, 64, device="cuda").bfloat16()
+    k, v = torch.randn(2, 3 * 200, 2, 64, device="cuda").bfloat16()
+    options = {
+        "cu_seqlens_k": boundaries([200, 200, 200]),
+        "max_seqlen_k": 200,
+        "used_k": torch.tensor([150, 3, 0], device="cuda", dtype=torch.int32),
+    }
+    bounds = boundaries([1, 3, 3])
+    out = packed_attention(q, k, v, bounds, 3, backend=backend, **options)
+    expected = packed_attention(q, k, v, bounds, 3, backend="reference", **options)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert not out[4:].any()
+
+
+def test_auto_takes_the_first_that_is_able() -> None:
+    q, k, v = torch.randn(3, 8, 4, 64, device="cuda").bfloat16()
+    out = packed_attention(q, k, v, boundaries([8]), 8)
+    assert torch.equal(out, packed_attention(q, k, v, boundaries([8]), 8, backend=available_backends()[0]))
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+CONFIG = DecoderConfig(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, qk_norm="head")
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_layer_never_waits_for_the_device(backend: str) -> None:
+    skip_unless_able(backend, 64, torch.bfloat16, {})
+    config = DecoderConfig(**{**vars(CONFIG), "attention_backend": backend})
+    layer = DecoderLayer(config, dtype=torch.bfloat16, device="cuda")
+    rotary = RotaryEmbedding(64, device="cuda")
+    x = torch.randn(sum(LENGTHS), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    positions, bounds = torch.cat([torch.arange(n) for n in LENGTHS]).cuda(), boundaries(LENGTHS)
+    for attempt in range(2):  # the first compiles
+        if attempt == 0:
+            layer(x, rotary(positions), bounds, max(LENGTHS)).sum().backward()
+        else:
+            with no_host_sync():
+                layer(x, rotary(positions), bounds, max(LENGTHS)).sum().backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", KERNELS)
+def test_decoding_with_a_cache(backend: str) -> None:
+    """Step by step equals one forward over everything, and no step waits for the device."""
+    skip_unless_able(backend, 64, torch.bfloat16, {})
+    torch.manual_seed(0)
+    config = DecoderConfig(**{**vars(CONFIG), "attention_backend": backend})
+    layer = DecoderLayer(config, dtype=torch.bfloat16, device="cuda")
+    rotary = RotaryEmbedding(64, device="cuda")
+    sequences = [torch.randn(n, 256, device="cuda").bfloat16() for n in (40, 20)]
+    whole = [layer(x, rotary(torch.arange(len(x), device="cuda")), boundaries([len(x)]), len(x)) for x in sequences]
+    cache = KVCache(1, 2, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
+    starts = [0, 0]
+    for step, new in enumerate([[31, 11], *[[1, 1]] * 9]):
+        x = torch.cat([s[a : a + n] for s, a, n in zip(sequences, starts, new, strict=True)])
+        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, new, strict=True)]).cuda()
+        bounds = boundaries(new)
+
+        def forward(x: Tensor, positions: Tensor, bounds: Tensor, longest: int) -> Tensor:
+            out = layer(x, rotary(positions), bounds, longest, cache=cache.layer(0))
+            cache.advance(bounds)
+            return out
+
+        if step < 2:
+            out = forward(x, positions, bounds, max(new))
+        else:
+            with no_host_sync():
+                out = forward(x, positions, bounds, max(new))
+        for part, full, a, n in zip(out.split(new), whole, starts, new, strict=True):
+            torch.testing.assert_close(part, full[a : a + n], rtol=2e-2, atol=2e-2)
+        starts = [a + n for a, n in zip(starts, new, strict=True)]
+
+
+def test_compiled_layer() -> None:
+    layer = DecoderLayer(CONFIG, dtype=torch.bfloat16, device="cuda")
+    rotary = RotaryEmbedding(64, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    for lengths in ([100, 28], [300, 1, 0, 77]):
+        x = torch.randn(sum(lengths), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+        arguments = (rotary(positions), boundaries(lengths), max(lengths))
+        torch.testing.assert_close(compiled(x, *arguments), layer(x, *arguments), rtol=3e-2, atol=3e-2)
+        compiled(x, *arguments).sum().backward()

@@ -1,0 +1,301 @@
+"""packed_attention: each backend that runs on a CPU against a dense softmax written out, segment by segment."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers.attention.backends import BACKENDS
+
+CPU_BACKENDS = ["reference", "sdpa"]
+LENGTHS = [11, 1, 0, 17, 6, 3]
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The formula of the docstring, one segment and one query head at a time."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bounds_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    outs, lses = [], []
+    for (a, b), (c, d) in zip(pairwise(cu_seqlens.tolist()), pairwise(bounds_k.tolist()), strict=True):
+        heads = []
+        for head in range(q.shape[1]):
+            kv_head = head // (q.shape[1] // k.shape[1])
+            scores = q[a:b, head] @ k[c:d, kv_head].T * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            place = torch.arange(b - a)[:, None] + (d - c) - (b - a)
+            distance = place - torch.arange(d - c)
+            hidden = torch.zeros_like(scores, dtype=torch.bool)
+            if causal:
+                hidden |= distance < 0
+            if window is not None:
+                hidden |= distance.abs() >= window
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].expand(b - a, 1)), dim=1)
+            lse = scores.logsumexp(-1)
+            weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0)[:, None])
+            heads.append((weights[:, : d - c] @ v[c:d, kv_head], lse))
+        outs.append(torch.stack([out for out, _ in heads], 1))
+        lses.append(torch.stack([lse for _, lse in heads], 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def inputs(
+    tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    value_dim: int | None = None,
+    keys: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = tokens if keys is None else keys
+    shapes = ((tokens, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim or head_dim))
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+
+def assert_same_with_gradients(ours: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    seed = torch.randn_like(ours)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(expected, leaves, seed), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+CASES = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 4},
+    "window of one": {"window": 1},
+    "window both ways": {"window": 3, "causal": False},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 1.5},
+    "softcap and window": {"softcap": 1.5, "window": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(b, c) for b in CPU_BACKENDS for c in CASES if BACKENDS[b].softcap or "softcap" not in CASES[c]],
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_equals_dense_softmax(backend: str, case: str, heads: int, kv_heads: int) -> None:
+    options = CASES[case]
+    torch.manual_seed(0)
+    leaves = inputs(sum(LENGTHS), heads, kv_heads)
+    cu_seqlens = boundaries(LENGTHS)
+    ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend, **options)
+    assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens, **options)[0], leaves)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 6, "softcap": 2.0}])
+def test_sinks_and_log_sum_exp(options: dict) -> None:
+    torch.manual_seed(0)
+    leaves = inputs(sum(LENGTHS))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = boundaries(LENGTHS)
+    ours, lse = packed_attention(*leaves, cu_seqlens, max(LENGTHS), sinks=sinks, return_lse=True, **options)
+    expected, expected_lse = dense_attention(*leaves, cu_seqlens, sinks=sinks, **options)
+    torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-9, atol=1e-9)
+    assert not lse.requires_grad
+    assert_same_with_gradients(ours, expected, (*leaves, sinks))
+    _, lse = packed_attention(*leaves, cu_seqlens, max(LENGTHS), return_lse=True, **options)
+    torch.testing.assert_close(lse, dense_attention(*leaves, cu_seqlens, **options)[1].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_value_heads_may_be_smaller() -> None:
+    leaves = inputs(sum(LENGTHS), head_dim=12, value_dim=8)
+    cu_seqlens = boundaries(LENGTHS)
+    for backend in CPU_BACKENDS:
+        ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend)
+        assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
+
+
+@pytest.mark.parametrize("case", ["causal", "full", "window"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_more_or_fewer_keys_than_queries(backend: str, case: str) -> None:
+    """Queries are the last of the keys' places; a query without any key gives zero and -inf."""
+    lengths_q, lengths_k = [3, 1, 4, 0, 5, 2], [7, 1, 2, 3, 0, 2]
+    leaves = inputs(sum(lengths_q), keys=sum(lengths_k))
+    bounds = {"cu_seqlens": boundaries(lengths_q), "cu_seqlens_k": boundaries(lengths_k)}
+    ours = packed_attention(*leaves, **bounds, max_seqlen=5, max_seqlen_k=7, backend=backend, **CASES[case])
+    expected, expected_lse = dense_attention(*leaves, **bounds, **CASES[case])
+    assert_same_with_gradients(ours, expected, leaves)
+    assert not ours[8:13].any()
+    if backend == "reference":
+        _, lse = packed_attention(*leaves, **bounds, max_seqlen=5, max_seqlen_k=7, return_lse=True, **CASES[case])
+        torch.testing.assert_close(lse, expected_lse.detach())
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_used_keys(backend: str) -> None:
+    """A cache with room: only the first keys of each stretch exist, whatever the rest holds."""
+    room, used, lengths_q = 9, [5, 0, 9, 2], [2, 0, 3, 1]
+    q, k, v = (x.detach() for x in inputs(sum(lengths_q), keys=room * len(used)))
+    cu_k = boundaries([room] * len(used))
+    existing = torch.cat([torch.arange(room * i, room * i + n) for i, n in enumerate(used)])
+    expected, _ = dense_attention(q, k[existing], v[existing], boundaries(lengths_q), cu_seqlens_k=boundaries(used))
+    missing = torch.ones(len(k), dtype=torch.bool)
+    missing[existing] = False
+    k[missing], v[missing] = 1e30, float("nan")
+    used_k = torch.tensor(used).int()
+    ours = packed_attention(
+        q, k, v, boundaries(lengths_q), 3, cu_seqlens_k=cu_k, max_seqlen_k=room, used_k=used_k, backend="reference"
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="used_k is for inference"):
+        packed_attention(q.requires_grad_(), k, v, boundaries(lengths_q), 3, cu_seqlens_k=cu_k, used_k=used_k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_segment_never_feels_another_bit_for_bit(backend: str, dtype: torch.dtype) -> None:
+    """Every other segment's data changed (to NaN, even): this one's output and gradients keep every bit."""
+    torch.manual_seed(0)
+    lengths = [11, 1, 17, 6, 70, 0, 13]
+    cu_seqlens = boundaries(lengths)
+    data = [x.detach().to(dtype) for x in inputs(sum(lengths))]
+    seed = torch.randn(sum(lengths), 4, 8).to(dtype)
+
+    def run(tensors: list[Tensor], seed: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = packed_attention(*leaves, cu_seqlens, max(lengths), backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+    before = run(data, seed)
+    for start, end in pairwise(cu_seqlens.tolist()):
+        others = torch.ones(sum(lengths), dtype=torch.bool)
+        others[start:end] = False
+        for value in (3.0, float("nan")):
+            perturbed = [torch.where(others[:, None, None], x * value, x) for x in (*data, seed)]
+            after = run(perturbed[:3], perturbed[3])
+            for x, y in zip(before, after, strict=True):
+                assert torch.equal(x[start:end], y[start:end])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_nothing_to_do(backend: str) -> None:
+    for lengths in ([], [0], [0, 0, 0]):
+        leaves = inputs(0)
+        out = packed_attention(*leaves, boundaries(lengths), 0, backend=backend)
+        assert out.shape == (0, 4, 8)
+        assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+
+
+def test_a_long_segment_in_blocks() -> None:
+    """Longer than the reference's block of queries, with the keys that the mask excludes skipped."""
+    torch.manual_seed(0)
+    lengths = [300, 5, 290]
+    leaves = inputs(sum(lengths), 2, 1)
+    for options in ({}, {"window": 40}, {"window": 150, "causal": False}):
+        ours = packed_attention(*leaves, boundaries(lengths), 300, **options)
+        assert_same_with_gradients(ours, dense_attention(*leaves, boundaries(lengths), **options)[0], leaves)
+
+
+def test_gradcheck() -> None:
+    leaves = inputs(9)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = boundaries([4, 1, 0, 4])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, sinks: packed_attention(q, k, v, cu_seqlens, 4, sinks=sinks, softcap=3.0, window=3),
+        (*leaves, sinks),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    groups=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 9),
+    window=st.none() | st.integers(1, 50),
+    causal=st.booleans(),
+)
+def test_backends_agree(
+    lengths: list[int], groups: int, kv_heads: int, head_dim: int, window: int | None, causal: bool
+) -> None:
+    torch.manual_seed(0)
+    leaves = inputs(sum(lengths), groups * kv_heads, kv_heads, head_dim)
+    cu_seqlens = boundaries(lengths)
+    outs = [
+        packed_attention(*leaves, cu_seqlens, max(lengths), causal=causal, window=window, backend=backend)
+        for backend in CPU_BACKENDS
+    ]
+    assert_same_with_gradients(outs[0], outs[1], leaves)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        return packed_attention(q, k, v, cu_seqlens, max_seqlen, window=4, backend=backend).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 2, 9], [3, 0, 8, 1, 11]):
+        leaves = inputs(sum(lengths))
+        arguments = (*leaves, boundaries(lengths), max(lengths))
+        expected, ours = loss(*arguments), compiled(*arguments)
+        assert_same_with_gradients(ours, expected, leaves)
+
+
+def test_refusals_say_why_and_what_can() -> None:
+    q, k, v = (x.detach() for x in inputs(6))
+    cu_seqlens = boundaries([6])
+    for options, message in (
+        ({"backend": "fast"}, r"backend='fast' is unknown; use 'auto' or one of flash-attn-4, flash-attn, varlen"),
+        ({"backend": "sdpa", "softcap": 1.0}, r"backend='sdpa' cannot do this case: it has no soft-cap; .* reference"),
+        ({"backend": "sdpa", "return_lse": True}, r"'sdpa' cannot do this case: it has no log-sum-exp .* reference"),
+        (
+            {"backend": "sdpa", "sinks": torch.zeros(4).double()},
+            r"has no log-sum-exp \(which attention sinks need, too\)",
+        ),
+        ({"window": 0}, r"window=0 tokens"),
+        ({"sinks": torch.zeros(3).double()}, r"sinks \(3,\) must hold one score for each of the 4 query heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            packed_attention(q, k, v, cu_seqlens, 6, **options)
+    with pytest.raises(ValueError, match=r"3 query heads cannot share 2 key-value heads evenly"):
+        packed_attention(q[:, :3], k, v, cu_seqlens, 6)
+    with pytest.raises(ValueError, match=r"must have one dtype"):
+        packed_attention(q, k.float(), v, cu_seqlens, 6)
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens must be 1-D int32, got \(2,\) torch.int64; use cu_seqlens.int\(\)"
+    ):
+        packed_attention(q, k, v, cu_seqlens.long(), 6)
+    with pytest.raises(ValueError, match=r"6 queries but 5 keys; pass cu_seqlens_k"):
+        packed_attention(q, k[:5], v[:5], cu_seqlens, 6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU backends are here")
+@pytest.mark.parametrize("backend", ["flash-attn-4", "flash-attn", "varlen"])
+def test_a_missing_backend_is_refused_by_name(backend: str) -> None:
+    q, k, v = (x.detach() for x in inputs(6))
+    with pytest.raises(
+        ValueError, match=rf"backend='{backend}' cannot do this case: it needs .* use 'auto' or one of sdpa"
+    ):
+        packed_attention(q, k, v, boundaries([6]), 6, backend=backend)
+    assert backend not in available_backends()
+
+
+def test_available_backends() -> None:
+    assert set(CPU_BACKENDS) <= set(available_backends()) <= set(BACKENDS)

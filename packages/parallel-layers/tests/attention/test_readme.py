@@ -1,0 +1,39 @@
+"""The README's programs of the model layers run as written, and its table of attention backends is the code's."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from parallel_layers.attention.backends import ANY_FLOAT, BACKENDS, HALF, Backend
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+DTYPES = {HALF: "fp16, bf16", ANY_FLOAT: "any float"}
+
+
+def expected_cells(backend: Backend) -> list[str]:
+    sizes = "any"
+    if backend.max_head_dim is not None:
+        sizes = f"to {backend.max_head_dim}, multiples of {backend.head_dim_multiple}"
+    devices = "any" if backend.devices is None else ", ".join(sorted(device.upper() for device in backend.devices))
+    yes = {True: "yes", False: "no"}
+    return [devices, DTYPES[backend.dtypes], sizes, yes[backend.softcap], yes[backend.lse]]
+
+
+def test_backend_table() -> None:
+    section = README.split("## Attention backends")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    table = {row[0]: row[2:] for row in rows[2:]}
+    assert list(table) == list(BACKENDS)  # the order is that of preference
+    for name, backend in BACKENDS.items():
+        assert table[name] == expected_cells(backend)
+
+
+def test_programs(tmp_path: Path) -> None:
+    """They are one program: the second goes on with the layers of the first. Each prints what its comment says."""
+    program = "\n".join(re.findall(r"```py\n(.*?)```", README, re.DOTALL))
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)

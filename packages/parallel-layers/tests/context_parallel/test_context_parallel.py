@@ -1,0 +1,199 @@
+"""Ulysses and ring attention against attention on one rank: outputs and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention import packed_attention
+from parallel_layers.context_parallel import gather_sequence, ring_attention, split_sequence, ulysses_attention
+from parallel_layers.testing import RankPool
+
+# Attention, and the layout that it works on.
+ATTENTIONS = {"ulysses": (ulysses_attention, "contiguous"), "ring": (ring_attention, "zigzag")}
+LENGTHS = {
+    "ragged": [11, 1, 0, 17, 6, 5],  # 40
+    "one long": [40],
+    "all short": [1] * 10 + [0] * 5 + [2] * 15,
+    "long in the middle": [3, 33, 4],
+    "chunks": [5] * 8,
+}
+HEADS = {"4 over 2": (4, 2), "4 over 4": (4, 4), "6 over 3": (6, 3), "5 over 1": (5, 1), "9 over 3": (9, 3)}
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def run_sharded(
+    group: ProcessGroup,
+    name: str,
+    tensors: list[Tensor],
+    sinks: Tensor | None,
+    lengths: list[int],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """The gathered output, the gathered gradients of q, k, v, and this rank's share of the sinks'."""
+    attention, layout = ATTENTIONS[name]
+    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+    tensors = [x.to(device) for x in tensors]
+    *leaves, seed = (split_sequence(x, group, layout=layout).clone() for x in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    if sinks is not None:
+        sinks = sinks.to(device, copy=True).requires_grad_()
+        options = {**options, "sinks": sinks}
+    out = attention(*leaves, boundaries(lengths).to(device), max(lengths), group=group, **options)
+    out.backward(seed)
+    sharded = [out.detach(), *(leaf.grad for leaf in leaves)]
+    gathered = [gather_sequence(x, group, layout=layout) for x in sharded]
+    return gathered if sinks is None else [*gathered, sinks.grad]
+
+
+def check(
+    ranks: RankPool,
+    name: str,
+    lengths: list[int],
+    world: int,
+    heads: tuple[int, int] = (4, 2),
+    value_dim: int = 8,
+    with_sinks: bool = False,
+    **options: Any,
+) -> None:
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    tensors = [torch.randn(tokens, count, 8) for count in (heads[0], heads[1])]
+    tensors += [torch.randn(tokens, heads[1], value_dim), torch.randn(tokens, heads[0], value_dim)]
+    sinks = torch.randn(heads[0]) if with_sinks else None
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    wide = None if sinks is None else sinks.double().requires_grad_()
+    out = packed_attention(*leaves, boundaries(lengths), max(lengths), sinks=wide, **options)
+    gradients = torch.autograd.grad(out, leaves if wide is None else [*leaves, wide], tensors[3].double())
+    expected = [out, *gradients]
+    results = ranks.run(run_sharded, name, tensors, sinks, lengths, options, world=world)
+    for i, truth in enumerate(expected):
+        if i == 4:
+            parts = [sum(result[4] for result in results)]
+        else:
+            parts = [result[i] for result in results]
+        for part in parts:
+            torch.testing.assert_close(part, truth.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_equals_one_rank(ranks: RankPool, name: str, lengths: str, world: int) -> None:
+    check(ranks, name, LENGTHS[lengths], world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_any_number_of_heads(ranks: RankPool, name: str, heads: str, world: int) -> None:
+    check(ranks, name, LENGTHS["ragged"], world, HEADS[heads])
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_options(ranks: RankPool, name: str) -> None:
+    check(ranks, name, LENGTHS["ragged"], 2, value_dim=6, softcap=1.5, scale=0.7)
+    check(ranks, name, LENGTHS["ragged"], 2, (5, 1), with_sinks=True)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool) -> None:
+    """bf16 over NCCL with the kernel that `auto` picks: as close to fp64 as bf16 is."""
+    torch.manual_seed(0)
+    lengths = [700, 1, 0, 90, 1000, 257]
+    tensors = [torch.randn(sum(lengths), heads, 64).bfloat16() for heads in (6, 3, 3, 6)]
+    sinks = torch.randn(6).bfloat16() if with_sinks else None
+    leaves = [x.double().requires_grad_() for x in (tensors[:3] if sinks is None else [*tensors[:3], sinks])]
+    options = {} if sinks is None else {"sinks": leaves[3]}
+    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), **options)
+    expected = [out, *torch.autograd.grad(out, leaves, tensors[3].double())]
+    results = nccl_ranks.run(run_sharded, name, tensors, sinks, lengths, {}, world=2)
+    for i, truth in enumerate(expected):
+        ours = results[0][i].double() if i < 4 else sum(result[4].double() for result in results)
+        assert (ours - truth).norm() <= 1e-2 * truth.norm()
+
+
+def test_ulysses_takes_windows(ranks: RankPool) -> None:
+    check(ranks, "ulysses", LENGTHS["ragged"], 2, window=4)
+    check(ranks, "ulysses", LENGTHS["ragged"], 2, causal=False)
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_random_lengths(ranks: RankPool, trial: int) -> None:
+    """Cuts of 48 tokens anywhere, with empty segments."""
+    generator = torch.Generator().manual_seed(trial)
+    cuts = torch.randint(0, 49, (trial * 3,), generator=generator).sort().values.tolist()
+    lengths = [end - start for start, end in zip([0, *cuts], [*cuts, 48], strict=True)]
+    for name in ATTENTIONS:
+        check(ranks, name, lengths, 4)
+
+
+def run_layouts(group: ProcessGroup, x: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    mine = split_sequence(leaf, group, layout=layout, dim=dim)
+    whole = gather_sequence(mine, group, layout=layout, dim=dim)
+    (mine * (group.rank() + 1)).sum().backward()
+    return mine.detach(), whole.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("layout", "held"), [("contiguous", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("zigzag", [[0, 1, 6, 7], [2, 3, 4, 5]])]
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layouts(ranks: RankPool, layout: str, held: list[list[int]], dim: int) -> None:
+    x = torch.randn(8, 3) if dim == 0 else torch.randn(3, 8)
+    for rank, (mine, whole, gradient) in enumerate(ranks.run(run_layouts, x, layout, dim, world=2)):
+        assert torch.equal(mine, x.index_select(dim, torch.tensor(held[rank])))
+        assert torch.equal(whole, x)
+        for other in range(2):  # each rank learns the gradient of every token, from the rank that used it
+            assert (gradient.index_select(dim, torch.tensor(held[other])) == other + 1).all()
+
+
+def test_one_rank_is_plain_attention() -> None:
+    q, k, v = torch.randn(3, 12, 2, 8)
+    cu_seqlens = boundaries([5, 7])
+    expected = packed_attention(q, k, v, cu_seqlens, 7)
+    for attention, layout in ATTENTIONS.values():
+        assert torch.equal(attention(q, k, v, cu_seqlens, 7, group=None), expected)
+        assert split_sequence(q, None, layout=layout) is q
+        assert gather_sequence(q, None, layout=layout) is q
+
+
+def run_mistakes(group: ProcessGroup) -> list[str]:
+    q, k, v = torch.randn(3, 6, 2, 8)
+    calls = [
+        lambda: split_sequence(q, group, layout="zigzag"),
+        lambda: split_sequence(q, group, layout="spiral"),
+        lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, window=3),
+        lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, backend="sdpa"),
+        lambda: ring_attention(q[:3], k[:3], v[:3], boundaries([6]), 6, group=group),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError, match=r"\w") as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_mistakes_are_named(ranks: RankPool) -> None:
+    for messages in ranks.run(run_mistakes, world=2):
+        for message, part in zip(
+            messages,
+            (
+                "6 tokens do not divide into 4 equal chunks (zigzag layout, 2 ranks); pack with multiple_of=4",
+                "layout='spiral' is unknown; use one of contiguous, zigzag",
+                "use ulysses_attention, which takes every option",
+                "backend='sdpa' cannot do this case: it has no log-sum-exp",
+                "3 tokens of a rank are not two chunks",
+            ),
+            strict=True,
+        ):
+            assert part in message

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_layers.kernels.rms_norm import MAX_SIZE, fused_add_rms_norm, fused_rms_norm
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    x, weight = x.double(), weight.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight if unit_offset else weight)
+
+
+def assert_close(actual: Tensor, expected: Tensor, unit: dict[torch.dtype, float], scale: float = 1.0) -> None:
+    """Every element within one rounding, and fp32 arithmetic on inputs of unit size, of the fp64 truth."""
+    error = (actual.double() - expected).abs()
+    bound = unit[actual.dtype] * expected.abs() + 4e-6 * scale * expected.abs().max().clamp(min=1)
+    assert (error <= bound).all(), f"largest excess {(error - bound).max():.3g}"
+
+
+def leaf(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "unit_offset"),
+    [
+        ((5, 96), False),
+        ((3, 7, 128), True),
+        ((1, 1), False),
+        ((130, 257), False),
+        ((9, 2560), True),
+        ((2, 3, 2, 40), False),
+    ],
+)
+def test_norm_and_gradients(
+    device: torch.device, unit: dict[torch.dtype, float], shape: tuple[int, ...], unit_offset: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    x, weight = leaf(*shape, dtype=dtype, device=device), leaf(shape[-1], dtype=dtype, device=device)
+    y = fused_rms_norm(x, weight, eps=1e-5, unit_offset=unit_offset)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    y64 = reference(x64, weight64, 1e-5, unit_offset)
+    y64.backward(dy.double())
+    assert y.dtype == x.grad.dtype == weight.grad.dtype == dtype
+    assert_close(y, y64, unit)
+    assert_close(x.grad, x64.grad, unit)
+    assert_close(weight.grad, weight64.grad, unit, scale=4.0)
+
+
+def check_residual(
+    device: torch.device, unit: dict[torch.dtype, float], use: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(2)
+    x, residual = (leaf(*shape, dtype=dtype, device=device) for _ in range(2))
+    weight = leaf(shape[1], dtype=torch.float32, device=device)
+    normed, total = fused_add_rms_norm(x, residual, weight, eps=1e-5)
+    grads = [torch.randn_like(normed), torch.randn_like(total)]
+    outputs = {"both": [0, 1], "normed": [0], "total": [1]}[use]
+    torch.autograd.backward([(normed, total)[i] for i in outputs], [grads[i] for i in outputs])
+
+    assert_close(total, x.double() + residual.double(), unit)
+    total64, weight64 = total.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    normed64 = reference(total64, weight64, 1e-5, False)
+    pair64 = (normed64, total64 * 1.0)
+    torch.autograd.backward([pair64[i] for i in outputs], [grads[i].double() for i in outputs])
+    assert_close(normed, normed64, unit)
+    assert_close(x.grad, total64.grad, unit)
+    assert torch.equal(x.grad, residual.grad)
+    if use == "total":
+        assert weight.grad is None
+    else:
+        assert_close(weight.grad, weight64.grad, unit, scale=4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use", ["both", "normed", "total"])
+def test_residual_is_added_and_gets_the_whole_gradient(
+    device: torch.device, unit: dict[torch.dtype, float], use: str, dtype: torch.dtype
+) -> None:
+    check_residual(device, unit, use, dtype, (11, 384))
+
+
+def test_strided_heads_are_read_in_place(device: torch.device) -> None:
+    torch.manual_seed(3)
+    qkv = torch.randn(7, 10 * 24, device=device)
+    heads, weight = qkv[:, 48:192].view(7, 6, 24), torch.randn(24, device=device)
+    expected = fused_rms_norm(heads.contiguous(), weight)
+    assert torch.equal(fused_rms_norm(heads, weight), expected)
+    assert fused_rms_norm(heads, weight).is_contiguous()
+
+    wide = torch.randn(7, 300, device=device)
+    assert torch.equal(fused_rms_norm(wide[:, 4:28], weight), fused_rms_norm(wide[:, 4:28].contiguous(), weight))
+    assert torch.equal(fused_rms_norm(wide.t()[:24].t(), weight), fused_rms_norm(wide[:, :24].contiguous(), weight))
+
+
+def test_an_expanded_gradient(device: torch.device, unit: dict[torch.dtype, float]) -> None:
+    x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((6, 40), (40,)))
+    fused_rms_norm(x, weight).sum().backward()
+    x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    reference(x64, weight64, 1e-6, False).sum().backward()
+    assert_close(x.grad, x64.grad, unit, scale=4.0)
+    assert_close(weight.grad, weight64.grad, unit, scale=4.0)
+
+
+def test_no_rows(device: torch.device) -> None:
+    x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((0, 40), (40,)))
+    normed, total = fused_add_rms_norm(x, x, weight)
+    assert normed.shape == total.shape == (0, 40)
+    normed.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_repeated_runs_agree_bitwise(device: torch.device) -> None:
+    x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((300, 64), (64,)))
+    first, second = (torch.autograd.grad(fused_rms_norm(x, weight).square().sum(), (x, weight)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_mistakes_are_named(device: torch.device) -> None:
+    x = torch.zeros(2, 8, device=device)
+    with pytest.raises(ValueError, match=r"weight has shape \[4\].*need \[8\]"):
+        fused_rms_norm(x, torch.ones(4, device=device))
+    with pytest.raises(ValueError, match=r"residual is torch.float32 \[2, 4\]"):
+        fused_add_rms_norm(x, torch.zeros(2, 4, device=device), torch.ones(8, device=device))
+    wide = torch.zeros(1, MAX_SIZE + 1, device=device)
+    with pytest.raises(ValueError, match=f"rows of {MAX_SIZE + 1} exceed"):
+        fused_rms_norm(wide, wide[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [4096, 5120, 8192, 16384, MAX_SIZE])
+def test_long_rows_fit_the_device(size: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+    check_residual(device, unit, "both", dtype, (300, size))
+
+
+@pytest.mark.gpu
+def test_compiles_whole_for_two_lengths() -> None:
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        normed, total = fused_add_rms_norm(x, residual, weight)
+        return fused_rms_norm(normed * 2, weight) + total
+
+    compiled = torch.compile(block, fullgraph=True)
+    for rows in (16, 33):
+        x, residual, weight = (leaf(*s, dtype=torch.float32, device="cuda") for s in ((rows, 64), (rows, 64), (64,)))
+        expected = block(x, residual, weight)
+        grads = torch.autograd.grad(expected.square().sum(), (x, residual, weight))
+        actual = compiled(x, residual, weight)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), (x, residual, weight)), grads)

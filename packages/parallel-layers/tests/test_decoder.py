@@ -1,0 +1,369 @@
+"""DecoderLayer against transformers' own decoder layers, run one sequence at a time.
+
+The reference's weights and gradients are cut into each rank's part, and every rank's output and every one of its
+gradients is compared with its part.
+"""
+
+import copy
+import re
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.context_parallel import gather_sequence, split_sequence
+from parallel_layers.decoder import DecoderConfig, DecoderLayer
+from parallel_layers.dims import ParallelDims
+from parallel_layers.moe import MoEConfig
+from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.testing import RankPool
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, EPS, WINDOW = 32, 4, 2, 8, 48, 1e-5, 5
+LENGTHS, PADDING = [11, 1, 0, 17, 6], 5  # 35 real tokens, 40 in all: a multiple of 4
+
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "intermediate_size": INTERMEDIATE,
+    "rms_norm_eps": EPS,
+    "attn_implementation": "eager",
+}
+LLAMA = DecoderConfig(
+    hidden_size=HIDDEN,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    intermediate_size=INTERMEDIATE,
+    norm_eps=EPS,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A layer of transformers and the config that is to equal it.
+
+    transformers is imported where the reference is run: the ranks, which load this file too, do without it.
+    """
+
+    name: str
+    ours: DecoderConfig
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        module = re.sub("(?<=.)Moe", "_moe", self.name).lower()
+        config = resolve_name(f"transformers.models.{module}.configuration_{module}:{self.name}Config")
+        layer = resolve_name(f"transformers.models.{module}.modeling_{module}:{self.name}DecoderLayer")
+        return layer(config(**(SIZES | self.options)), 0)
+
+
+class LlamaWithSinks(Family):
+    """A Llama layer with gpt-oss's attention: gpt-oss's own MLP is a mixture of experts."""
+
+    def build(self) -> nn.Module:
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssConfig
+
+        layer = super().build()
+        layer.self_attn = GptOssAttention(GptOssConfig(**SIZES, **SINKS), 0)
+        return layer
+
+
+SINKS = {
+    "layer_types": ["sliding_attention"],
+    "num_hidden_layers": 1,
+    "sliding_window": WINDOW,
+    "attention_bias": True,
+}
+FAMILIES = {
+    "llama": Family("Llama", LLAMA),
+    "llama with biases": Family(
+        "Llama",
+        replace(LLAMA, attention_bias=True, output_bias=True, mlp_bias=True),
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama with other heads": Family(
+        "Llama", replace(LLAMA, num_kv_heads=1, head_dim=16), {"num_key_value_heads": 1, "head_dim": 16}
+    ),
+    "qwen2": Family("Qwen2", replace(LLAMA, attention_bias=True)),
+    "qwen3": Family("Qwen3", replace(LLAMA, qk_norm="head", head_dim=12), {"head_dim": 12}),
+    "gemma2": Family(
+        "Gemma2",
+        replace(
+            LLAMA,
+            activation="gelu_pytorch_tanh",
+            norm_placement="sandwich",
+            norm_unit_offset=True,
+            window=WINDOW,
+            attention_scale=10**-0.5,
+            attention_softcap=0.5,
+        ),
+        {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.5, "sliding_window": WINDOW},
+    ),
+    "qwen3 moe": Family(
+        "Qwen3Moe",
+        replace(LLAMA, qk_norm="head", moe=MoEConfig(num_experts=8, top_k=3, intermediate_size=20)),
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        replace(LLAMA, moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=INTERMEDIATE)),
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "olmo2": Family("Olmo2", replace(LLAMA, qk_norm="full", norm_placement="post")),
+    "gpt-oss attention": LlamaWithSinks(
+        "Llama", replace(LLAMA, attention_bias=True, output_bias=True, attention_sinks=True, window=WINDOW)
+    ),
+}
+
+
+def packed_rotary(head_dim: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    return RotaryEmbedding(head_dim)(torch.cat([torch.arange(length) for length in lengths]))
+
+
+def cu_seqlens_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -> dict[str, dict[str, Tensor] | Tensor]:
+    """Weights, output and gradients of transformers' layer, one sequence at a time."""
+    layer = family.build()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = x.clone().requires_grad_()
+    outs = []
+    for part in x.split(lengths):
+        if len(part):
+            cos, sin = RotaryEmbedding(family.ours.head_dim)(torch.arange(len(part)))
+            if family.ours.attention_sinks:  # its tables are one half: both are the same
+                cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+            distance = torch.arange(len(part))[:, None] - torch.arange(len(part))
+            hidden = (distance < 0) | (distance >= (family.ours.window or len(part)))
+            mask = torch.zeros(distance.shape).masked_fill(hidden, float("-inf"))[None, None]
+            out = layer(part[None], attention_mask=mask, position_embeddings=(cos[None], sin[None]))
+            outs.append(out[0])
+    out = torch.cat(outs)
+    out.backward(seed)
+    return {
+        "out": out.detach(),
+        "d_x": x.grad,
+        "weights": {name: p.detach() for name, p in layer.named_parameters()},
+        "d_weights": {name: p.grad for name, p in layer.named_parameters()},
+    }
+
+
+def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) -> dict[str, Tensor]:
+    """This rank's part of transformers' tensors (weights or gradients), under our names."""
+    full = dict(full)
+    local: dict[str, Tensor] = {}
+    head_dim, kv_heads = config.head_dim, config.num_kv_heads
+    for kind in ("weight", "bias"):
+        names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        if names[0] in full:
+            q, k, v = (full.pop(name).unflatten(0, (-1, head_dim)) for name in names)
+            first, count = rank * kv_heads // size, max(1, kv_heads // size)
+            parts = [q.chunk(size)[rank], k[first : first + count], v[first : first + count]]
+            local[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts).flatten(0, 1)
+        names = [f"mlp.{name}_proj.{kind}" for name in ("gate", "up")]
+        if names[0] in full:
+            local[f"mlp.gate_up_proj.{kind}"] = torch.cat([full.pop(name).chunk(size)[rank] for name in names])
+    for name, dim in (("self_attn.o_proj.weight", 1), ("mlp.down_proj.weight", 1), ("mlp.experts.down_proj", 2)):
+        if name in full:
+            local[name] = full.pop(name).chunk(size, dim=dim)[rank]
+    if "mlp.experts.gate_up_proj" in full:
+        halves = full.pop("mlp.experts.gate_up_proj").chunk(2, dim=1)
+        local["mlp.experts.gate_up_proj"] = torch.cat([half.chunk(size, dim=1)[rank] for half in halves], dim=1)
+    if "self_attn.sinks" in full:
+        local["self_attn.sinks"] = full.pop("self_attn.sinks").chunk(size)[rank]
+    return local | full  # the rest is replicated
+
+
+def run_ours(
+    group: ProcessGroup | None,
+    config: DecoderConfig,
+    weights: dict[str, Tensor],
+    x: Tensor,
+    seed: Tensor,
+    lengths: list,
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """This rank's output and gradients without and with sequence parallelism."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rotary, cu_seqlens = packed_rotary(config.head_dim, lengths), cu_seqlens_of(lengths)
+    results = []
+    for sequence_parallel in (False, True):
+        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel)
+        layer.load_state_dict(shard(weights, config, rank, size))
+        leaf, mine = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
+        leaf = leaf.clone().requires_grad_()
+        out = layer(leaf, rotary, cu_seqlens, max(lengths))
+        out.backward(mine)
+        results.append((out.detach(), leaf.grad, {name: p.grad for name, p in layer.named_parameters()}))
+    return results
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_transformers(ranks: RankPool, name: str, tp: int) -> None:
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    x, seed = torch.randn(sum(LENGTHS), HIDDEN), torch.randn(sum(LENGTHS), HIDDEN)
+    expected = run_reference(family, x, seed, LENGTHS)
+    lengths = [*LENGTHS, PADDING]
+    padded_x = torch.cat((x, torch.randn(PADDING, HIDDEN)))
+    padded_seed = torch.cat((seed, torch.zeros(PADDING, HIDDEN)))
+    arguments = (family.ours, expected["weights"], padded_x, padded_seed, lengths)
+    results = [run_ours(None, *arguments)] if tp == 1 else ranks.run(run_ours, *arguments, world=tp)
+    for sequence_parallel in (False, True):
+        outs, d_xs, d_weights = zip(*(result[sequence_parallel] for result in results), strict=True)
+        for ours, whole in ((outs, expected["out"]), (d_xs, expected["d_x"])):
+            together = [torch.cat(ours)] if sequence_parallel else ours
+            for rank_tensor in together:
+                torch.testing.assert_close(rank_tensor[: sum(LENGTHS)], whole, rtol=1e-5, atol=1e-5)
+            assert not (ours is d_xs and together[0][sum(LENGTHS) :].any())  # padding: no gradient
+        for rank, gradients in enumerate(d_weights):
+            local = shard(expected["d_weights"], family.ours, rank, tp)
+            assert gradients.keys() == local.keys()
+            for key, gradient in gradients.items():
+                scale = local[key].abs().max()
+                torch.testing.assert_close(gradient / scale, local[key] / scale, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def run_with_context_parallel(
+    group: ProcessGroup, config: DecoderConfig, weights: dict[str, Tensor], x: Tensor, seed: Tensor, lengths: list[int]
+) -> tuple[int, Tensor, Tensor, dict[str, Tensor]]:
+    """On a grid of cp 2 and tp 2 with sequence parallelism: the tp rank, the gathered tensors, its gradients."""
+    mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
+    cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
+    layout = "zigzag" if config.context_parallel == "ring" else "contiguous"
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rotary = RotaryEmbedding(config.head_dim)(split_sequence(positions, cp, layout=layout))
+    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
+    layer.load_state_dict(shard(weights, config, tp.rank(), 2))
+    leaf, mine = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
+    out = layer(leaf.requires_grad_(), rotary, cu_seqlens_of(lengths), max(lengths))
+    out.backward(mine)
+    gathered = (
+        gather_sequence(gather_from_sequence_parallel(t, tp), cp, layout=layout) for t in (out.detach(), leaf.grad)
+    )
+    return tp.rank(), *gathered, {name: p.grad for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_context_parallel_equals_transformers(ranks: RankPool, attention: str) -> None:
+    torch.manual_seed(0)
+    family, lengths = FAMILIES["qwen3"], [13, 1, 0, 21, 5]
+    x, seed = torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
+    expected = run_reference(family, x, seed, lengths)
+    config = replace(family.ours, context_parallel=attention)
+    results = ranks.run(run_with_context_parallel, config, expected["weights"], x, seed, lengths, world=4)
+    for _, out, d_x, _ in results:
+        torch.testing.assert_close(out, expected["out"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(d_x, expected["d_x"], rtol=1e-5, atol=1e-5)
+    for rank in range(2):
+        shares = [gradients for tp_rank, *_, gradients in results if tp_rank == rank]
+        for key, local in shard(expected["d_weights"], config, rank, 2).items():
+            scale = local.abs().max()
+            total = sum(share[key] for share in shares)
+            torch.testing.assert_close(total / scale, local / scale, rtol=1e-5, atol=1e-5, msg=key)
+
+
+# Without experts: a router near a tie chooses others in bf16 than in fp64, and the whole token differs.
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ours.moe is None])
+def test_bf16_error_is_that_of_plain_bf16(name: str) -> None:
+    """Both against fp64: ours may not be more than 1.5 times as far off as transformers' layer on the same data."""
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    reference = family.build().bfloat16()
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    length = 64
+    x, seed = torch.randn(2, length, HIDDEN).bfloat16()
+    cos, sin = RotaryEmbedding(family.ours.head_dim)(torch.arange(length))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) | (distance >= (family.ours.window or length))
+
+    def run_theirs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        layer, leaf = copy.deepcopy(reference).to(dtype), x.to(dtype).requires_grad_()
+        halves = 2 if family.ours.attention_sinks else 1
+        tables = tuple(t[None, :, : t.shape[-1] // halves].to(dtype) for t in (cos, sin))
+        mask = torch.zeros(distance.shape, dtype=dtype).masked_fill(hidden, float("-inf"))[None, None]
+        out = layer(leaf[None], attention_mask=mask, position_embeddings=tables)[0]
+        return out, torch.autograd.grad(out, leaf, seed.to(dtype))[0]
+
+    ours = DecoderLayer(family.ours, dtype=torch.bfloat16)
+    ours.load_state_dict(shard(dict(reference.named_parameters()), family.ours, 0, 1))
+    leaf = x.clone().requires_grad_()
+    out = ours(leaf, (cos, sin), cu_seqlens_of([length]), length)
+    results = (out, torch.autograd.grad(out, leaf, seed)[0])
+    for mine, theirs, exact in zip(results, run_theirs(torch.bfloat16), run_theirs(torch.float64), strict=True):
+        error, plain_error = (mine - exact).norm(), (theirs - exact).norm()
+        assert error <= 1.5 * plain_error
+
+
+def test_a_sequence_never_feels_another_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    lengths = [11, 1, 17, 6]
+    rotary, cu_seqlens = packed_rotary(HEAD_DIM, lengths), cu_seqlens_of(lengths)
+    layer = DecoderLayer(LLAMA)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, seed = torch.randn(2, sum(lengths), HIDDEN)
+
+    def run(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf, rotary, cu_seqlens, max(lengths))
+        return out.detach(), torch.autograd.grad(out, leaf, seed)[0]
+
+    before = run(x, seed)
+    for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+        others = torch.ones(sum(lengths), 1, dtype=torch.bool)
+        others[start:end] = False
+        after = run(torch.where(others, x * 3 + 1, x), torch.where(others, seed - 2, seed))
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a[start:end], b[start:end])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "olmo2", "gpt-oss attention")),
+    ],
+)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    config = FAMILIES[name].ours
+    layer = DecoderLayer(config)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 2, 9], [3, 8, 0, 1, 11]):
+        arguments = (packed_rotary(config.head_dim, lengths), cu_seqlens_of(lengths), max(lengths))
+        x = torch.randn(sum(lengths), HIDDEN, requires_grad=True)
+        seed = torch.randn(sum(lengths), HIDDEN)
+        out, ours = layer(x, *arguments), compiled(x, *arguments)
+        torch.testing.assert_close(ours, out, rtol=1e-5, atol=1e-5)
+        leaves = [x, *layer.parameters()]
+        for a, b in zip(torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(out, leaves, seed), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size=32 is not divisible by num_heads=5; pass head_dim"):
+        replace(LLAMA, head_dim=None, num_heads=5)
+    with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by num_kv_heads=3"):
+        replace(LLAMA, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"norm_placement='middle' is unknown; use one of pre, post, sandwich"):
+        replace(LLAMA, norm_placement="middle")
+    with pytest.raises(
+        ValueError, match=r"qk_norm='layer' is unknown; use 'head' \(Qwen3\), 'full' \(OLMo-2\) or None"
+    ):
+        DecoderLayer(replace(LLAMA, qk_norm="layer"))
+    with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, "):
+        DecoderLayer(replace(LLAMA, activation="mish"))

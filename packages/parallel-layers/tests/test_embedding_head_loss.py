@@ -1,0 +1,79 @@
+"""Embedding -> block -> tied head -> loss against the unsharded model: the loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
+from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.losses import linear_log_probs, vocab_parallel_cross_entropy
+from parallel_layers.sharding import blocks_of, load_full_
+from parallel_layers.testing import RankPool
+
+VOCAB, HIDDEN = 11, 8
+
+
+class Model(nn.Module):
+    def __init__(self, group: ProcessGroup | None, sp: bool) -> None:
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sp}
+        self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, group=group, sequence_parallel=sp)
+        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, **options)  # type: ignore[arg-type]
+        self.down = RowParallelLinear(16, HIDDEN, bias=True, **options)  # type: ignore[arg-type]
+
+
+def loss_of(
+    group: ProcessGroup | None, full: dict[str, Tensor], ids: Tensor, labels: Tensor, sp: bool, fused: bool
+) -> dict[str, Tensor]:
+    """The loss, and each gradient laid into a zero tensor of the full shape at the places that this rank holds."""
+    model = Model(group, sp)
+    load_full_(model, full)
+    hidden = model.embed(ids)
+    hidden = hidden + model.down(F.gelu(model.up(hidden)))
+    head = model.embed.weight
+    if fused:
+        out = linear_log_probs(hidden, head, labels, group=group, sequence_parallel=sp, vocab_size=VOCAB)
+        loss = -out.log_probs.sum()
+    else:
+        whole = gather_from_sequence_parallel(hidden, group) if sp else copy_to_tensor_parallel(hidden, group)
+        loss = vocab_parallel_cross_entropy(whole @ head.t(), labels, group=group, vocab_size=VOCAB, reduction="sum")
+    loss.backward()
+    result = {"loss": loss.detach()}
+    for path, tensor in full.items():
+        owner_path, _, name = path.rpartition(".")
+        owner = model.get_submodule(owner_path)
+        grad = owner.get_parameter(name).grad
+        assert grad is not None
+        result[path] = torch.full_like(tensor, torch.nan)
+        for local, where in blocks_of(owner, name):
+            result[path][where] = grad[local]
+    return result
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_loss_and_every_gradient(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
+    torch.manual_seed(0)
+    full = {name: p.detach().clone() for name, p in Model(None, False).named_parameters()}
+    full["up.bias"], full["down.bias"] = torch.randn(16), torch.randn(HIDDEN)
+    ids, labels = torch.randint(VOCAB, (8,)), torch.randint(VOCAB, (8,))
+    labels[3] = -100
+    p = {name: tensor.clone().requires_grad_() for name, tensor in full.items()}
+    hidden = F.embedding(ids, p["embed.weight"])
+    up = F.gelu(F.linear(hidden, p["up.weight"], p["up.bias"]))
+    hidden = hidden + F.linear(up, p["down.weight"], p["down.bias"])
+    expected = F.cross_entropy(hidden @ p["embed.weight"].t(), labels, reduction="sum")
+    expected.backward()
+    results = ranks.run(loss_of, full, ids, labels, sp, fused, world=world)
+    for name, tensor in {"loss": expected.detach(), **{n: t.grad for n, t in p.items()}}.items():
+        assert tensor is not None
+        parts = [result[name] for result in results]
+        for part in parts:
+            torch.testing.assert_close(torch.where(part.isnan(), tensor, part), tensor, rtol=1e-5, atol=1e-5)
+        assert not torch.stack(parts).isnan().all(0).any(), f"{name}: a place that no rank holds"

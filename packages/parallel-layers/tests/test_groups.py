@@ -1,0 +1,101 @@
+"""Everything works on the group that it was given, with no other in sight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RngStates,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    broadcast_data,
+    checkpoint,
+    clip_grad_norm_,
+    collectives,
+    initialize_,
+    linear_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from parallel_layers.testing import RankPool
+
+VOCAB, HIDDEN = 11, 8
+
+
+@contextlib.contextmanager
+def no_default_group() -> Iterator[None]:
+    """What asks torch for the default group finds none."""
+    world = dist.distributed_c10d.GroupMember.WORLD
+    dist.distributed_c10d.GroupMember.WORLD = None
+    try:
+        with pytest.raises(ValueError, match="process group has not been initialized"):
+            dist.all_reduce(torch.zeros(1))
+        yield
+    finally:
+        dist.distributed_c10d.GroupMember.WORLD = world
+
+
+class Model(nn.Module):
+    """One of each layer whose parameters are divided or replicated."""
+
+    def __init__(self, group: ProcessGroup | None, sp: bool) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, group=group, sequence_parallel=sp)
+        self.norm = RMSNorm(HIDDEN, eps=1e-6, group=group, sequence_parallel=sp)
+        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, group=group, sequence_parallel=sp)
+        self.down = RowParallelLinear(16, HIDDEN, bias=True, group=group, sequence_parallel=sp)
+        self.qkv = QKVParallelLinear(HIDDEN, 4, 1, 4, group=group, sequence_parallel=sp)
+        self.out = RowParallelLinear(16, HIDDEN, group=group, sequence_parallel=sp)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(ids))
+        hidden = hidden + self.down(self.up(hidden).tanh())
+        return hidden + self.out(self.qkv(hidden).split(self.qkv.local_sizes, -1)[0])
+
+
+def step(group: ProcessGroup | None, sp: bool) -> tuple[Tensor, Tensor]:
+    """The loss and the gradient norm of a model, with the batch known to the group's last rank alone."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(VOCAB, (8,)), torch.randint(VOCAB, (8,))
+    last = 0 if group is None else group.size() - 1
+    mine = {"ids": ids, "labels": labels} if group is None or group.rank() == last else None
+    batch = broadcast_data(mine, group, source=last)
+    model = Model(group, sp)
+    initialize_(model, 1)
+    rng = RngStates.tensor_parallel(1, group)
+    hidden = checkpoint(model, batch["ids"], rng=rng, shard_group=group)
+    head = model.embed.weight
+    options = {"group": group, "vocab_size": VOCAB}
+    fused = linear_log_probs(hidden, head, batch["labels"], sequence_parallel=sp, **options)
+    gather = collectives.gather_from_sequence_parallel if sp else collectives.copy_to_tensor_parallel
+    logits = gather(hidden, group) @ head.t()
+    loss = vocab_parallel_cross_entropy(logits, batch["labels"], **options) - fused.log_probs.mean()
+    loss.backward()
+    return loss.detach(), clip_grad_norm_(model, 1.0, groups=[group])
+
+
+def on_the_odd_ranks(group: ProcessGroup, sp: bool) -> tuple[Tensor, Tensor] | None:
+    """The ranks 1 and 3 are 0 and 1 in their group; 0 and 2 take no part."""
+    odd = dist.new_group([1, 3])
+    if group.rank() % 2 == 0:
+        return None
+    with no_default_group():
+        return step(odd, sp)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_step_needs_no_group_but_its_own(ranks: RankPool, sp: bool) -> None:
+    expected = step(None, False)
+    results = ranks.run(on_the_odd_ranks, sp)
+    assert results[0] is results[2] is None
+    for result in (results[1], results[3]):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)

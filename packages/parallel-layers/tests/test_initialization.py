@@ -1,0 +1,124 @@
+"""Initial parameters: functions of (seed, name), whatever the grid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.initialization import draw, initialize_, normal, uniform
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from parallel_layers.sharding import blocks_of, full_shape
+from parallel_layers.testing import RankPool
+
+
+def build(group: ProcessGroup | None, seed: int | None) -> nn.ModuleDict:
+    torch.manual_seed(5)
+    model = nn.ModuleDict(
+        {
+            "embed": VocabParallelEmbedding(11, 16, group=group),
+            "qkv": QKVParallelLinear(16, 8, 2, 2, bias=True, group=group),
+            "gate_up": MergedColumnParallelLinear(16, [8, 20], group=group),
+            "up": ColumnParallelLinear(16, 12, group=group),
+            "down": RowParallelLinear(12, 16, bias=True, group=group),
+            "norm": nn.LayerNorm(16),
+        }
+    )
+    if seed is not None:
+        initialize_(model, seed)
+    return model
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def parts_agree(group: ProcessGroup, seed: int | None, full: dict[str, Tensor]) -> int:
+    """How many parameters of this rank are bitwise its parts of the full ones; padding is zero."""
+    model = build(group, seed)
+    equal = 0
+    for path, owner in model.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            assert full_shape(owner, name) == tuple(full[f"{path}.{name}"].shape)
+            expected = torch.zeros_like(parameter)
+            for local, where in blocks_of(owner, name):
+                expected[local] = full[f"{path}.{name}"][where]
+            equal += torch.equal(parameter, expected)
+    return equal
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bitwise_equal_at_every_group_size(ranks: RankPool, world: int, seed: int | None) -> None:
+    full = full_parameters(build(None, seed))
+    assert ranks.run(parts_agree, seed, full, world=world) == [len(full)] * world
+
+
+def test_values_depend_on_seed_name_and_prefix() -> None:
+    def weight(seed: int, name: str, prefix: str = "") -> Tensor:
+        model = nn.ModuleDict({name: nn.Linear(8, 8)})
+        initialize_(model, seed, prefix=prefix)
+        return model[name].weight.detach()
+
+    assert torch.equal(weight(1, "a"), weight(1, "a"))
+    assert torch.equal(weight(1, "1", "layers."), weight(1, ["layers", "1"][1], "layers."))
+    for other in (weight(2, "a"), weight(1, "b"), weight(1, "a", "x.")):
+        assert not torch.equal(weight(1, "a"), other)
+
+
+def test_what_is_left_alone() -> None:
+    model = build(None, 1)
+    assert model["norm"].weight.eq(1).all()
+    assert model["qkv"].bias.eq(0).all()
+
+
+def test_tied_parameters_are_drawn_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    alone = nn.Sequential(nn.Linear(4, 4, bias=False))
+    initialize_(model, 1)
+    initialize_(alone, 1)
+    assert torch.equal(model[0].weight, alone[0].weight)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_rectangle_is_a_part_of_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from([(300,), (1100,), (130, 70), (260, 1030), (3, 140, 9)]))
+    ranges = []
+    for size in shape:
+        start = data.draw(st.integers(0, size))
+        ranges.append((start, data.draw(st.integers(start, size))))
+    whole = draw(shape, [(0, size) for size in shape], 1, "w", normal(0.02))
+    part = draw(shape, ranges, 1, "w", normal(0.02))
+    assert torch.equal(part, whole[tuple(slice(*r) for r in ranges)])
+
+
+def test_distributions() -> None:
+    shape, whole = (512, 2048), [(0, 512), (0, 2048)]
+    gaussian = draw(shape, whole, 0, "w", normal(0.02))
+    assert gaussian.std().item() == pytest.approx(0.02, rel=5e-3)
+    assert abs(gaussian.mean().item()) < 1e-4
+    flat = draw(shape, whole, 0, "w", uniform(0.5))
+    assert flat.abs().max() <= 0.5
+    assert flat.std().item() == pytest.approx(0.5 / 3**0.5, rel=5e-3)
+    tiles = gaussian.unfold(0, 128, 128).unfold(1, 1024, 1024).reshape(-1, 128 * 1024)
+    assert (torch.corrcoef(tiles) - torch.eye(len(tiles))).abs().max() < 0.02
+
+
+def test_meta_parameters_wait() -> None:
+    layer = ColumnParallelLinear(4, 4, device="meta")
+    initialize_(layer, 1)
+    layer = layer.to_empty(device="cpu")
+    initialize_(layer, 1)
+    assert layer.weight is not None
+    assert layer.weight.abs().max() < 1

@@ -1,0 +1,125 @@
+"""ParallelMLP against plain torch: gated and plain, every activation, with biases, sharded."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.mlp import ACTIVATIONS, ParallelMLP, gated
+from parallel_layers.testing import RankPool
+
+HIDDEN, INTERMEDIATE, TOKENS = 12, 16, 8
+FUNCTIONS = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
+}
+
+
+def draw(is_gated: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    tensors = {
+        "gate.weight": torch.randn(INTERMEDIATE, HIDDEN),
+        "gate.bias": torch.randn(INTERMEDIATE),
+        "up.weight": torch.randn(INTERMEDIATE, HIDDEN),
+        "up.bias": torch.randn(INTERMEDIATE),
+        "down.weight": torch.randn(HIDDEN, INTERMEDIATE),
+        "down.bias": torch.randn(HIDDEN),
+    }
+    return {name: t for name, t in tensors.items() if is_gated or not name.startswith("gate")}
+
+
+def shard(full: dict[str, Tensor], is_gated: bool, rank: int, size: int) -> dict[str, Tensor]:
+    """Weights or gradients of this rank, under our names."""
+    local = {"down_proj.weight": full["down.weight"].chunk(size, 1)[rank], "down_proj.bias": full["down.bias"]}
+    for kind in ("weight", "bias"):
+        if is_gated:
+            parts = [full[f"{name}.{kind}"].chunk(size)[rank] for name in ("gate", "up")]
+            local[f"gate_up_proj.{kind}"] = torch.cat(parts)
+        else:
+            local[f"up_proj.{kind}"] = full[f"up.{kind}"].chunk(size)[rank]
+    return local
+
+
+def run_ours(
+    group: ProcessGroup | None, x: Tensor, seed: Tensor, activation: str, is_gated: bool, sequence_parallel: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    mlp = ParallelMLP(
+        HIDDEN, INTERMEDIATE, activation=activation, gated=is_gated, bias=True,
+        group=group, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    mlp.load_state_dict(shard(draw(is_gated), is_gated, rank, size))
+    if sequence_parallel:
+        x, seed = x.chunk(size)[rank], seed.chunk(size)[rank]
+    leaf = x.clone().requires_grad_()
+    out = mlp(leaf)
+    out.backward(seed)
+    return out.detach(), leaf.grad, {name: p.grad for name, p in mlp.named_parameters()}
+
+
+def run_reference(x: Tensor, seed: Tensor, activation: str, is_gated: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    full = {name: t.requires_grad_() for name, t in draw(is_gated).items()}
+    leaf = x.clone().requires_grad_()
+    hidden = F.linear(leaf, full["up.weight"], full["up.bias"])
+    if is_gated:
+        hidden = FUNCTIONS[activation](F.linear(leaf, full["gate.weight"], full["gate.bias"])) * hidden
+    else:
+        hidden = FUNCTIONS[activation](hidden)
+    out = F.linear(hidden, full["down.weight"], full["down.bias"])
+    out.backward(seed)
+    return out.detach(), leaf.grad, {name: t.grad for name, t in full.items()}
+
+
+def check(results: list[tuple], activation: str, is_gated: bool, sequence_parallel: bool, data: Tensor) -> None:
+    out, d_x, d_weights = run_reference(*data, activation, is_gated)
+    for i, expected in enumerate((out, d_x)):
+        parts = [result[i] for result in results]
+        for ours in [torch.cat(parts)] if sequence_parallel else parts:
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+    for rank, result in enumerate(results):
+        for name, expected in shard(d_weights, is_gated, rank, len(results)).items():
+            torch.testing.assert_close(result[2][name], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_every_activation_is_known() -> None:
+    assert FUNCTIONS.keys() == ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_equals_plain_torch(activation: str, is_gated: bool) -> None:
+    data = torch.randn(2, TOKENS, HIDDEN)
+    check([run_ours(None, *data, activation, is_gated, False)], activation, is_gated, False, data)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("activation", "is_gated"), [("silu", True), ("gelu", True), ("relu2", False)])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sharded(ranks: RankPool, tp: int, activation: str, is_gated: bool, sequence_parallel: bool) -> None:
+    data = torch.randn(2, TOKENS, HIDDEN)
+    results = ranks.run(run_ours, *data, activation, is_gated, sequence_parallel, world=tp)
+    check(results, activation, is_gated, sequence_parallel, data)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_compiles_without_a_graph_break(is_gated: bool) -> None:
+    mlp = ParallelMLP(HIDDEN, INTERMEDIATE, gated=is_gated)
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 9):
+        x = torch.randn(tokens, HIDDEN, requires_grad=True)
+        torch.testing.assert_close(compiled(x), mlp(x))
+        compiled(x).sum().backward()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, gelu_pytorch_tanh"):
+        ParallelMLP(HIDDEN, INTERMEDIATE, activation="mish")
+    with pytest.raises(ValueError, match=r"activation='mish' is unknown"):
+        gated("mish", torch.zeros(2, 4))

@@ -1,0 +1,54 @@
+"""The README's programs run as they are written, and its table lists every public name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import parallel_layers
+from parallel_layers import collectives, context_parallel, testing
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_mlp_learns_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "mlp.py"
+    script.write_text(PROGRAMS[0])
+    out = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_run_ranks_prints_what_it_says(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(PROGRAMS[1])
+    assert run(str(script)).strip() == "[5.0, 5.0]"
+
+
+def test_the_table_lists_every_public_name() -> None:
+    listed = {
+        name for row in README.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    functions = {
+        name
+        for name, value in vars(collectives).items()
+        if callable(value) and value.__module__ == collectives.__name__
+    }
+    public = {
+        *parallel_layers.__all__,
+        *(name for name in functions if not name.startswith("_")),
+        *context_parallel.__all__,
+        *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),
+    }
+    assert public - listed == set()
+    assert listed - public - {"KVCache"} == set()

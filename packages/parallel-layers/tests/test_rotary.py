@@ -1,0 +1,221 @@
+"""RotaryEmbedding against transformers' own rotary modules."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, PhiConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+from parallel_layers.rotary import ROPE_TYPES, RotaryEmbedding, apply_rotary
+
+HEAD_DIM = 16
+MAX_POSITION = 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [2.0 + 0.5 * i for i in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 32,
+    "factor": 2.0,
+}
+PARAMETERS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-exact-range": YARN | {"truncate": False, "beta_fast": 16, "beta_slow": 2},
+    "yarn-deepseek": YARN | {"factor": None, "mscale": 0.707, "mscale_all_dim": 1.0},
+    "yarn-attention-factor": YARN | {"attention_factor": 1.5},
+    "longrope": LONGROPE,
+    "longrope-attention-factor": LONGROPE | {"attention_factor": 1.25},
+    "longrope-factor-from-lengths": LONGROPE | {"factor": None},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
+}
+
+
+def config_of(parameters: dict, theta: float = 500.0) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters=dict(parameters) | {"rope_theta": theta},
+    )
+
+
+def ours_of(parameters: dict, theta: float = 500.0) -> RotaryEmbedding:
+    return RotaryEmbedding(HEAD_DIM, theta, parameters, max_position_embeddings=MAX_POSITION)
+
+
+def test_table_covers_every_rope_type_of_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
+
+
+@pytest.mark.parametrize("length", [1, 20, 50, 64, 65, 300])
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_equals_transformers_for_one_sequence(case: str, length: int) -> None:
+    position_ids = torch.arange(length)
+    expected = LlamaRotaryEmbedding(config_of(PARAMETERS[case]))(torch.zeros(1), position_ids[None])
+    for ours, theirs in zip(ours_of(PARAMETERS[case])(position_ids), expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs[0], rtol=1e-6, atol=1e-5 if case == "dynamic" else 1e-6)
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_packed_equals_one_by_one(case: str) -> None:
+    lengths = [40, 1, 0, 90, 64, 7]
+    rotary = ours_of(PARAMETERS[case])
+    one_by_one = [rotary(torch.arange(length)) for length in lengths]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = rotary(torch.cat([torch.arange(length) for length in lengths]), cu_seqlens)
+    for i in range(2):
+        assert torch.equal(packed[i], torch.cat([pair[i] for pair in one_by_one]))
+
+
+@pytest.mark.parametrize("case", ["dynamic", "longrope"])
+def test_a_long_sequence_leaves_no_trace(case: str) -> None:
+    rotary = ours_of(PARAMETERS[case])
+    before = rotary(torch.arange(20))
+    rotary(torch.arange(1000))
+    after = rotary(torch.arange(20))
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_position_ids_are_honoured_in_any_order() -> None:
+    rotary = ours_of(LLAMA3)
+    position_ids = torch.tensor([5, 0, 1000, 5, 63])
+    cos, _ = rotary(position_ids)
+    table, _ = rotary(torch.arange(1001))
+    assert torch.equal(cos, table[position_ids])
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3"])
+def test_partial_rotary(rope_type: str) -> None:
+    parameters = PARAMETERS[rope_type] | {"partial_rotary_factor": 0.5}
+    config = PhiConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters=parameters | {"rope_theta": 500.0},
+    )
+    config.head_dim = HEAD_DIM
+    position_ids = torch.arange(100)
+    expected = PhiRotaryEmbedding(config)(torch.zeros(1), position_ids[None])
+    cos, sin = ours_of(parameters)(position_ids)
+    assert cos.shape == (100, HEAD_DIM // 2)
+    torch.testing.assert_close(cos, expected[0][0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(sin, expected[1][0], rtol=1e-6, atol=1e-5)
+
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
+
+    q, k = torch.randn(100, 4, HEAD_DIM), torch.randn(100, 2, HEAD_DIM)
+    their_q, their_k = apply_partial(q[None], k[None], expected[0], expected[1], unsqueeze_dim=2)
+    torch.testing.assert_close(apply_rotary(q, cos, sin), their_q[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(apply_rotary(k, cos, sin), their_k[0], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_multi_axis(interleaved: bool) -> None:
+    position_ids = torch.stack([torch.arange(30), torch.arange(30) // 5, torch.arange(30) % 7])
+    parameters = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": interleaved}
+    if interleaved:
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig as Config
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding as Rotary
+    else:
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig as Config
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding as Rotary
+    config = Config(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters=parameters | {"rope_theta": 500.0},
+    )
+    config.head_dim = HEAD_DIM
+    expected = Rotary(config)(torch.zeros(1), position_ids[:, None])
+    cos, sin = ours_of(parameters)(position_ids)
+    torch.testing.assert_close(cos, expected[0][0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin, expected[1][0], rtol=0, atol=1e-6)
+    # Text has one position on all axes: the same as a model of one axis.
+    text = ours_of(parameters)(torch.arange(30).expand(3, -1))
+    assert torch.equal(text[0], ours_of({"rope_type": "default"})(torch.arange(30))[0])
+    assert torch.equal(text[0], ours_of(parameters)(torch.arange(30))[0])
+
+
+def test_rotation_equals_transformers() -> None:
+    cos, sin = ours_of(LLAMA3)(torch.arange(12))
+    q, k = torch.randn(12, 4, HEAD_DIM), torch.randn(12, 2, HEAD_DIM)
+    their_q, their_k = apply_rotary_pos_emb(q[None], k[None], cos[None], sin[None], unsqueeze_dim=2)
+    torch.testing.assert_close(apply_rotary(q, cos, sin), their_q[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(apply_rotary(k, cos, sin), their_k[0], rtol=1e-6, atol=1e-6)
+
+
+def test_rotation_is_computed_in_fp32_and_rounded_once() -> None:
+    cos, sin = ours_of(LLAMA3)(torch.arange(100, 112))
+    x = torch.randn(12, 4, HEAD_DIM, dtype=torch.bfloat16)
+    assert torch.equal(apply_rotary(x, cos, sin), apply_rotary(x.float(), cos, sin).bfloat16())
+    assert apply_rotary(x.double(), cos, sin).dtype == torch.float64
+
+
+def test_frequencies_survive_casts_moves_and_materialisation() -> None:
+    expected = ours_of(LLAMA3).inv_freq
+    with torch.device("meta"):
+        built_on_meta = ours_of(LLAMA3)
+    for rotary in (ours_of(LLAMA3).bfloat16(), ours_of(LLAMA3).to_empty(device="cpu"), built_on_meta):
+        assert rotary.inv_freq.dtype == torch.float32
+        assert torch.equal(rotary.inv_freq, expected)
+    assert ours_of(LLAMA3).to("meta").inv_freq.is_meta
+    assert torch.equal(ours_of(LLAMA3).to("meta").to_empty(device="cpu").inv_freq, expected)
+    assert not ours_of(LLAMA3).state_dict()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}},
+        {
+            "rope_theta": 500.0,
+            "rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}},
+        },
+        {
+            "rope_parameters": {
+                "full_attention": LLAMA3 | {"rope_theta": 500.0},
+                "sliding_attention": {"rope_theta": 1.0},
+            }
+        },
+    ],
+)
+def test_from_config(config: dict) -> None:
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION}
+    rotary = RotaryEmbedding.from_config(sizes | config, layer_type="full_attention")
+    assert torch.equal(rotary.inv_freq, ours_of(LLAMA3).inv_freq)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rope_type='nope' is unknown; known types: default, dynamic"):
+        RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "nope"})
+    with pytest.raises(ValueError, match=r"rope_type='linear' needs 'factor'"):
+        RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "linear"})
+    with pytest.raises(ValueError, match=r"needs max_position_embeddings"):
+        RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(ValueError, match=r"theta=1.0 but the rope parameters say rope_theta=2.0"):
+        RotaryEmbedding(HEAD_DIM, 1.0, {"rope_theta": 2.0})
+    with pytest.raises(ValueError, match=r"= 7 rotary dims"):
+        RotaryEmbedding(7)
+    with pytest.raises(ValueError, match=r"mrope_section=\[1, 1, 1\] sums to 3, not to 8"):
+        RotaryEmbedding(HEAD_DIM, parameters={"mrope_section": [1, 1, 1]})
+    with pytest.raises(ValueError, match=r"have 3 axes, but the rope parameters have no mrope_section"):
+        RotaryEmbedding(HEAD_DIM)(torch.zeros(3, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"longrope needs 8 factors"):
+        RotaryEmbedding(HEAD_DIM, parameters=LONGROPE | {"short_factor": [1.0]})
