@@ -1,0 +1,67 @@
+"""Agreement between the ranks of a group: small JSON messages, and one error on every rank instead of a hang."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def group_device(group: ProcessGroup) -> torch.device:
+    """Where a tensor must lie for a collective of this group."""
+    return (
+        torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's message, in rank order. JSON values only, so nothing is pickled; without a group the message
+    alone."""
+    if group is None or group.size() == 1:
+        return [message]
+    device = group_device(group)
+    raw = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64, device=device), group=group)
+    sizes = [int(length) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: raw.numel()] = raw
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group=group)
+    return [
+        json.loads(bytes(tensor[:size].cpu().tolist()).decode()) for tensor, size in zip(received, sizes, strict=True)
+    ]
+
+
+def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run a step on every rank; when it fails on any, raise the first failure on all.
+
+    No rank goes on to a later collective while another has failed. Communication: one small all-gather after the step.
+
+    Raises:
+        ValueError: a ValueError of this rank as it is, or of the first rank that failed, naming the rank.
+        OSError: likewise for operating-system errors.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except (ValueError, OSError) as caught:
+        error = caught
+    if group is None or group.size() == 1:
+        if error is not None:
+            raise error
+    else:
+        failure = None if error is None else [isinstance(error, OSError), str(error)]
+        failures = all_gather_json(failure, group)
+        first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
+        if first is not None:
+            is_os_error, text = failures[first]
+            if error is not None and str(error) == text:
+                raise error
+            raise (OSError if is_os_error else ValueError)(f"rank {first}: {text}")
+    return result  # type: ignore[return-value]  # a step that returned is T; one that raised has raised above

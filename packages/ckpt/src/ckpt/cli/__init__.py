@@ -1,0 +1,22 @@
+"""The command line.
+
+Exit codes: 0 all is well, 1 differences were found, 2 a mistake, which one line on standard error names.
+"""
+
+import typer
+
+from ckpt.cli.compare import diff, verify
+from ckpt.cli.convert import merge, shard
+from ckpt.cli.inspect import inspect
+from ckpt.cli.plan import plan
+
+app = typer.Typer(
+    help="Hugging Face checkpoints to and from any parallel grid.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (inspect, plan, shard, merge, verify, diff):
+    app.command()(command)
+# One conversion serves both: what the source is, is found out.
+app.command("reshard", help="Write another grid's files from a sharded checkpoint, optimizer state included.")(shard)

@@ -1,0 +1,62 @@
+"""`ckpt verify` and `ckpt diff`: whether two checkpoints hold the same tensors, and where they do not."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
+from ckpt.compare import Report
+from ckpt.compare import verify as verify_checkpoints
+
+DIFFERENT = 1
+
+A = Annotated[Path, typer.Argument(help="The reference: a Hugging Face folder or a sharded one.")]
+B = Annotated[Path, typer.Argument(help="The other checkpoint.")]
+Atol = Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")]
+Rtol = Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")]
+IgnoreDtype = Annotated[bool, typer.Option("--ignore-dtype", help="Compare values of different types.")]
+
+
+@reports_mistakes
+def verify(
+    a: A, b: B, atol: Atol = 0.0, rtol: Rtol = 0.0, ignore_dtype: IgnoreDtype = False, json: Json = False
+) -> None:
+    """Say whether two checkpoints are the same, bit by bit or within a tolerance; exit code 1 when they are not."""
+    report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype)
+    if json:
+        print_json(report.to_json())
+    else:
+        _summary(report)
+    raise typer.Exit(0 if report.equal else DIFFERENT)
+
+
+@reports_mistakes
+def diff(
+    a: A,
+    b: B,
+    atol: Atol = 0.0,
+    rtol: Rtol = 0.0,
+    ignore_dtype: IgnoreDtype = False,
+    most: Annotated[int, typer.Option("--most", min=1, help="Rows to show.")] = 50,
+    json: Json = False,
+) -> None:
+    """Show a table of all tensors that differ; exit code 1 when there are any."""
+    report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype)
+    if json:
+        print_json(report.to_json())
+    elif report.equal:
+        _summary(report)
+    else:
+        rows = [(item.name, item.kind, item.detail) for item in report.differences[:most]]
+        print_table(f"{len(report.differences)} differences", ("tensor", "kind", "detail"), rows)
+    raise typer.Exit(0 if report.equal else DIFFERENT)
+
+
+def _summary(report: Report) -> None:
+    if report.first is None or report.worst is None:
+        typer.echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
+        return
+    typer.echo(f"{len(report.differences):,} of {report.tensors:,} tensors differ")
+    typer.echo(f"first: {report.first.name}: {report.first.kind}: {report.first.detail}")
+    typer.echo(f"worst: {report.worst.name}: {report.worst.kind}: {report.worst.detail}")

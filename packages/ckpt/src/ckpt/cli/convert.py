@@ -1,0 +1,95 @@
+"""`ckpt shard`, `ckpt reshard` and `ckpt merge`: between Hugging Face folders and sharded ones."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ckpt.cli.options import Dtype, Ep, Etp, Layers, Pp, Tp, VocabMultiple, Vpp, read_dtype, read_grid, read_layers
+from ckpt.cli.output import Json, print_json, reports_mistakes
+from ckpt.offline import merge as merge_files
+from ckpt.offline import reshard as reshard_files
+
+Source = Annotated[Path, typer.Argument(help="A Hugging Face folder or a sharded one.")]
+Destination = Annotated[Path, typer.Argument(help="The folder to write; a checkpoint that is there is replaced.")]
+Target = Annotated[
+    str | None, typer.Option("--target", help="parallel, megatron or megatron_te; the source's unless given.")
+]
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with GB/s on standard error; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@reports_mistakes
+def shard(
+    source: Source,
+    destination: Destination,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    target: Target = None,
+    layers: Layers = None,
+    vocab_multiple: VocabMultiple = 1,
+    dtype: Dtype = None,
+    json: Json = False,
+) -> None:
+    """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files."""
+    grid = read_grid(tp, pp, vpp, ep, etp)
+    with progress_bar("writing") as progress:
+        reshard_files(
+            source,
+            destination,
+            grid,
+            target=target,  # type: ignore[arg-type]  # layout_for refuses an unknown one by name
+            layers=read_layers(layers),
+            vocab_multiple=vocab_multiple,
+            dtype=read_dtype(dtype),
+            progress=progress,
+        )
+    _report(destination, json)
+
+
+@reports_mistakes
+def merge(
+    source: Source,
+    destination: Destination,
+    dtype: Dtype = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Bytes of one file, such as 5GB.")] = "5GB",
+    copy_from: Annotated[
+        Path | None, typer.Option("--copy-from", help="A folder whose tokenizer files are copied.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write the Hugging Face checkpoint of a sharded one."""
+    with progress_bar("merging") as progress:
+        merge_files(
+            source,
+            destination,
+            dtype=read_dtype(dtype),
+            max_shard_size=max_shard_size,
+            copy_from=copy_from,
+            progress=progress,
+        )
+    _report(destination, json)
+
+
+def _report(destination: Path, json: bool) -> None:
+    files = sorted(destination.glob("*.safetensors"))
+    facts = {"folder": str(destination), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+    if json:
+        print_json(facts)
+    else:
+        typer.echo(f"wrote {facts['files']} files, {facts['bytes']:,} bytes, to {destination}")

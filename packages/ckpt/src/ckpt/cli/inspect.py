@@ -1,0 +1,65 @@
+"""`ckpt inspect`: what a checkpoint is, from its headers alone."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
+from ckpt.dtypes import NAMES
+from ckpt.folder import Checkpoint, open_checkpoint
+from ckpt.layout import layout_for
+from ckpt.match import detect_role, match
+
+
+@reports_mistakes
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A folder of safetensors files with a config.json.")],
+    json: Json = False,
+) -> None:
+    """Show a checkpoint's family, size, types and tensors; reads headers only and checks them against the config."""
+    checkpoint = open_checkpoint(folder)
+    facts = describe(checkpoint)
+    if json:
+        print_json(facts)
+        return
+    dtypes = ", ".join(f"{name} {count:,}" for name, count in facts["dtypes"].items())
+    rows = [
+        ("family", facts["family"]),
+        ("role", facts["role"]),
+        ("parameters", f"{facts['parameters']:,}"),
+        ("bytes", f"{facts['bytes']:,} ({size_text(facts['bytes'])})"),
+        ("types (elements)", dtypes),
+        ("tensors", f"{facts['tensors']:,}"),
+        ("files", f"{facts['files']:,}"),
+        ("layers", f"{facts['layers']:,}"),
+        ("experts", f"{facts['experts']:,}"),
+        ("tied embeddings", "yes" if facts["tied"] else "no"),
+    ]
+    print_table(str(folder), ("", ""), rows, header=False)
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts that `inspect` shows.
+
+    Raises:
+        ValueError: the checkpoint is broken, or its tensors do not fit its config.
+    """
+    layout = layout_for(checkpoint.path, role=detect_role(checkpoint))
+    match(checkpoint, layout)
+    dtypes: dict[str, int] = {}
+    for _, info in checkpoint.tensors.values():
+        dtypes[NAMES[info.dtype]] = dtypes.get(NAMES[info.dtype], 0) + math.prod(info.shape)
+    return {
+        "family": layout.family.name,
+        "role": layout.role,
+        "parameters": sum(dtypes.values()),
+        "bytes": sum(info.nbytes for _, info in checkpoint.tensors.values()),
+        "dtypes": dtypes,
+        "tensors": len(checkpoint.tensors),
+        "files": len(checkpoint.headers),
+        "layers": layout.num_layers,
+        "experts": layout.num_experts,
+        "tied": layout.tied,
+    }

@@ -1,0 +1,55 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import torch
+import typer
+
+from ckpt.dtypes import DTYPES
+from ckpt.place import Grid, LayerPlacement
+
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
+Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages a rank.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
+Etp = Annotated[int | None, typer.Option("--etp", min=1, help="How each expert is split; as --tp unless given.")]
+Target = Annotated[str, typer.Option("--target", help="parallel, megatron or megatron_te.")]
+Layers = Annotated[
+    str | None,
+    typer.Option("--layers", help="'balanced', or layers of each stage, such as 7,8,8,7; equal unless given."),
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights, such as bfloat16.")]
+VocabMultiple = Annotated[int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to this.")]
+
+
+def read_grid(tp: int, pp: int, vpp: int, ep: int, etp: int | None) -> Grid:
+    """The grid that the options name."""
+    return Grid(tp, pp, vpp, ep, etp)
+
+
+def read_layers(text: str | None) -> LayerPlacement:
+    """The layer placement that `--layers` names.
+
+    Raises:
+        ValueError: it is neither a word nor a list of numbers.
+    """
+    if text is None or text == "balanced":
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers={text!r} must be 'balanced' or numbers such as 7,8,8,7") from None
+
+
+def read_dtype(text: str | None) -> torch.dtype | None:
+    """The type that `--dtype` names.
+
+    Raises:
+        ValueError: torch has no such type.
+    """
+    if text is None:
+        return None
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if dtype not in DTYPES.values():
+        raise ValueError(f"--dtype={text!r} is not a type of torch; use one such as bfloat16 or float32")
+    return dtype

@@ -1,0 +1,53 @@
+"""What the commands share: tables for people, JSON for programs, one line for a mistake."""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MISTAKE = 2
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
+    """Turn a ValueError or OSError of a command into one line on standard error and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(MISTAKE) from None
+
+    return run
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, header: bool = True) -> None:
+    """Print a table; columns of numbers are aligned to the right."""
+    table = Table(title=title, title_justify="left", show_header=header)
+    for index, column in enumerate(columns):
+        numbers = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
+    Console().print(table)
+
+
+def size_text(nbytes: float) -> str:
+    """A size for people, in powers of 1000."""
+    power = 0 if nbytes < 1 else min(4, int(math.log(nbytes, 1000)))
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1000**power:.2f} {' KMGT'[power]}B"

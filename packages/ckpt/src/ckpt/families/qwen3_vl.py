@@ -1,0 +1,16 @@
+"""Qwen3-VL: the text part is Qwen3's; the vision tower is carried whole."""
+
+from ckpt.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, ROTARY_BUFFERS, SIZES
+from ckpt.families.table import Family
+
+FAMILY = Family(
+    name="qwen3_vl",
+    class_prefix="Qwen3VL",
+    rows=(*ENDS, *NORMS, *ATTENTION, *GATED_MLP),
+    sizes=SIZES,
+    flags={"qkv_bias": "attention_bias", "o_bias": "attention_bias", "qk_norm": True, "mlp_bias": False},
+    prefix="model.language_model.",
+    other_prefixes=("model.",),
+    carried=("visual.", "model.visual."),
+    ignored=ROTARY_BUFFERS,
+)

@@ -1,0 +1,102 @@
+"""A checkpoint folder: its configuration, its safetensors files and their index, checked against each other."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.config import Config, load_config, read_json_file
+from ckpt.header import Header, TensorInfo, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder: nothing but headers has been read.
+
+    Attributes:
+        path: the folder.
+        headers: file name -> header.
+        tensors: tensor name -> (file name, where it lies).
+    """
+
+    path: Path
+    headers: dict[str, Header]
+    tensors: dict[str, tuple[str, TensorInfo]]
+
+    @property
+    def config(self) -> Config:
+        """The folder's config.json."""
+        return load_config(self.path)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of all headers."""
+        return sum(header.length for header in self.headers.values())
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
+
+    Raises:
+        ValueError: no weights, pickled weights, a file that is missing or broken, or an index that disagrees with the
+            headers; names the file, the tensor and the fix.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        return _opened(folder.parent, {folder.name: read_header(folder)})
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
+    if (folder / INDEX).is_file():
+        return _open_sharded(folder)
+    if (folder / SINGLE).exists():
+        return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
+    if pickled:
+        raise ValueError(
+            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when loaded; "
+            "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+        )
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
+
+
+def _previous(folder: Path) -> str:
+    kept = folder.with_name(f".{folder.name}.previous")
+    return f"; an interrupted save left the last complete checkpoint in {kept}" if kept.is_dir() else ""
+
+
+def _opened(folder: Path, headers: dict[str, Header]) -> Checkpoint:
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise ValueError(f"tensor {name!r} is in both {tensors[name][0]} and {file} of {folder}; remove one")
+            tensors[name] = (file, info)
+    return Checkpoint(folder, headers, tensors)
+
+
+def _open_sharded(folder: Path) -> Checkpoint:
+    index = read_json_file(folder / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
+            raise ValueError(
+                f"{folder / INDEX} names the file {file!r}, outside the folder; it must be a plain file name"
+            )
+        if not (folder / file).is_file():
+            named = next(name for name, value in weight_map.items() if value == file)
+            raise ValueError(
+                f"{folder / file} is missing: the index names it for {named!r}; download or copy it into the folder"
+            )
+    checkpoint = _opened(folder, {file: read_header(folder / file) for file in files})
+    for name, file in weight_map.items():
+        if name not in checkpoint.tensors or checkpoint.tensors[name][0] != file:
+            raise ValueError(f"{folder / INDEX} says that {name!r} is in {file}, whose header does not have it")
+    for name, (file, _) in checkpoint.tensors.items():
+        if name not in weight_map:
+            raise ValueError(f"{folder / file} holds {name!r}, which {INDEX} does not name")
+    return checkpoint

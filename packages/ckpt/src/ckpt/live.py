@@ -1,0 +1,225 @@
+"""From one grid to another while both live in one process group: no file, no gather."""
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.agree import agree, all_gather_json
+from ckpt.boxio import view_of
+from ckpt.holdings import Holdings, Tensors, take_stock
+from ckpt.layout import Layout
+from ckpt.owners import Held, assign_owners
+from ckpt.pieces import Block, Box
+from ckpt.place import Place
+from ckpt.transfer import BUCKET_BYTES, Want, copy_into, exchange
+
+Places = Place | Sequence[Place]
+OptimizerState = Mapping[str, Mapping[str, Tensor]]
+
+
+@overload
+def redistribute(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    place: Places,
+    to_layout: Layout,
+    to_place: Place,
+    *,
+    group: ProcessGroup | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str = ...,
+    bucket_bytes: int = ...,
+) -> dict[str, Tensor]: ...
+
+
+@overload
+def redistribute(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    place: Places,
+    to_layout: Layout,
+    to_place: Sequence[Place],
+    *,
+    group: ProcessGroup | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str = ...,
+    bucket_bytes: int = ...,
+) -> list[dict[str, Tensor]]: ...
+
+
+def redistribute(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    place: Places,
+    to_layout: Layout,
+    to_place: Places,
+    *,
+    group: ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+    """Move a model from one grid and target to another; bitwise equal unless `dtype` casts.
+
+    Collective over `group`, which spans both grids. Each box is sent once to each rank that wants it, by one of its
+    holders.
+
+    Args:
+        tensors: this rank's tensors, or one mapping for each chunk; empty for a rank that holds nothing.
+        layout: of the tensors.
+        place: where this rank stands now, or one place for each chunk; `[]` for nowhere.
+        to_layout: of the result; the same model, on any target.
+        to_place: where this rank is to stand, or one place for each chunk; `[]` for nowhere.
+        group: the ranks of both grids; None: this process alone.
+        dtype: cast floating-point tensors.
+        device: of the result.
+        bucket_bytes: communicate about this much at once.
+
+    Returns:
+        Local name -> tensor, padding zero; a list of such for a sequence of places.
+
+    Raises:
+        ValueError: the layouts are of different models, or the tensors do not fit; on every rank.
+    """
+    holdings = take_stock(tensors, layout, place, group)
+    mine = [to_place] if isinstance(to_place, Place) else list(to_place)
+
+    def prepare() -> tuple[dict[str, list[Held]], list[dict[str, Tensor]]]:
+        _check_same_model(layout, to_layout)
+        types = holdings.stored_dtypes(dtype)
+        chunks = [
+            {
+                name: torch.empty(block.shape, dtype=_one_dtype(name, block, types), device=device)
+                for name, block in _held_blocks(to_layout, at, holdings).items()
+            }
+            for at in mine
+        ]
+        return assign_owners(layout, holdings.places, holdings.dtypes), chunks
+
+    owners, results = agree(prepare, group)
+    messages = all_gather_json([at.to_json() for at in mine], group)
+    wants: dict[str, list[Want]] = {name: [] for name in holdings.dtypes}
+    for rank, message in enumerate(messages):
+        for chunk, entry in enumerate(message):
+            for name, block in _held_blocks(to_layout, Place(**entry), holdings).items():
+                for piece in block.pieces:
+                    if not piece.is_padding:
+                        wants[piece.name].append(Want(rank, f"{chunk}:{name}", piece))
+                    elif rank == holdings.rank:
+                        view_of(results[chunk][name], piece.local_range).zero_()
+
+    def deliver(want: Want, box: Box, values: Tensor) -> None:
+        chunk, _, name = want.tensor.partition(":")
+        copy_into(results[int(chunk)][name], box, values)
+
+    for _ in exchange(holdings, owners, wants.items(), group, deliver, bucket_bytes=bucket_bytes):
+        pass
+    return results[0] if isinstance(to_place, Place) else results
+
+
+def redistribute_optimizer(
+    state: OptimizerState,
+    layout: Layout,
+    place: Place,
+    to_layout: Layout,
+    to_place: Place,
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, dict[str, Tensor]]:
+    """Move an optimizer's state with its parameters: `{local name: {slot: tensor}}`, as `redistribute`.
+
+    A slot shaped like its parameter (a moment) is cut and joined like it; a slot of one element (a step count) goes
+    with the canonical tensors that the parameter is made of.
+
+    Raises:
+        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ.
+    """
+    blocks = layout.at(place)
+    slots = agree(lambda: _slots(state, blocks), group)
+    kinds = {slot: kind for message in all_gather_json(slots, group) for slot, kind in message.items()}
+    result: dict[str, dict[str, Tensor]] = {name: {} for name in to_layout.at(to_place)}
+    for slot, (is_scalar, dtype) in sorted(kinds.items()):
+        values = {name: entries[slot] for name, entries in state.items() if slot in entries}
+        if is_scalar:
+            moved = _redistribute_scalars(slot, values, blocks, to_layout.at(to_place), dtype, group)
+        else:
+            moved = redistribute(values, layout, place, to_layout, to_place, group=group, device=device)
+        for name, tensor in moved.items():
+            result[name][slot] = tensor
+    return {name: entries for name, entries in result.items() if entries}
+
+
+def _slots(state: OptimizerState, blocks: Mapping[str, Block]) -> dict[str, tuple[bool, str]]:
+    """Each slot's kind: whether it is one element for a whole parameter, and its type."""
+    slots: dict[str, tuple[bool, str]] = {}
+    for name, entries in state.items():
+        if name not in blocks:
+            raise ValueError(f"the optimizer has state for {name}, which the layout does not have at this place")
+        for slot, tensor in entries.items():
+            is_scalar = tuple(tensor.shape) != blocks[name].shape
+            if is_scalar and tensor.numel() != 1:
+                raise ValueError(
+                    f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's "
+                    f"{blocks[name].shape}, or one element"
+                )
+            # A parameter of one element says nothing about the slot's kind.
+            if not is_scalar and tensor.numel() == 1 and slot in slots:
+                continue
+            slots[slot] = (is_scalar, str(tensor.dtype).removeprefix("torch."))
+    return slots
+
+
+def _redistribute_scalars(
+    slot: str,
+    values: Mapping[str, Tensor],
+    blocks: Mapping[str, Block],
+    to_blocks: Mapping[str, Block],
+    dtype: str,
+    group: ProcessGroup | None,
+) -> dict[str, Tensor]:
+    own = {source: values[name].item() for name in values for source in blocks[name].names}
+    merged: dict[str, float] = {}
+    for message in all_gather_json(own, group):
+        merged |= message
+
+    def fuse() -> dict[str, Tensor]:
+        result = {}
+        for name, block in to_blocks.items():
+            found = {merged[source] for source in block.names if source in merged}
+            if len(found) > 1:
+                raise ValueError(f"the {slot} of the tensors fused in {name} differ: {sorted(found)}")
+            if found:
+                result[name] = torch.tensor(found.pop(), dtype=getattr(torch, dtype))
+        return result
+
+    return agree(fuse, group)
+
+
+def _held_blocks(layout: Layout, place: Place, holdings: Holdings) -> dict[str, Block]:
+    return {
+        name: block
+        for name, block in layout.at(place).items()
+        if all(source in holdings.dtypes for source in block.names)
+    }
+
+
+def _one_dtype(name: str, block: Block, types: Mapping[str, torch.dtype]) -> torch.dtype:
+    found = {types[source] for source in block.names}
+    if len(found) > 1:
+        raise ValueError(f"{name} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one")
+    return found.pop()
+
+
+def _check_same_model(layout: Layout, to_layout: Layout) -> None:
+    for name, canonical in layout.canonical.items():
+        other = to_layout.canonical.get(name)
+        if other is None or other.shape != canonical.shape:
+            there = "is not in the other layout" if other is None else f"has shape {other.shape} in the other layout"
+            raise ValueError(f"the layouts are of different models: {name} {canonical.shape} {there}")
+    extra = [name for name in to_layout.canonical if name not in layout.canonical]
+    if extra:
+        raise ValueError(f"the layouts are of different models: only the second has {extra[:3]}")

@@ -1,0 +1,118 @@
+"""Which file tensors hold which canonical tensors: names compared, shapes checked, nothing missing, nothing
+unexpected."""
+
+import re
+
+from ckpt.families import Role
+from ckpt.folder import Checkpoint
+from ckpt.layout import Canonical, Layout, layout_for
+from ckpt.pieces import Piece, Shape
+from ckpt.place import Place
+
+Sources = dict[str, list[tuple[str, Piece]]]
+
+
+def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
+    """Describe a checkpoint's tensors as pieces of the layout's canonical ones.
+
+    A file may hold a tensor under an alias of its family, or several as one: experts stacked as the native layers hold
+    them (`mlp.experts.gate_up_proj` [E, 2M, H]), which is how transformers has them in memory.
+
+    Returns:
+        Canonical name -> [(file tensor, piece)], for every canonical tensor that the checkpoint holds.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of another shape: names them, the shapes and what may be wrong.
+    """
+    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    unread = dict(shapes)
+    sources: Sources = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, canonical in layout.canonical.items():
+        found = _find(name, canonical, shapes)
+        if found is None:
+            missing.append(name)
+            continue
+        unread.pop(found, None)
+        if shapes[found] == canonical.shape:
+            sources[name] = [(found, Piece.whole(name, canonical.shape))]
+        else:
+            wrong.append(
+                f"{found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, expected {canonical.shape}"
+            )
+    missing = _match_fused(layout, missing, unread, sources)
+    missing = [name for name in missing if not layout.canonical[name].optional]
+    unexpected = [name for name in unread if not _ignored(name, layout)]
+    if missing or unexpected:
+        raise ValueError(_report(checkpoint, layout, missing, unexpected))
+    if wrong:
+        raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
+    return sources
+
+
+def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], sources: Sources) -> list[str]:
+    """Find missing tensors inside those that files hold fused, as the native layers do; returns what is still
+    missing."""
+    if not missing or not unread:
+        return missing
+    family = layout.family
+    for local, block in layout.on("parallel").at(Place()).items():
+        names = (family.canonical_name(local, prefix) for prefix in (family.prefix, *family.other_prefixes))
+        found = next((name for name in names if unread.get(name) == block.shape), None)
+        if found is not None and not any(name in sources for name in block.names):
+            del unread[found]
+            for piece in block.pieces:
+                sources.setdefault(piece.name, []).append((found, piece))
+    return [name for name in missing if name not in sources]
+
+
+def _find(name: str, canonical: Canonical, shapes: dict[str, Shape]) -> str | None:
+    """The file tensor for a canonical one: under its own name, or an alias whose shape fits."""
+    if name in shapes:
+        return name
+    return next((alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape), None)
+
+
+def _ignored(name: str, layout: Layout) -> bool:
+    # A value model has no use for the language-model head, and a tied one is the embedding.
+    if name == "lm_head.weight" and (layout.role == "value" or layout.tied):
+        return True
+    return _is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
+
+
+def _is_prediction_layer(name: str, layout: Layout) -> bool:
+    """Whether a tensor belongs to the multi-token-prediction layers, stored behind the decoder's and read by no model
+    here."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    extra = int(layout.text.get("num_nextn_predict_layers") or 0)
+    return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpected: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"missing: {_some(missing)}")
+    if unexpected:
+        files = sorted({checkpoint.tensors[name][0] for name in unexpected})
+        parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
+    if unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
+        fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
+    elif missing == ["lm_head.weight"]:
+        fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"
+    else:
+        fix = f"the files do not belong to this config ({layout.family.name}, role={layout.role!r})"
+    return f"{checkpoint.path}: {'; '.join(parts)}; {fix}"
+
+
+def detect_role(checkpoint: Checkpoint) -> Role:
+    """What a checkpoint is: a value model where it has a value head, by any of its names, else a causal language
+    model."""
+    head = layout_for(checkpoint.config, role="value").canonical["score.weight"]
+    found = (checkpoint.tensors.get(name) for name in ("score.weight", *head.aliases))
+    return "value" if any(entry is not None and entry[1].shape == head.shape for entry in found) else "causal_lm"

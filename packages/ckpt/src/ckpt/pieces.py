@@ -1,0 +1,236 @@
+"""A shard is data: rectangles of canonical tensors, and the arithmetic on them.
+
+A *box* is one `(start, stop)` range for each dimension. A `Piece` says that one box of a canonical tensor lies in one
+box of a local tensor; a `Block` is a tensor's shape with the pieces that make it up. A rank's parameters and a file's
+tensors are both described this way, so loading, saving and resharding are one operation: intersect the pieces of two
+descriptions on their canonical coordinates and copy what they share.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box that is the whole of a tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def extents(box: Box) -> Shape:
+    """The lengths of a box's sides."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """The number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def relative(part: Box, box: Box) -> Box:
+    """A part of a box, counted from the box's first corner."""
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True))
+
+
+def carried_over(part: Box, copy: "Copy") -> Box:
+    """Where a part of a copy's source box lands in its destination."""
+    inside = relative(part, copy.source_range)
+    # The destination may lack, or have more, leading dimensions of 1.
+    extra = len(copy.destination_range) - len(inside)
+    return tuple(
+        (start, stop) if dim < extra else (start + inside[dim - extra][0], start + inside[dim - extra][1])
+        for dim, (start, stop) in enumerate(copy.destination_range)
+    )
+
+
+def split_box(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box along its leading dimensions into boxes of at most `limit` elements, in row-major order."""
+    if not box or volume(box) <= limit:
+        yield box
+        return
+    (start, stop), rest = box[0], box[1:]
+    rows = limit // volume(rest)
+    if rows:
+        for first in range(start, stop, rows):
+            yield ((first, min(first + rows, stop)), *rest)
+    else:
+        for index in range(start, stop):
+            for part in split_box(rest, limit):
+                yield ((index, index + 1), *part)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a canonical tensor and the box of a local tensor that holds it.
+
+    Both boxes have the same extents. One may have more dimensions than the other; the extra ones lead and have extent 1
+    (a stack of experts holds each expert's matrix at one index). Elements correspond in row-major order.
+
+    Attributes:
+        name: the canonical tensor.
+        canonical_range: the box in it; None for zero padding, which lies next to its elements but is none of them.
+        local_range: the box in the local tensor.
+    """
+
+    name: str
+    canonical_range: Box | None
+    local_range: Box
+
+    def __post_init__(self) -> None:
+        canonical = self.local_range if self.canonical_range is None else self.canonical_range
+        for box in (canonical, self.local_range):
+            if any(not 0 <= start < stop for start, stop in box):
+                raise ValueError(
+                    f"piece of {self.name!r}: {box} has an empty or negative range; leave empty pieces out"
+                )
+        if not _same_extents(extents(canonical), extents(self.local_range)):
+            raise ValueError(
+                f"piece of {self.name!r}: {canonical} and {self.local_range} differ in extent; "
+                "only leading dimensions of 1 may be extra"
+            )
+
+    @classmethod
+    def padding(cls, name: str, local_range: Box) -> "Piece":
+        """Zeros in `local_range`: they are written on load and never saved."""
+        return cls(name, None, local_range)
+
+    @classmethod
+    def whole(cls, name: str, shape: Shape) -> "Piece":
+        """All of the canonical tensor, unchanged."""
+        return cls(name, full_box(shape), full_box(shape))
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether this piece is zeros."""
+        return self.canonical_range is None
+
+
+def _same_extents(a: Shape, b: Shape) -> bool:
+    common = min(len(a), len(b))
+    return a[len(a) - common :] == b[len(b) - common :] and math.prod(a) == math.prod(b)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A tensor's shape and the pieces that cover each of its elements exactly once.
+
+    Raises:
+        ValueError: a piece reaches outside the shape, or an element is covered twice or never.
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        problem = cover_problem([piece.local_range for piece in self.pieces], self.shape)
+        if problem:
+            raise ValueError(f"a tensor of shape {self.shape} is not covered exactly once by its pieces: {problem}")
+
+    @classmethod
+    def whole(cls, name: str, shape: Shape) -> "Block":
+        """The canonical tensor itself, in one piece."""
+        return cls(shape, (Piece.whole(name, shape),) if math.prod(shape) else ())
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, padding included."""
+        return math.prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors that this one is made of, in order of first appearance."""
+        return tuple(dict.fromkeys(piece.name for piece in self.pieces))
+
+
+def cover_problem(boxes: Sequence[Box], shape: Shape) -> str | None:
+    """Why `boxes` do not cover every element of `shape` exactly once, or None when they do.
+
+    Sweeps over the first dimension: between two neighbouring cuts the set of boxes is constant, and their remaining
+    dimensions must cover the remaining shape.
+    """
+    for box in boxes:
+        if len(box) != len(shape) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+            return f"{box} reaches outside {shape}"
+    return _sweep(boxes, shape, ())
+
+
+def _sweep(boxes: Sequence[Box], shape: Shape, at: tuple[int, ...]) -> str | None:
+    if not shape:
+        if len(boxes) == 1:
+            return None
+        return f"the element at {at} is covered {len(boxes)} times"
+    if math.prod(shape) == 0:
+        return None if not boxes else f"{boxes[0]} lies in an empty tensor"
+    opening: dict[int, list[Box]] = {}
+    for box in boxes:
+        opening.setdefault(box[0][0], []).append(box)
+    cuts = sorted({0, shape[0], *(edge for box in boxes for edge in box[0])})
+    active: list[Box] = []
+    for start in cuts[:-1]:
+        active = [box for box in active if box[0][1] > start] + opening.get(start, [])
+        if len(active) == 1 and active[0][1:] == full_box(shape[1:]):
+            continue
+        problem = _sweep([box[1:] for box in active], shape[1:], (*at, start))
+        if problem:
+            return problem
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The part that two pieces share: a box in the source's tensor and the box of equal extent in the destination's."""
+
+    source_range: Box
+    destination_range: Box
+
+
+def intersect(source: Piece, destination: Piece) -> Copy | None:
+    """What `source` can give to `destination`, both pieces of one canonical tensor; None when they share nothing."""
+    assert source.canonical_range is not None
+    assert destination.canonical_range is not None
+    source_range = list(source.local_range)
+    destination_range = list(destination.local_range)
+    dims = len(source.canonical_range)
+    for dim, (a, b) in enumerate(zip(source.canonical_range, destination.canonical_range, strict=True)):
+        start, stop = max(a[0], b[0]), min(a[1], b[1])
+        if start >= stop:
+            return None
+        for piece, own, result in ((source, a, source_range), (destination, b, destination_range)):
+            # Dimensions are aligned at the right; a canonical dimension that the local tensor lacks has extent 1 in it.
+            local_dim = len(result) - dims + dim
+            if local_dim >= 0:
+                local_start = piece.local_range[local_dim][0] + start - own[0]
+                result[local_dim] = (local_start, local_start + stop - start)
+    return Copy(tuple(source_range), tuple(destination_range))
+
+
+def distinct_cover_problem(boxes: Iterable[Box], shape: Shape) -> str | None:
+    """Why the *distinct* boxes do not partition `shape`, or None: replicas are equal boxes, shards never half
+    overlap."""
+    return cover_problem(sorted(set(boxes)), shape)
+
+
+def pieces_by_name(blocks: Iterable[tuple[str, Block]]) -> dict[str, list[tuple[str, Piece]]]:
+    """Index pieces by canonical name: name -> [(tensor that holds it, piece), ...]; padding is left out."""
+    index: dict[str, list[tuple[str, Piece]]] = {}
+    for tensor, block in blocks:
+        for piece in block.pieces:
+            if not piece.is_padding:
+                index.setdefault(piece.name, []).append((tensor, piece))
+    return index
+
+
+def shared(destination: Block, sources: dict[str, list[tuple[str, Piece]]]) -> Iterator[tuple[str, Copy]]:
+    """Every copy that fills `destination` from the indexed sources: (source tensor, copy), padding excepted.
+
+    Replicas in the index are all yielded; the caller passes an index without replicas when it wants each element once.
+    """
+    for piece in destination.pieces:
+        if piece.is_padding:
+            continue
+        for tensor, candidate in sources.get(piece.name, ()):
+            copy = intersect(candidate, piece)
+            if copy is not None:
+                yield tensor, copy

@@ -1,0 +1,138 @@
+"""Where a rank stands (`Place`), the grid it stands in (`Grid`), and which layers each pipeline chunk holds."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Axis = tuple[int, int]
+LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | str | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """One model chunk's coordinates, each `(rank, size)`.
+
+    Attributes:
+        tp: tensor parallel.
+        pp: pipeline stage.
+        vpp: virtual stage, `(chunk, chunks a rank holds)`; a rank that holds several chunks has one place for each.
+        ep: expert parallel.
+        etp: how each expert's own matrices are split; None: as `tp`.
+    """
+
+    tp: Axis = (0, 1)
+    pp: Axis = (0, 1)
+    vpp: Axis = (0, 1)
+    ep: Axis = (0, 1)
+    etp: Axis | None = None
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "vpp", "ep", "etp"):
+            value = getattr(self, axis)
+            if value is None:
+                continue
+            if not 0 <= value[0] < value[1]:
+                raise ValueError(f"Place({axis}={value}): the rank must lie in [0, size); write {axis}=(rank, size)")
+            object.__setattr__(self, axis, (int(value[0]), int(value[1])))
+
+    @property
+    def expert_tp(self) -> Axis:
+        """The split of an expert's own matrices."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def chunk(self) -> int:
+        """The place's position in the pipeline: chunk v of stage p comes at v * pp + p (interleaved order)."""
+        return self.vpp[0] * self.pp[1] + self.pp[0]
+
+    @property
+    def grid(self) -> "Grid":
+        """The grid this place belongs to."""
+        return Grid(self.tp[1], self.pp[1], self.vpp[1], self.ep[1], None if self.etp is None else self.etp[1])
+
+    def to_json(self) -> dict[str, Axis | None]:
+        """The coordinates as JSON values: `Place(**place.to_json())` is the place."""
+        return {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
+
+    def __str__(self) -> str:
+        axes = ((axis, getattr(self, axis)) for axis in ("pp", "vpp", "ep", "etp", "tp"))
+        used = [f"{axis}={value[0]}/{value[1]}" for axis, value in axes if value is not None and value[1] > 1]
+        return ",".join(used) or "whole"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of a grid: tensor, pipeline, virtual pipeline, expert and expert-tensor parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "vpp", "ep", "etp"):
+            size = getattr(self, axis)
+            if size is not None and size < 1:
+                raise ValueError(f"Grid({axis}={size}): a size is at least 1")
+
+    @property
+    def chunks(self) -> int:
+        """The number of pipeline chunks, pp * vpp."""
+        return self.pp * self.vpp
+
+    def places(self) -> Iterator[Place]:
+        """Every place of the grid; pp outermost, then vpp, ep, etp, and tp innermost."""
+
+        def axis(size: int) -> list[Axis]:
+            return [(rank, size) for rank in range(size)]
+
+        expert_axis: Sequence[Axis | None] = [None] if self.etp is None else axis(self.etp)
+        for pp, vpp, ep, etp, tp in itertools.product(
+            axis(self.pp), axis(self.vpp), axis(self.ep), expert_axis, axis(self.tp)
+        ):
+            yield Place(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+
+
+def place_layers(num_layers: int, chunks: int, layers: LayerPlacement) -> tuple[tuple[int, ...], ...]:
+    """The layers of each pipeline chunk, in pipeline order.
+
+    Args:
+        num_layers: layers of the model.
+        chunks: pp * vpp.
+        layers: None: equal counts, refused when they do not divide; "balanced": counts that differ by one at most, the
+            larger in the middle because the first and last chunks also hold the embedding and the head; a list of
+            counts; or a list of lists of layer indices.
+
+    Raises:
+        ValueError: the layers do not divide, or an explicit list leaves a layer out, repeats one, or has another
+            length.
+    """
+    if layers is None or layers == "balanced":
+        base, extra = divmod(num_layers, chunks)
+        if layers is None and extra:
+            raise ValueError(
+                f"num_hidden_layers={num_layers} is not divisible by pp * vpp = {chunks}; pass layers='balanced' "
+                f"or the number of layers of each of the {chunks} chunks"
+            )
+        # The chunks nearest the middle take one layer more.
+        middle_first = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), chunk))
+        larger = set(middle_first[:extra])
+        counts = [base + (chunk in larger) for chunk in range(chunks)]
+    elif isinstance(layers, str):
+        raise ValueError(f"layers={layers!r} is unknown; use None, 'balanced', a list of counts or a list of lists")
+    else:
+        if len(layers) != chunks:
+            raise ValueError(f"layers={list(layers)} has {len(layers)} entries for pp * vpp = {chunks} chunks")
+        counts = [entry if isinstance(entry, int) else len(entry) for entry in layers]
+        explicit = [layer for entry in layers if not isinstance(entry, int) for layer in entry]
+        if explicit and explicit != list(range(num_layers)):
+            raise ValueError(
+                f"layers={list(layers)} must list 0..{num_layers - 1} once each, in order over the {chunks} chunks"
+            )
+        if sum(counts) != num_layers or min(counts) < 0:
+            raise ValueError(
+                f"layers={list(layers)} sums to {sum(counts)}; the model has num_hidden_layers={num_layers}"
+            )
+    ends = list(itertools.accumulate(counts))
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))

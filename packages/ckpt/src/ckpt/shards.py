@@ -1,0 +1,258 @@
+"""Sharded checkpoints: one safetensors file for each place of a grid, holding that place's local tensors as they are in
+memory.
+
+A folder has config.json, `layout.json` (target, role, grid, placement) and `shard-00000-of-0000N.safetensors`, the
+places in the order of `Grid.places()`. A file's tensors are `weights/LOCAL` and, with an optimizer, `SLOT/LOCAL` for
+each of its slots.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.agree import agree, all_gather_json
+from ckpt.atomic import FolderWriter
+from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.config import load_config, read_json_file
+from ckpt.families import family_of
+from ckpt.files import FilePlan, create_files, write_json
+from ckpt.header import Header, TensorInfo, read_header
+from ckpt.layout import Layout
+from ckpt.live import OptimizerState
+from ckpt.pieces import full_box
+from ckpt.place import Grid, Place
+
+LAYOUT = "layout.json"
+WEIGHTS = "weights"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """An opened sharded checkpoint: nothing but headers has been read.
+
+    Attributes:
+        path: the folder.
+        layout: what the tensors are pieces of.
+        grid: whose places the files are.
+        headers: each place's header, in the order of `grid.places()`.
+    """
+
+    path: Path
+    layout: Layout
+    grid: Grid
+    headers: list[Header]
+
+    @property
+    def slots(self) -> list[str]:
+        """The kinds of tensors that are stored: "weights", then the optimizer's slots."""
+        slots = {name.partition("/")[0] for header in self.headers for name in header.tensors}
+        return sorted(slots, key=lambda slot: (slot != WEIGHTS, slot))
+
+    def file(self, index: int) -> Path:
+        """The file of a place."""
+        return self.path / shard_name(index, len(self.headers))
+
+    def tensors(self, index: int, slot: str) -> dict[str, TensorInfo]:
+        """One slot of a place: local name -> where it lies."""
+        prefix = f"{slot}/"
+        return {
+            name.removeprefix(prefix): info
+            for name, info in self.headers[index].tensors.items()
+            if name.startswith(prefix)
+        }
+
+
+def shard_name(index: int, count: int) -> str:
+    """The file name of a place."""
+    return f"shard-{index:05d}-of-{count:05d}.safetensors"
+
+
+def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
+    """What `layout.json` records beside the configuration."""
+    return {
+        "version": _VERSION,
+        "target": layout.target,
+        "role": layout.role,
+        "layers": layout.layers,
+        "vocab_multiple": layout.vocab_multiple,
+        "carried": {name: list(shape) for name, shape in layout.carried.items()},
+        "grid": {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "ep": grid.ep, "etp": grid.etp},
+    }
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a sharded checkpoint."""
+    return (Path(path) / LAYOUT).is_file()
+
+
+def open_shards(path: str | os.PathLike[str]) -> Shards:
+    """Open a sharded checkpoint and check every header against the layout.
+
+    Raises:
+        ValueError: a file is missing or broken, or its tensors are not those of its place; names them.
+    """
+    folder = Path(path)
+    if not is_sharded(folder):
+        raise ValueError(f"{folder} has no {LAYOUT}; pass a folder that save_shards or `ckpt shard` has written")
+    facts = read_json_file(folder / LAYOUT)
+    try:
+        if facts["version"] != _VERSION:
+            raise ValueError(f"version {facts['version']!r} is not known")
+        grid = Grid(**facts["grid"])
+        config = load_config(folder)
+        carried = {name: tuple(shape) for name, shape in facts["carried"].items()}
+        layout = Layout(
+            family_of(config), facts["target"], facts["role"], config, facts["layers"], facts["vocab_multiple"], carried
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / LAYOUT} is incomplete or malformed: {error!r}") from None
+    places = list(grid.places())
+    shards = Shards(
+        folder, layout, grid, [read_header(folder / shard_name(i, len(places))) for i in range(len(places))]
+    )
+    for index, place in enumerate(places):
+        _check_place(shards, index, place)
+    return shards
+
+
+def _check_place(shards: Shards, index: int, place: Place) -> None:
+    blocks = shards.layout.at(place)
+    held = shards.tensors(index, WEIGHTS)
+    optional = {
+        name
+        for name, block in blocks.items()
+        if all(shards.layout.canonical[source].optional for source in block.names)
+    }
+    missing = [name for name in blocks if name not in held and name not in optional]
+    unexpected = [name for name in held if name not in blocks]
+    wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
+    if missing or unexpected or wrong:
+        raise ValueError(
+            f"{shards.file(index)} does not hold the tensors of {place}: missing {missing[:3]}, unexpected "
+            f"{unexpected[:3]}, wrong shape {wrong[:3]}"
+        )
+
+
+def save_shards(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    place: Place,
+    *,
+    optimizer: OptimizerState | None = None,
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+) -> None:
+    """Write a sharded checkpoint: each place's tensors, and its optimizer's state, in a file of its own; atomically.
+
+    Of several ranks at one place the first writes. The ranks share a file system.
+
+    Raises:
+        ValueError: the ranks' places are not a whole grid, or tensors do not fit; on every rank.
+        OSError: the disk is full; what was at `path` is intact.
+    """
+    messages = all_gather_json(place.to_json(), group)
+    held = [Place(**entry) for entry in messages]
+    rank = 0 if group is None else group.rank()
+    places = list(place.grid.places())
+
+    def check() -> dict[str, Tensor]:
+        absent = [str(at) for at in places if at not in held]
+        if absent:
+            raise ValueError(
+                f"no rank of the group stands at {absent[:3]}; save with a group that spans the whole grid"
+            )
+        blocks = layout.at(place)
+        own = {f"{WEIGHTS}/{name}": tensor.detach() for name, tensor in tensors.items()}
+        for name, slots in (optimizer or {}).items():
+            own |= {f"{slot}/{name}": tensor.detach() for slot, tensor in slots.items()}
+        unknown = [key for key in own if key.partition("/")[2] not in blocks]
+        if unknown:
+            raise ValueError(f"{unknown[:3]} are not in the layout at {place}")
+        return own
+
+    own = agree(check, group)
+    writer = agree(lambda: FolderWriter(Path(path)) if rank == 0 else None, group)
+    try:
+        folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
+        count = IOCounter() if counter is None else counter
+
+        def write() -> None:
+            if held.index(place) == rank:
+                _write_place(folder, places.index(place), len(places), own, count)
+
+        agree(write, group)
+
+        def finish() -> None:
+            if writer is not None:
+                write_json(folder / "config.json", layout.config)
+                write_json(folder / LAYOUT, layout_json(layout, place.grid))
+                open_shards(folder)
+                writer.commit()
+
+        agree(finish, group)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+
+
+def _write_place(folder: Path, index: int, count: int, tensors: Mapping[str, Tensor], counter: IOCounter) -> None:
+    file = shard_name(index, count)
+    plan = FilePlan({file: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}}, {}, False)
+    create_files(folder, plan)
+    stagings = StagingPool()
+    with FileForWriting(folder / file) as fd:
+        for name, (_, info) in plan.tensors.items():
+            tensor = tensors[name]
+            if math.prod(info.shape):
+                write_box(fd, info, full_box(info.shape), tensor, stagings.on(tensor.device), counter)
+
+
+def load_shards(
+    path: str | os.PathLike[str],
+    place: Place,
+    *,
+    device: torch.device | str = "cpu",
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A place's tensors and its optimizer's state, as `save_shards` wrote them; the place must be of the saved grid.
+
+    Raises:
+        ValueError: the checkpoint is broken, or of another grid (`reshard` it); on every rank of `group`.
+    """
+
+    def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        shards = open_shards(path)
+        places = list(shards.grid.places())
+        if place not in places:
+            raise ValueError(f"{path} was saved on {shards.grid}, which has no place {place}; use ckpt.reshard first")
+        index = places.index(place)
+        stagings, count = StagingPool(), IOCounter() if counter is None else counter
+        weights: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        fd = os.open(shards.file(index), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for key, info in shards.headers[index].tensors.items():
+                slot, _, name = key.partition("/")
+                tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+                if tensor.numel():
+                    read_box(fd, info, full_box(info.shape), tensor, stagings.on(tensor.device), count)
+                if slot == WEIGHTS:
+                    weights[name] = tensor
+                else:
+                    state.setdefault(name, {})[slot] = tensor
+        finally:
+            os.close(fd)
+        return weights, state
+
+    return agree(read, group)

@@ -1,0 +1,86 @@
+"""Files as pieces of canonical tensors, whatever their form: a Hugging Face checkpoint or a sharded one."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ckpt.families import Role
+from ckpt.folder import open_checkpoint
+from ckpt.header import TensorInfo
+from ckpt.layout import Layout, layout_for
+from ckpt.match import detect_role, match
+from ckpt.pieces import Box, Piece
+from ckpt.shards import WEIGHTS, is_sharded, open_shards
+
+Index = dict[str, list[tuple[str, Piece]]]
+
+
+@dataclass
+class Source:
+    """What files hold, without replicas.
+
+    Attributes:
+        layout: of the model.
+        tensors: key -> (file, where it lies in it).
+        slots: slot -> canonical name -> [(key, piece)]; "weights" first.
+        scalars: slot -> canonical name -> key, for slots of one element a parameter.
+    """
+
+    layout: Layout
+    tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
+    slots: dict[str, Index] = field(default_factory=dict)
+    scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    def dtype(self, slot: str, names: tuple[str, ...], local: str) -> torch.dtype:
+        """The one type of the canonical tensors that a local tensor joins.
+
+        Raises:
+            ValueError: they have several.
+        """
+        found = {self.tensors[key][1].dtype for name in names for key, _ in self.slots[slot][name]}
+        if len(found) > 1:
+            raise ValueError(
+                f"{local} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one"
+            )
+        return found.pop()
+
+
+def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+    """Open a Hugging Face folder or a sharded one; without a role, a checkpoint with a value head is a value model.
+
+    Raises:
+        ValueError: as `open_checkpoint`, `match` or `open_shards`.
+    """
+    if is_sharded(path):
+        return _sharded(path)
+    checkpoint = open_checkpoint(path)
+    layout = layout_for(path, role=role or detect_role(checkpoint))
+    source = Source(layout, {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()})
+    source.slots[WEIGHTS] = match(checkpoint, layout)
+    return source
+
+
+def _sharded(path: str | os.PathLike[str]) -> Source:
+    shards = open_shards(path)
+    source = Source(shards.layout)
+    for slot in shards.slots:
+        boxes: dict[str, set[Box]] = {}
+        for index, place in enumerate(shards.grid.places()):
+            blocks = shards.layout.at(place)
+            for local, info in shards.tensors(index, slot).items():
+                key = f"{index}:{slot}/{local}"
+                source.tensors[key] = (shards.file(index), info)
+                block = blocks[local]
+                if info.shape != block.shape:
+                    for name in block.names:
+                        source.scalars.setdefault(slot, {}).setdefault(name, []).append(key)
+                    continue
+                for piece in block.pieces:
+                    if piece.canonical_range is not None and piece.canonical_range not in boxes.setdefault(
+                        piece.name, set()
+                    ):
+                        boxes[piece.name].add(piece.canonical_range)
+                        source.slots.setdefault(slot, {}).setdefault(piece.name, []).append((key, piece))
+    return source

@@ -1,0 +1,68 @@
+"""Whole tensors from sharded ones, a bucket at a time: the weights of a live model on their way to an inference
+engine."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.agree import agree
+from ckpt.holdings import Tensors, take_stock
+from ckpt.layout import Layout
+from ckpt.owners import assign_owners
+from ckpt.pieces import Box, Piece
+from ckpt.place import Place
+from ckpt.transfer import BUCKET_BYTES, Want, copy_into, exchange
+
+
+def stream_hf(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    place: Place | Sequence[Place] | None = None,
+    *,
+    to: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor), one at a time, in the model's order.
+
+    Collective over `group`: every rank must consume its iterator to the end. Memory: the full tensors of one bucket, at
+    least one tensor, beside the two communication buffers.
+
+    Args:
+        tensors: this rank's tensors by local name, or one mapping for each chunk.
+        layout: from `layout_for`.
+        group: the ranks that together hold the model; None: this process alone.
+        place: this rank's place, or one for each chunk; None: everything.
+        to: group ranks that receive; the iterators of the others yield nothing. None: all receive.
+        dtype: cast floating-point tensors to this type.
+        device: where the full tensors are; None: where the rank's own are.
+        bucket_bytes: communicate about this much at once.
+
+    Raises:
+        ValueError: as `save_hf`; on every rank.
+    """
+    holdings = take_stock(tensors, layout, place, group)
+    owners = agree(lambda: assign_owners(layout, holdings.places, holdings.dtypes), group)
+    receivers = range(len(holdings.places)) if to is None else sorted(set(to))
+    types = holdings.stored_dtypes(dtype)
+    own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
+    where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
+    full: dict[str, Tensor] = {}
+
+    def deliver(want: Want, box: Box, values: Tensor) -> None:
+        if want.tensor not in full:
+            full[want.tensor] = torch.empty(layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=where)
+        copy_into(full[want.tensor], box, values)
+
+    wants = (
+        (name, [Want(rank, name, Piece.whole(name, layout.canonical[name].shape)) for rank in receivers])
+        for name in holdings.dtypes
+    )
+    for names in exchange(holdings, owners, wants, group, deliver, bucket_bytes=bucket_bytes):
+        if holdings.rank in receivers:
+            for name in names:
+                yield name, full.pop(name)

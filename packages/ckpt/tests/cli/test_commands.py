@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor
+from typer.testing import CliRunner
+
+from ckpt import Grid, layout_for, load_hf, save_hf
+from ckpt.cli import app
+
+Checkpoints = Callable[..., Path]
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_shard_reshard_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("qwen3-moe")
+    result = run("shard", source, tmp_path / "a", "--tp", 2, "--ep", 2, "--target", "megatron", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["files"] == 4
+    assert run("reshard", tmp_path / "a", tmp_path / "b", "--pp", 3, "--target", "parallel").exit_code == 0
+    assert run("merge", tmp_path / "b", tmp_path / "c", "--max-shard-size", "30KB").exit_code == 0
+    result = run("verify", source, tmp_path / "c")
+    assert result.exit_code == 0
+    assert "the same: " in result.stdout
+    assert json.loads(run("verify", source, tmp_path / "c", "--json").stdout)["equal"] is True
+    assert run("diff", source, tmp_path / "c").exit_code == 0
+
+
+def test_differences_are_exit_code_1(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    tensors["model.norm.weight"][0] += 1
+    save_hf(tmp_path / "b", tensors, layout)
+    result = run("verify", source, tmp_path / "b")
+    assert result.exit_code == 1
+    assert "first: model.norm.weight: values: 1 elements differ, first at [0]" in result.stdout
+    assert run("verify", source, tmp_path / "b", "--atol", 2).exit_code == 0
+    result = run("diff", source, tmp_path / "b")
+    assert result.exit_code == 1
+    assert "model.norm.weight" in result.stdout
+    [difference] = json.loads(run("diff", source, tmp_path / "b", "--json").stdout)["differences"]
+    assert difference["kind"] == "values"
+
+
+@pytest.mark.parametrize("target", ["parallel", "megatron"])
+def test_plan_counts_what_is_loaded(target: Any, checkpoint: Checkpoints) -> None:
+    source = checkpoint("deepseek")
+    shares = json.loads(run("plan", source, "--tp", 2, "--ep", 2, "--target", target, "--json").stdout)
+    places = list(Grid(tp=2, ep=2).places())
+    assert len(shares) == len(places)
+    for share, place in zip(shares, places, strict=True):
+        tensors = load_hf(source, layout_for(source, target), place)
+        assert share["bytes"] == sum(held_bytes(tensor) for tensor in tensors.values())
+        assert share["bytes"] == sum(share["components"].values())
+        assert share["place"] == json.loads(json.dumps(place.to_json()))
+
+
+def held_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def test_plan_needs_no_weights_and_shows_a_table(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint("llama") / "config.json").read_text())
+    result = run("plan", tmp_path, "--tp", 2, "--pp", 2, "--layers", "1,1", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "pp=1/2,tp=1/2" in result.stdout
+    full = json.loads(run("plan", tmp_path, "--json").stdout)
+    half = json.loads(run("plan", tmp_path, "--json", "--dtype", "bfloat16").stdout)
+    assert full[0]["bytes"] == 2 * half[0]["bytes"]
+
+
+def test_a_dtype_is_cast_on_the_way(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    assert run("shard", checkpoint("llama"), tmp_path / "a", "--tp", 2, "--dtype", "bfloat16").exit_code == 0
+    assert run("merge", tmp_path / "a", tmp_path / "b").exit_code == 0
+    tensors = load_hf(tmp_path / "b", layout_for(tmp_path / "b"))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tp", 3], "num_attention_heads=4 is not divisible by tp=3; use tp in {1, 2, 4}"),
+        (["--layers", "many"], "--layers='many' must be"),
+        (["--dtype", "float12"], "--dtype='float12'"),
+        (["--target", "deepspeed"], "target='deepspeed' is unknown"),
+        (["--pp", 3], "num_hidden_layers=2 is not divisible"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    args: list[Any], message: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    for command in (["plan", checkpoint("llama")], ["shard", checkpoint("llama"), tmp_path / "out"]):
+        result = run(*command, *args)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from ckpt import layout_for, load_hf, save_hf
+from ckpt.cli import app
+
+Checkpoints = Callable[..., Path]
+
+
+def test_inspect_shows_a_table(checkpoint: Checkpoints) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(checkpoint("llama"))])
+    assert result.exit_code == 0
+    assert "llama" in result.stdout
+    assert "F32" in result.stdout
+
+
+def test_inspect_prints_json(checkpoint: Checkpoints) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(checkpoint("qwen2-tied")), "--json"])
+    facts = json.loads(result.stdout)
+    assert facts["family"] == "qwen2"
+    assert facts["role"] == "causal_lm"
+    assert facts["tied"] is True
+    assert facts["parameters"] * 4 == facts["bytes"] == 4 * sum(facts["dtypes"].values())
+    assert facts["layers"] == 2
+
+
+def test_inspect_recognises_a_value_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = layout_for(checkpoint("llama"), role="value")
+    save_hf(tmp_path / "v", {**load_hf(checkpoint("llama"), layout), "score.weight": torch.ones(1, 32)}, layout)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "v"), "--json"])
+    assert json.loads(result.stdout)["role"] == "value"
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "does not exist" in result.stderr
+    assert result.stderr.count("\n") == 1

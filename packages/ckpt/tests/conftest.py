@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+MLA = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+
+# name -> (transformers configuration class, fields)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("LlamaConfig", {"head_dim": 16}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**MOE, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [1]}),
+    "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4}),
+    "apertus": ("ApertusConfig", {}),
+    "deepseek": ("DeepseekV3Config", {**MOE, **MLA}),
+    "deepseek-no-q-lora": ("DeepseekV3Config", {**MOE, **MLA, "q_lora_rank": None}),
+    "qwen2-vl": ("Qwen2VLConfig", {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", {"vision_config": VISION}),
+    "qwen3-vl": ("Qwen3VLConfig", {"vision_config": {**VISION, "deepstack_visual_indexes": [0]}}),
+    "glm4v": ("Glm4vConfig", {"vision_config": VISION}),
+}
+
+
+def build(name: str, **fields: Any) -> transformers.PreTrainedModel:
+    """A random model in which every parameter differs from every other, biases and norms too."""
+    class_name, own = MODELS[name]
+    fields = {**SMALL, **own, **fields}
+    factory: Any = transformers.AutoModelForCausalLM
+    if "vision_config" in fields:
+        # The text fields go into a configuration of their own, except what the whole model decides.
+        outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings") if key in fields}
+        fields = {**outer, "text_config": {**fields, "rope_parameters": ROPE}}
+        factory = transformers.AutoModelForImageTextToText
+    torch.manual_seed(0)
+    model = factory.from_config(getattr(transformers, class_name)(**fields))
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *model.buffers()):
+            if parameter.is_floating_point():
+                parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint("llama", vocab_size=51)`: a folder as transformers saves it, made once for each set of arguments."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, max_shard_size: str = "5GB", **fields: Any) -> Path:
+        key = f"{name} {max_shard_size} {fields}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(name)
+            build(name, **fields).save_pretrained(made[key], max_shard_size=max_shard_size)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Any:
+    """The session's pool of gloo ranks; imported here, so that tests without ranks need no other package of ours."""
+    from parallel_layers.testing import shared_pool
+
+    return shared_pool()
+
+
+def _read_all(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    return tensors
+
+
+def _assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(actual) == sorted(expected)
+    for name, tensor in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        # Bits, not values: NaN equals NaN, and -0.0 is not 0.0.
+        assert torch.equal(actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.fixture(scope="session")
+def read_all() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """`read_all(folder)`: every tensor of a folder, through the safetensors library."""
+    return _read_all
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
+    """`assert_same(actual, expected)`: the same names, types, shapes and bits."""
+    return _assert_same

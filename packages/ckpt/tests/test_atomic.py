@@ -1,0 +1,208 @@
+"""A save that is killed, or runs out of disk, leaves the checkpoint that was there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt.atomic
+from ckpt import Place, layout_for, load_hf, save_hf
+from ckpt.atomic import FolderWriter
+
+Checkpoints = Callable[..., Path]
+
+
+def save_version(source: str, target: str, version: int, group: Any = None) -> None:
+    """Save a model whose every element is the version."""
+    layout = layout_for(source)
+    place = Place() if group is None else Place(tp=(group.rank(), 2))
+    tensors = {name: torch.full_like(tensor, version) for name, tensor in load_hf(source, layout, place).items()}
+    save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB")
+
+
+def version_of(target: str) -> int:
+    """The one version that a complete checkpoint holds."""
+    found = {int(value) for tensor in load_hf(target, layout_for(target)).values() for value in tensor.unique()}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def save_for_ever(rank: int, source: str, target: str, store: str, started: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    version = version_of(target)
+    os.write(started, b"x")
+    while True:
+        version += 1
+        save_version(source, target, version, dist.group.WORLD)
+
+
+def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
+    """Each round forks two ranks that save one version after another, and kills both some time into it."""
+    chance = random.Random(0)
+    folder = Path(target).parent
+    save_version(source, target, 1)
+    leftovers = 0
+    for attempt in range(rounds):
+        reading, writing = os.pipe()
+        ranks = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                save_for_ever(rank, source, target, str(folder / f"store{attempt}"), writing)
+            ranks.append(child)
+        for _ in ranks:
+            assert os.read(reading, 1) == b"x"
+        before = version_of(target)
+        time.sleep(chance.uniform(0, 0.15))
+        for child in chance.sample(ranks, 2):
+            os.kill(child, signal.SIGKILL)
+        for child in ranks:
+            os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+        assert version_of(target) >= before
+        leftovers += any(folder.glob(".saved.saving-*"))
+    # Had no kill fallen into a save, this test would have shown nothing.
+    assert leftovers > 0
+    save_version(source, target, 1000)
+    assert version_of(target) == 1000
+    assert not list(folder.glob(".saved*"))
+    print(f"{leftovers} of {rounds} kills left a temporary folder")
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments_leaves_a_complete_checkpoint(
+    rounds: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    # In a process of its own, which forks its ranks: they start in milliseconds, and pytest's threads are not forked.
+    done = subprocess.run(
+        [sys.executable, __file__, str(checkpoint("llama")), str(tmp_path / "saved"), str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"of {rounds} kills left" in done.stdout
+
+
+@pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync"])
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_a_full_disk_is_a_clear_error_and_the_old_checkpoint_stays(
+    failing: str, call: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = str(checkpoint("llama")), str(tmp_path / "saved")
+    save_version(source, target, 1)
+    calls = 0
+    real = getattr(os, failing)
+
+    def full(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        with pytest.raises(OSError, match=r"No space left|is full: the save needs [\d,]+ bytes, [\d,]+ are free"):
+            save_version(source, target, 2)
+    assert version_of(target) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def fill_disk(group: Any, source: str, target: str) -> str:
+    """Rank 1 finds its disk full in the middle of its writes."""
+    real = os.pwritev
+    if group.rank() == 1:
+
+        def full(*args: Any) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwritev = full
+    try:
+        save_version(source, target, 2, group)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.pwritev = real
+    return "saved"
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    source, target = str(checkpoint("llama")), str(tmp_path / "saved")
+    save_version(source, target, 1)
+    seen = ranks.run(fill_disk, source, target, world=2, timeout=10)
+    assert all("No space left on device" in text for text in seen)
+    assert version_of(target) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def write(target: Path, text: str) -> None:
+    with FolderWriter(target) as folder:
+        (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_is_replaced_with_or_without_the_exchange_call(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+    for text in ("1", "2", "3"):
+        write(tmp_path / "x", text)
+        assert (tmp_path / "x" / "config.json").read_text() == text
+        assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_kill_between_two_renames_is_mended_by_the_next_save(tmp_path: Path) -> None:
+    """Without the exchange call there is an instant in which only the previous folder is there: it is named and
+    kept."""
+    write(tmp_path / "x", "1")
+    (tmp_path / "x").rename(tmp_path / ".x.previous")
+    with pytest.raises(ValueError, match=r"does not exist.*last complete checkpoint in .*\.x\.previous"):
+        load_hf(tmp_path / "x", layout_for({"architectures": ["LlamaForCausalLM"], **SIZES}))
+    with pytest.raises(RuntimeError), FolderWriter(tmp_path / "x"):
+        raise RuntimeError("a save that fails")
+    assert (tmp_path / "x" / "config.json").read_text() == "1"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+SIZES = {
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 8,
+}
+
+
+def test_the_folder_of_a_living_save_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    first = FolderWriter(tmp_path / "x")
+    write(tmp_path / "x", "2")
+    assert first.path.is_dir()
+    first.discard()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_name_with_wildcards_removes_only_its_own_leftovers(tmp_path: Path) -> None:
+    (tmp_path / ".ab.saving-1").mkdir()
+    (tmp_path / ".[ab]*.saving-1").mkdir()
+    write(tmp_path / "[ab]*", "1")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".ab.saving-1", "[ab]*"]
+
+
+if __name__ == "__main__":
+    kill_at_random_moments(sys.argv[1], sys.argv[2], int(sys.argv[3]))

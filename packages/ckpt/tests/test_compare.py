@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt import Grid, Place, Report, layout_for, load_hf, reshard, save_hf, verify, verify_live
+
+Checkpoints = Callable[..., Path]
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def changed(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], Any], **options: Any) -> Path:
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    edit(tensors)
+    save_hf(target, tensors, layout, **options)
+    return target
+
+
+def test_the_same_tensors_in_other_files_are_equal(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    other = changed(source, tmp_path / "b", lambda tensors: None, max_shard_size="20KB")
+    report = verify(source, other)
+    assert report.equal
+    assert report.tensors == 21
+    reshard(source, tmp_path / "c", Grid(tp=2, pp=2), target="megatron")
+    assert verify(tmp_path / "c", other).equal
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_first_and_worst_differences_are_named(
+    chunk: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.compare._CHUNK_ELEMENTS", chunk)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[DOWN][5, 7] += 0.25
+        tensors[DOWN][9, 1] -= 0.5
+        tensors[NORM][3] += 2
+
+    report = verify(checkpoint("llama"), changed(checkpoint("llama"), tmp_path / "b", edit))
+    assert [difference.name for difference in report.differences] == [DOWN, NORM]
+    assert report.first is not None
+    assert report.first.first == (5, 7)
+    assert report.first.elements == 2
+    assert report.first.worst == pytest.approx(0.5, rel=1e-5)
+    assert report.worst is not None
+    assert report.worst.name == NORM
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_bits_are_compared_unless_a_tolerance_is_given(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    def zero(value: float) -> Callable[[dict[str, Tensor]], None]:
+        return lambda tensors: tensors[NORM].fill_(value)
+
+    plus = changed(checkpoint("llama"), tmp_path / "plus", zero(0.0))
+    minus = changed(checkpoint("llama"), tmp_path / "minus", zero(-0.0))
+    assert [(d.name, d.elements, d.worst) for d in verify(plus, minus).differences] == [(NORM, 32, 0.0)]
+    assert verify(plus, minus, atol=1e-9).equal
+    nan = changed(checkpoint("llama"), tmp_path / "nan", zero(math.nan))
+    assert verify(nan, nan).equal
+    assert verify(nan, nan, rtol=1e-3).equal
+    report = verify(plus, nan, atol=1.0)
+    assert report.worst is not None
+    assert report.worst.worst == math.inf
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_tolerance_is_kept_per_element(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    other = changed(checkpoint("llama"), tmp_path / "b", lambda tensors: tensors[NORM].mul_(1 + 1e-4))
+    assert verify(checkpoint("llama"), other, rtol=2e-4).equal
+    assert not verify(checkpoint("llama"), other, rtol=0.5e-4).equal
+
+
+def test_types_keys_and_shapes_are_compared(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    half = changed(source, tmp_path / "half", lambda tensors: None, dtype=torch.bfloat16)
+    report = verify(source, half)
+    assert {difference.kind for difference in report.differences} == {"dtype", "values"}
+    assert verify(source, half, dtypes=False, rtol=1e-2).equal
+    tied = verify(source, checkpoint("llama-tied"))
+    assert [(d.name, d.kind) for d in tied.differences if d.kind != "values"] == [("lm_head.weight", "missing")]
+    wide = verify(source, checkpoint("llama", vocab_size=51))
+    assert ("model.embed_tokens.weight", "shape") in [(d.name, d.kind) for d in wide.differences]
+
+
+def verify_as_rank(group: Any, source: str, spoil: bool) -> Report:
+    layout, place = layout_for(source), Place(tp=(group.rank(), 2))
+    tensors = load_hf(source, layout, place)
+    if spoil and group.rank() == 1:
+        tensors[DOWN][4, 6] += 1
+    return verify_live(source, tensors, layout, place, group=group)
+
+
+def test_a_live_model_is_compared_rank_by_rank(checkpoint: Checkpoints, ranks: Any) -> None:
+    folder = checkpoint("llama", vocab_size=51)
+    assert all(report.equal for report in ranks.run(verify_as_rank, str(folder), False, world=2))
+    for report in ranks.run(verify_as_rank, str(folder), True, world=2):
+        assert [(d.name, d.first) for d in report.differences] == [(DOWN, (4, 6))]
+
+
+def test_padding_that_is_not_zero_and_strange_tensors_are_differences(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama", vocab_size=51)
+    layout, place = layout_for(folder), Place(tp=(1, 2))
+    tensors = load_hf(folder, layout, place)
+    tensors["lm_head.weight"][-1, 0] = 1
+    tensors["odd"] = torch.zeros(1)
+    tensors[NORM] = torch.zeros(3)
+    del tensors[DOWN]
+    found = {difference.name: difference.kind for difference in verify_live(folder, tensors, layout, place).differences}
+    assert found == {"lm_head.weight": "values", "odd": "unexpected", NORM: "shape", DOWN: "missing"}

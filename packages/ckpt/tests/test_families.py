@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckpt import Grid, Place, layout_for, load_hf, save_hf
+from ckpt.families import FAMILIES
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+DENSE = ["mistral", "qwen3", "apertus", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
+MOE = ["qwen3-moe", "mixtral", "deepseek", "deepseek-no-q-lora"]
+GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
+MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
+CASES = [(name, grid) for names, grids in ((DENSE, GRIDS), (MOE, MOE_GRIDS)) for name in names for grid in grids]
+
+
+def through(folder: Path, target: Any, grid: Grid, out: Path) -> Path:
+    """Load every place of a grid and save all of them again."""
+    layout = layout_for(folder, target)
+    places = list(grid.places())
+    save_hf(out, [load_hf(folder, layout, place) for place in places], layout, places)
+    return out
+
+
+@pytest.mark.parametrize("target", ["parallel", "megatron", "megatron_te"])
+@pytest.mark.parametrize(("name", "grid"), CASES, ids=str)
+def test_every_family_goes_through_every_target_and_comes_back(
+    name: str,
+    grid: Grid,
+    target: Any,
+    checkpoint: Checkpoints,
+    read_all: ReadAll,
+    assert_same: AssertSame,
+    tmp_path: Path,
+) -> None:
+    folder = checkpoint(name)
+    assert_same(read_all(through(folder, target, grid, tmp_path / "out")), read_all(folder))
+
+
+def test_every_table_is_tested() -> None:
+    assert len(FAMILIES) == 12
+
+
+def test_experts_are_stacked_on_the_native_layers(checkpoint: Checkpoints, read_all: ReadAll) -> None:
+    folder = checkpoint("qwen3-moe")
+    state = read_all(folder)
+    place = Place(tp=(1, 2), ep=(1, 2))
+    tensors = load_hf(folder, layout_for(folder), place)
+    expert = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+    gate_up = [torch.cat([state[expert.format(e, part)].chunk(2)[1] for part in ("gate", "up")]) for e in (2, 3)]
+    assert torch.equal(tensors["model.layers.0.mlp.experts.gate_up_proj"], torch.stack(gate_up))
+    down = [state[expert.format(e, "down")].chunk(2, dim=1)[1] for e in (2, 3)]
+    assert torch.equal(tensors["model.layers.0.mlp.experts.down_proj"], torch.stack(down))
+    # Layer 1 is dense by the config's mlp_only_layers.
+    assert tensors["model.layers.1.mlp.gate_up_proj.weight"].shape == (48, 32)
+    whole = load_hf(folder, layout_for(folder), Place(tp=(1, 2), ep=(1, 2), etp=(0, 1)))
+    assert whole["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 48, 32)
+
+
+def test_experts_stacked_in_the_file_are_read_by_piece(
+    checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    """transformers 5 holds experts stacked, and saves them so when asked to keep its own format."""
+    folder = checkpoint("qwen3-moe")
+    stacked = load_hf(folder, layout_for(folder))
+    state = {name: tensor for name, tensor in read_all(folder).items() if ".experts." not in name}
+    state |= {name: tensor for name, tensor in stacked.items() if ".experts." in name}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for place in Grid(tp=2, ep=2).places():
+        expected = load_hf(folder, layout_for(folder, "megatron"), place)
+        actual = load_hf(tmp_path, layout_for(tmp_path, "megatron"), place)
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("deepseek")
+    tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict[str, Tensor]], Any]) -> Path:
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **config}))
+    return out
+
+
+def test_prediction_layers_are_passed_over(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    extra = {"model.layers.3.eh_proj.weight": torch.zeros(2), "model.layers.3.input_layernorm.weight": torch.zeros(32)}
+    folder = edited(checkpoint("deepseek"), tmp_path / "mtp", {}, lambda tensors: tensors.update(extra))
+    assert "model.layers.2.mlp.gate.weight" in load_hf(folder, layout_for(folder))
+    none = edited(checkpoint("deepseek"), tmp_path / "no", {"num_nextn_predict_layers": 0}, lambda t: t.update(extra))
+    with pytest.raises(ValueError, match=r"unexpected: model.layers.3.eh_proj.weight"):
+        load_hf(none, layout_for(none))
+
+
+def test_fp8_weights_are_refused_by_name(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    folder = edited(checkpoint("deepseek"), tmp_path / "fp8", config, lambda tensors: None)
+    with pytest.raises(ValueError, match="quantization_config"):
+        layout_for(folder)
+
+
+def test_the_text_part_is_found_under_either_prefix(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+    folder = checkpoint("qwen2-vl")
+    other = edited(folder, tmp_path / "other", {}, rename)
+    expected, actual = load_hf(folder, layout_for(folder)), load_hf(other, layout_for(other))
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_vision_tower_lies_whole_on_the_first_stage(checkpoint: Checkpoints, read_all: ReadAll) -> None:
+    folder = checkpoint("qwen3-vl")
+    state = read_all(folder)
+    tower = {name for name in state if "visual" in name}
+    assert len(tower) > 10
+    first = load_hf(folder, layout_for(folder), Place(tp=(1, 2), pp=(0, 2)))
+    assert all(torch.equal(first[name], state[name]) for name in tower)
+    assert not tower & layout_for(folder).at(Place(pp=(1, 2))).keys()
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="make the layout from the checkpoint"):
+        load_hf(folder, layout_for(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("qwen3-moe", Place(ep=(0, 3)), "4 experts are not divisible by ep=3; use ep in {1, 2, 4}"),
+        ("qwen3-moe", Place(etp=(0, 5)), "moe_intermediate_size=24 is not divisible by etp=5"),
+        ("deepseek", Place(tp=(0, 8)), "num_attention_heads=4 is not divisible by tp=8"),
+    ],
+)
+def test_experts_and_heads_that_do_not_divide(name: str, place: Place, message: str, checkpoint: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_for(checkpoint(name)).at(place)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import open_checkpoint
+from ckpt.folder import INDEX
+
+
+@pytest.fixture
+def sharded(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a sharded checkpoint that a test may break."""
+    return shutil.copytree(checkpoint("llama", max_shard_size="20KB"), tmp_path / "model")
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_opens_single_and_sharded_folders_alike(checkpoint: Callable[..., Path], sharded: Path) -> None:
+    single = open_checkpoint(checkpoint("llama"))
+    assert single.tensors.keys() == open_checkpoint(sharded).tensors.keys()
+    assert len(open_checkpoint(sharded).headers) > 1
+    assert single.config["model_type"] == "llama"
+
+
+def test_a_missing_shard_is_named_with_a_tensor(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(ValueError, match=rf"{victim.name} is missing: the index names it for 'model"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "", "..", "a\\b"])
+def test_a_path_that_escapes_the_folder_is_refused(file: str, sharded: Path) -> None:
+    edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": file}))
+    with pytest.raises(ValueError, match="outside the folder"):
+        open_checkpoint(sharded)
+
+
+def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> None:
+    first, second = sorted(file.name for file in sharded.glob("*.safetensors"))[:2]
+    good = (sharded / INDEX).read_text()
+    edit_index(sharded, lambda weight_map: weight_map.update({"extra.weight": first}))
+    with pytest.raises(ValueError, match=r"says that 'extra.weight' is in"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).write_text(good)
+    edit_index(sharded, lambda weight_map: weight_map.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"holds 'model.norm.weight', which .* does not name"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).write_text(good)
+    shutil.copy(sharded / first, sharded / second)
+    with pytest.raises(ValueError, match="is in both"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).write_text('{"weight_map": [')
+    with pytest.raises(ValueError, match=f"{INDEX} is not valid JSON"):
+        open_checkpoint(sharded)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin.*save_pretrained"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        open_checkpoint(tmp_path / "none")

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt import Grid, Place, layout_for, load_hf, load_shards, merge, open_shards, reshard, save_shards
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+
+@pytest.mark.parametrize("staging", [64, 16 << 20])
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("llama-tied", Grid(tp=2, pp=2), Grid(tp=4)),
+        ("deepseek", Grid(tp=2, ep=2, pp=3), Grid(tp=1, ep=4)),
+        ("qwen3-vl", Grid(tp=2), Grid(pp=2, vpp=1)),
+    ],
+    ids=["llama", "deepseek", "qwen3-vl"],
+)
+def test_files_go_from_grid_to_grid_and_come_back(
+    name: str,
+    first: Grid,
+    second: Grid,
+    staging: int,
+    checkpoint: Checkpoints,
+    read_all: ReadAll,
+    assert_same: AssertSame,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckpt.boxio.STAGING_BYTES", staging)
+    source = checkpoint(name)
+    steps = []
+    reshard(source, tmp_path / "a", first, target="megatron", vocab_multiple=8, progress=lambda *at: steps.append(at))
+    assert steps[-1][0] <= steps[-1][1]
+    assert steps == sorted(steps)
+    reshard(tmp_path / "a", tmp_path / "b", second, target="parallel")
+    layout = layout_for(source)
+    for place in second.places():
+        tensors, state = load_shards(tmp_path / "b", place)
+        assert_same(tensors, load_hf(source, layout, place))
+        assert state == {}
+    merge(tmp_path / "b", tmp_path / "c", max_shard_size="20KB")
+    assert_same(read_all(tmp_path / "c"), read_all(source))
+
+
+def optimizer_state(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {"step": torch.tensor(7.0), "exp_avg": 2 * tensor, "exp_avg_sq": (3 * tensor).double()}
+        for name, tensor in tensors.items()
+    }
+
+
+def save_as_rank(group: Any, source: str, target: str) -> None:
+    """Two data-parallel copies of a tp 2 grid."""
+    place = Place(tp=(group.rank() % 2, 2))
+    layout = layout_for(source)
+    tensors = load_hf(source, layout, place)
+    save_shards(target, tensors, layout, place, optimizer=optimizer_state(tensors), group=group)
+
+
+def test_moments_and_step_counts_go_along_bitwise(
+    checkpoint: Checkpoints, assert_same: AssertSame, tmp_path: Path, ranks: Any
+) -> None:
+    source = checkpoint("qwen2")
+    ranks.run(save_as_rank, str(source), str(tmp_path / "a"), world=4)
+    reshard(tmp_path / "a", tmp_path / "b", Grid(tp=4, pp=2), target="megatron")
+    layout = layout_for(source, "megatron")
+    for place in Grid(tp=4, pp=2).places():
+        tensors, state = load_shards(tmp_path / "b", place)
+        expected = load_hf(source, layout, place)
+        assert_same(tensors, expected)
+        assert state.keys() == expected.keys()
+        for name, slots in optimizer_state(expected).items():
+            assert_same(state[name], slots)
+
+
+def test_weights_are_cast_and_moments_are_not(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    save_shards(tmp_path / "a", tensors, layout, Place(), optimizer=optimizer_state(tensors))
+    reshard(tmp_path / "a", tmp_path / "b", Grid(tp=2), dtype=torch.bfloat16)
+    held, state = load_shards(tmp_path / "b", Place(tp=(0, 2)))
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert {slots["exp_avg_sq"].dtype for slots in state.values()} == {torch.float64}
+    merge(tmp_path / "b", tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.fixture
+def sharded(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    reshard(checkpoint("llama"), tmp_path / "sharded", Grid(tp=2))
+    return tmp_path / "sharded"
+
+
+def test_a_place_of_another_grid_is_refused(sharded: Path) -> None:
+    with pytest.raises(ValueError, match=r"which has no place tp=0/4; use ckpt.reshard first"):
+        load_shards(sharded, Place(tp=(0, 4)))
+
+
+def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=r"has no layout.json"):
+        open_shards(checkpoint("llama"))
+    layout = json.loads((sharded / "layout.json").read_text())
+    for change, message in (
+        ({"version": 9}, "version 9 is not known"),
+        ({"grid": {"tp": 2, "zp": 1}}, "malformed"),
+        ({"grid": {"tp": 1}}, "shard-00000-of-00001.safetensors does not exist"),
+        ({"target": "megatron"}, "does not hold the tensors of tp=0/2: missing"),
+    ):
+        (sharded / "layout.json").write_text(json.dumps({**layout, **change}))
+        with pytest.raises(ValueError, match=message):
+            open_shards(sharded)
+    (sharded / "layout.json").write_text(json.dumps(layout))
+    os.truncate(sharded / "shard-00001-of-00002.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"shard-00001-of-00002.safetensors"):
+        merge(sharded, sharded.parent / "merged")
+    assert not (sharded.parent / "merged").exists()
+
+
+def save_half(group: Any, source: str, target: str) -> str:
+    layout, place = layout_for(source), Place(tp=(0, 2))
+    try:
+        save_shards(target, load_hf(source, layout, place), layout, place, group=group)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_grid_with_an_absent_place_is_not_saved(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    seen = ranks.run(save_half, str(checkpoint("llama")), str(tmp_path / "a"), world=2, timeout=10)
+    assert all("no rank of the group stands at ['tp=1/2']" in text for text in seen)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from ckpt import Grid, Place
+from ckpt.place import place_layers
+
+
+def test_a_rank_outside_its_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tp=\(2, 2\)"):
+        Place(tp=(2, 2))
+    with pytest.raises(ValueError, match="at least 1"):
+        Grid(tp=0)
+
+
+def test_a_grid_lists_every_place_once() -> None:
+    places = list(Grid(tp=2, pp=2, vpp=2, ep=2, etp=1).places())
+    assert len(places) == len(set(places)) == 16
+    assert {place.grid for place in places} == {Grid(2, 2, 2, 2, 1)}
+
+
+def test_virtual_stages_are_interleaved() -> None:
+    chunks = [Place(pp=(p, 2), vpp=(v, 2)).chunk for v in range(2) for p in range(2)]
+    assert chunks == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, [(0, 1), (2, 3)]),
+        ([1, 3], [(0,), (1, 2, 3)]),
+        ([[0, 1, 2], [3]], [(0, 1, 2), (3,)]),
+        ([0, 4], [(), (0, 1, 2, 3)]),
+    ],
+)
+def test_layers_are_placed_evenly_or_as_listed(layers: list[int] | None, expected: list[tuple[int, ...]]) -> None:
+    assert list(place_layers(4, 2, layers)) == expected
+
+
+def test_balanced_gives_the_middle_the_larger_share() -> None:
+    assert [len(chunk) for chunk in place_layers(30, 4, "balanced")] == [7, 8, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (None, "num_hidden_layers=30 is not divisible by pp \\* vpp = 4"),
+        ([10, 10, 10], "3 entries"),
+        ([10, 10, 10, 1], "sums to 31"),
+        ([[0], [1], [2], [2]], "once each"),
+        ("even", "unknown"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused(layers: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        place_layers(30, 4, layers)

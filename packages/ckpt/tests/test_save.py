@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt.files import parse_size
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+
+def save_as_rank(group: Any, source: str, target: str, tp: int, **options: Any) -> dict[str, int]:
+    """Load this rank's shard and save it again; returns what the rank read and wrote."""
+    layout = layout_for(source)
+    place = Place(tp=(group.rank() % tp, tp))
+    read, written = IOCounter(), IOCounter()
+    tensors = load_hf(source, layout, place, group=group, counter=read)
+    save_hf(target, tensors, layout, place, group=group, counter=written, **options)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return {"read": read.data_bytes, "written": written.data_bytes, "held": held}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "qwen2"])
+def test_load_then_save_is_bit_identical(
+    name: str, tp: int, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path, ranks: Any
+) -> None:
+    source, target = checkpoint(name, vocab_size=51), tmp_path / "saved"
+    counts = ranks.run(save_as_rank, str(source), str(target), tp, world=tp, max_shard_size="30KB")
+    assert_same(read_all(target), read_all(source))
+    assert len(open_checkpoint(target).headers) > 1
+    assert all(count["read"] <= 1.02 * count["held"] for count in counts)
+    # Every byte is written once, by somebody.
+    stored = sum(info.nbytes for _, info in open_checkpoint(target).tensors.values())
+    assert sum(count["written"] for count in counts) == stored
+    assert json.loads((target / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_replicas_share_the_writing(checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path, ranks: Any) -> None:
+    """Two data-parallel copies of a tp 2 grid: each rank writes about a quarter."""
+    source = checkpoint("llama")
+    counts = ranks.run(save_as_rank, str(source), str(tmp_path / "saved"), 2, world=4)
+    total = sum(count["written"] for count in counts)
+    assert total == sum(tensor.numel() * 4 for tensor in read_all(source).values())
+    assert max(count["written"] for count in counts) < 0.3 * total
+
+
+def test_transformers_reads_the_result(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source, target = checkpoint("qwen2-tied"), tmp_path / "saved"
+    layout = layout_for(source)
+    save_hf(target, load_hf(source, layout), layout, max_shard_size="40KB")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source)
+    actual, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.arange(10)[None]
+    assert torch.equal(actual(tokens).logits, expected(tokens).logits)
+
+
+def test_a_value_model_is_written_as_token_classification(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source, target = checkpoint("llama"), tmp_path / "critic"
+    layout = layout_for(source, role="value")
+    tensors = load_hf(source, layout)
+    tensors |= {"score.weight": torch.randn(1, 32), "score.bias": torch.randn(1)}
+    save_hf(target, tensors, layout)
+    model, info = transformers.AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(model.score.weight, tensors["score.weight"])
+    again = load_hf(target, layout_for(target, role="value"))
+    assert again.keys() == tensors.keys()
+
+
+def test_a_value_model_without_a_bias_keeps_its_key_set(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source, role="value")
+    tensors = {**load_hf(source, layout), "score.weight": torch.ones(1, 32)}
+    save_hf(tmp_path / "critic", tensors, layout)
+    assert load_hf(tmp_path / "critic", layout).keys() == tensors.keys()
+
+
+def test_types_are_cast_and_recorded(checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path) -> None:
+    source, target = checkpoint("llama"), tmp_path / "saved"
+    layout = layout_for(source)
+    save_hf(target, load_hf(source, layout), layout, dtype=torch.bfloat16)
+    original = read_all(source)
+    for name, tensor in read_all(target).items():
+        assert torch.equal(tensor, original[name].bfloat16())
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_strided_tensors_are_written_as_they_read(
+    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = {name: tensor.t().contiguous().t() for name, tensor in load_hf(source, layout).items()}
+    save_hf(tmp_path / "saved", tensors, layout)
+    assert_same(read_all(tmp_path / "saved"), read_all(source))
+
+
+def test_tokenizer_files_are_copied_on_request(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "merges.txt",
+        "notes.md",
+        "run.py",
+    ):
+        (source / name).write_text(name)
+    layout = layout_for(checkpoint("llama"))
+    save_hf(tmp_path / "saved", load_hf(checkpoint("llama"), layout), layout, copy_from=source)
+    copied = {entry.name for entry in (tmp_path / "saved").iterdir()}
+    assert copied == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt"} | {
+        "config.json",
+        "model.safetensors",
+    }
+
+
+def test_a_save_replaces_a_checkpoint_and_nothing_else(
+    checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    source, target = checkpoint("llama"), tmp_path / "saved"
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    save_hf(target, tensors, layout, max_shard_size="20KB")
+    save_hf(target, {name: tensor + 1 for name, tensor in tensors.items()}, layout)
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(read_all(target)["model.norm.weight"], tensors["model.norm.weight"] + 1)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
+    with pytest.raises(ValueError, match=r"thesis exists and is no checkpoint \(\['chapter1.tex'\]\)"):
+        save_hf(tmp_path / "thesis", tensors, layout)
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"missing \['model.norm.weight'\] \(1\)"),
+        (lambda t: t.update({"odd": torch.zeros(1)}), r"unexpected \['odd'\] \(1\)"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight at whole has shape \(3,\)"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.complex64)}),
+            "complex64 cannot be stored",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(edit: Any, message: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = layout_for(checkpoint("llama"))
+    tensors = load_hf(checkpoint("llama"), layout)
+    edit(tensors)
+    with pytest.raises(ValueError, match=message):
+        save_hf(tmp_path / "saved", tensors, layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_alone_cannot_save_a_part(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout, place = layout_for(checkpoint("llama")), Place(tp=(0, 2))
+    tensors = load_hf(checkpoint("llama"), layout, place)
+    with pytest.raises(ValueError, match=r"do not hold all of model.embed_tokens.weight.*tp=0/2.*whole grid"):
+        save_hf(tmp_path / "saved", tensors, layout, place)
+
+
+def test_one_process_saves_the_chunks_of_a_whole_grid(
+    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    layout = layout_for(checkpoint("llama-tied"), target="megatron")
+    places = [Place(tp=(t, 2), pp=(p, 2)) for p in range(2) for t in range(2)]
+    tensors = [load_hf(checkpoint("llama-tied"), layout, place) for place in places]
+    save_hf(tmp_path / "saved", tensors, layout, places)
+    assert_same(read_all(tmp_path / "saved"), read_all(checkpoint("llama-tied")))
+
+
+def failing_rank(group: Any, source: str, target: str, fault: str) -> str:
+    """Save with one rank's tensors spoilt; returns what this rank saw."""
+    layout, place = layout_for(source), Place(tp=(group.rank(), 2))
+    tensors = load_hf(source, layout, place, group=group)
+    if group.rank() == 1 and fault == "missing":
+        del tensors["model.norm.weight"]
+    if group.rank() == 1 and fault == "dtype":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    if group.rank() == 1 and fault == "places":
+        tensors = [tensors, tensors]  # type: ignore[assignment]
+    try:
+        save_hf(target, tensors, layout, place, group=group)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("missing", "missing ['model.norm.weight']"), ("dtype", "F32 on rank 0 and F64 on rank 1"), ("places", "2 sets")],
+)
+def test_a_fault_on_one_rank_is_an_error_on_all(
+    fault: str, message: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    seen = ranks.run(failing_rank, str(checkpoint("llama")), str(tmp_path / "saved"), fault, world=2, timeout=10)
+    assert all(message in text for text in seen), seen
+    assert list(tmp_path.iterdir()) == []
+
+
+def load_as_rank(group: Any, source: str, hide: bool) -> str:
+    layout = layout_for(source)
+    # With `hide`, one rank looks for files where there are none, as on a node whose mount is gone.
+    path = source + "-elsewhere" if hide and group.rank() == 1 else source
+    try:
+        load_hf(path, layout, Place(tp=(group.rank(), 2)), group=group)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_rank_that_cannot_load_stops_all(checkpoint: Checkpoints, ranks: Any) -> None:
+    seen = ranks.run(load_as_rank, str(checkpoint("llama")), True, world=2, timeout=10)
+    assert seen[0].startswith("rank 1: ")
+    assert all("-elsewhere does not exist" in text for text in seen)
+
+
+def test_a_truncated_shard_is_one_error_on_every_rank(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    layout = layout_for(checkpoint("llama"))
+    save_hf(tmp_path / "saved", load_hf(checkpoint("llama"), layout), layout, max_shard_size="20KB")
+    victim = sorted((tmp_path / "saved").glob("*.safetensors"))[-1]
+    os.truncate(victim, victim.stat().st_size - 1)
+    seen = ranks.run(load_as_rank, str(tmp_path / "saved"), False, world=2, timeout=10)
+    assert seen[0] == seen[1]
+    assert f"{victim.name} is truncated" in seen[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("512MiB", 2**29), (1000, 1000), ("7", 7), ("1 kb", 1000)]
+)
+def test_sizes_are_read(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["5 gigabytes", 0, -1, "", "GB", 1.5])
+def test_odd_sizes_are_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="max_shard_size"):
+        parse_size(text)

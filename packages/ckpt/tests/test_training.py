@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import (
+    IOCounter,
+    Place,
+    latest_step,
+    layout_for,
+    load_hf,
+    load_training,
+    restore_rng,
+    save_training,
+    saved_steps,
+)
+
+Checkpoints = Callable[..., Path]
+
+
+def optimizer_state(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {"step": torch.tensor(7.0), "exp_avg": 2 * tensor, "exp_avg_sq": (3 * tensor).double()}
+        for name, tensor in tensors.items()
+    }
+
+
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype for name, tensor in expected.items()
+    )
+
+
+def save_on(group: Any, source: str, root: str, target: Any, place: list[dict[str, Any]]) -> int:
+    layout, at = layout_for(source, target), Place(**place[group.rank()])
+    tensors = load_hf(source, layout, at)
+    torch.manual_seed(100 + group.rank())
+    counter = IOCounter()
+    save_training(
+        root,
+        11,
+        tensors,
+        layout,
+        at,
+        optimizer=optimizer_state(tensors),
+        extra={"scheduler": {"last_epoch": 11}, "data": [1, 2.5, None]},
+        group=group,
+        counter=counter,
+    )
+    return counter.data_bytes
+
+
+def load_on(group: Any, source: str, root: str, target: Any, place: list[dict[str, Any]]) -> dict[str, Any]:
+    layout, at = layout_for(source, target), Place(**place[group.rank()])
+    state = load_training(root, layout, at, group=group)
+    expected = load_hf(source, layout, at)
+    moments = optimizer_state(expected)
+    restore_rng(state.rng)
+    return {
+        "weights": same(state.tensors, expected),
+        "optimizer": state.optimizer.keys() == moments.keys()
+        and all(same(state.optimizer[name], slots) for name, slots in moments.items()),
+        "step": state.step,
+        "extra": state.extra,
+        "drawn": float(torch.rand(())),
+    }
+
+
+GRIDS: dict[str, list[dict[str, Any]]] = {
+    "tp2": [{"tp": (r, 2)} for r in range(2)],
+    "tp2 dp2": [{"tp": (r % 2, 2)} for r in range(4)],
+    "pp2 tp2": [{"tp": (r % 2, 2), "pp": (r // 2, 2)} for r in range(4)],
+    "ep4": [{"ep": (r, 4)} for r in range(4)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("llama-tied", ("pp2 tp2", "megatron"), ("tp2", "parallel")),
+        ("llama-bias", ("tp2 dp2", "parallel"), ("pp2 tp2", "megatron")),
+        ("deepseek", ("ep4", "parallel"), ("tp2", "megatron")),
+    ],
+)
+def test_a_run_saved_on_one_grid_resumes_on_another(
+    name: str,
+    first: tuple[str, str],
+    second: tuple[str, str],
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    ranks: Any,
+) -> None:
+    source = checkpoint(name)
+    places = GRIDS[first[0]]
+    written = ranks.run(save_on, str(source), str(tmp_path), first[1], places, world=len(places))
+    state = load_training(tmp_path, layout_for(source))
+    stored = [*state.tensors.values(), *(t for slots in state.optimizer.values() for t in slots.values())]
+    # Replicas are written once (each canonical tensor has its own step count of 4 bytes).
+    assert sum(written) == pytest.approx(sum(t.numel() * t.element_size() for t in stored), rel=0.05)
+    places = GRIDS[second[0]]
+    results = ranks.run(load_on, str(source), str(tmp_path), second[1], places, world=len(places))
+    for rank, result in enumerate(results):
+        assert result["weights"]
+        assert result["optimizer"]
+        assert result["step"] == 11
+        assert result["extra"] == {"scheduler": {"last_epoch": 11}, "data": [1, 2.5, None]}
+        torch.manual_seed(100 + rank)
+        assert result["drawn"] == float(torch.rand(()))
+
+
+def save_async(group: Any, source: str, root: str) -> None:
+    layout, at = layout_for(source), Place(tp=(group.rank() % 2, 2))
+    background = dist.new_group(backend="gloo")
+    tensors = load_hf(source, layout, at)
+    pending = save_training(root, 3, tensors, layout, at, group=background, asynchronous=True)
+    # Training goes on, on another group, and changes the weights: the save keeps what it has copied.
+    for tensor in tensors.values():
+        tensor.add_(1)
+    for _ in range(20):
+        dist.all_reduce(torch.ones(10), group=group)
+    pending.wait(timeout=30)
+    assert pending.done
+    dist.destroy_process_group(background)
+
+
+def test_an_asynchronous_save_keeps_the_state_it_was_given(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    source = checkpoint("llama")
+    ranks.run(save_async, str(source), str(tmp_path), world=4, timeout=60)
+    layout = layout_for(source)
+    assert same(load_training(tmp_path, layout).tensors, load_hf(source, layout))
+
+
+@pytest.fixture
+def saved(checkpoint: Checkpoints, tmp_path: Path) -> tuple[Path, Path]:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    save_training(tmp_path, 1, load_hf(source, layout), layout)
+    return tmp_path, source
+
+
+def test_old_checkpoints_are_pruned_and_latest_points_to_the_newest(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    for step in (2, 3, 4):
+        save_training(root, step, {name: tensor + step for name, tensor in tensors.items()}, layout, keep=2)
+    assert saved_steps(root) == [3, 4]
+    assert latest_step(root) == 4
+    assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    older = load_training(root, layout, step=3)
+    assert torch.equal(older.tensors["model.norm.weight"], tensors["model.norm.weight"] + 3)
+    with pytest.raises(ValueError, match=r"no checkpoint of step 1; it has \[3, 4\]"):
+        load_training(root, layout, step=1)
+    with pytest.raises(ValueError, match="keep=0"):
+        save_training(root, 5, tensors, layout, keep=0)
+
+
+def test_the_same_step_can_be_saved_again(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    tensors = {name: tensor + 1 for name, tensor in load_hf(source, layout).items()}
+    save_training(root, 1, tensors, layout)
+    assert same(load_training(root, layout).tensors, tensors)
+
+
+def test_weights_are_loaded_into_existing_parameters(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout, place = layout_for(source), Place(tp=(1, 2))
+    expected = load_hf(source, layout, place)
+    into = {name: torch.nn.Parameter(torch.full_like(tensor, 9.0)) for name, tensor in expected.items()}
+    load_training(root, layout, place, into=into)
+    assert all(torch.equal(into[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(ValueError, match=r"into\['model.norm.weight'\] is missing"):
+        load_training(root, layout, place, into={name: t for name, t in into.items() if name != "model.norm.weight"})
+
+
+def test_random_states_are_restored(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    torch.manual_seed(5)
+    random.seed(5)
+    layout = layout_for(source)
+    save_training(root, 2, load_hf(source, layout), layout)
+    drawn = (torch.rand(3).tolist(), random.random())
+    restore_rng(load_training(root, layout).rng)
+    assert (torch.rand(3).tolist(), random.random()) == drawn
+
+
+def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path], checkpoint: Checkpoints) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    with pytest.raises(ValueError, match=r"another model: it lacks \['model.layers.0.self_attn.q_proj.bias'"):
+        load_training(root, layout_for(checkpoint("llama-bias")))
+    with pytest.raises(
+        ValueError, match=r"another model: model/model.embed_tokens.weight \(51, 32\) has shape \(50, 32\)"
+    ):
+        load_training(root, layout_for(checkpoint("llama", vocab_size=51)))
+    with pytest.raises(ValueError, match="has no checkpoint of step None"):
+        load_training(root / "none", layout)
+    folder = root / "step-00000001"
+    shutil.copytree(folder, root / "step-00000002")
+    os.truncate(root / "step-00000002" / "rank-00000.safetensors", 5000)
+    with pytest.raises(ValueError, match=r"rank-00000.safetensors is truncated"):
+        load_training(root, layout, step=2)
+    text = (folder / "metadata.json").read_text()
+    (folder / "metadata.json").write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))
+    with pytest.raises(ValueError, match="outside the folder"):
+        load_training(root, layout)
+    (folder / "metadata.json").write_text('{"model/x": {"dtype": "F32"}}')
+    with pytest.raises(ValueError, match=r"metadata.json is malformed"):
+        load_training(root, layout)
+    (root / "latest").write_text("../../etc")
+    with pytest.raises(ValueError, match=r"latest names '\.\./\.\./etc', which is no checkpoint"):
+        load_training(root, layout)
+
+
+def save_incomplete(group: Any, source: str, root: str) -> str:
+    layout, at = layout_for(source), Place(tp=(0, 2))
+    try:
+        save_training(root, 2, load_hf(source, layout, at), layout, at, group=group)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_grid_with_an_absent_place_is_not_saved(saved: tuple[Path, Path], ranks: Any) -> None:
+    root, source = saved
+    seen = ranks.run(save_incomplete, str(source), str(root), world=2, timeout=20)
+    assert "saved" not in seen
+    assert latest_step(root) == 1
+    assert saved_steps(root) == [1]

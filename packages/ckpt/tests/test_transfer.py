@@ -1,0 +1,166 @@
+"""Live transfers: streaming whole tensors, moving between grids, saving for ranks without the file system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckpt.save
+from ckpt import (
+    Layout,
+    Place,
+    layout_for,
+    load_hf,
+    open_checkpoint,
+    redistribute,
+    redistribute_optimizer,
+    save_hf,
+    stream_hf,
+)
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+
+def stream(group: Any, source: str, target: Any, to: list[int] | None, bucket_bytes: int) -> dict[str, Tensor]:
+    layout = layout_for(source, target)
+    place = Place(tp=(group.rank() % 2, 2), pp=(group.rank() // 2, 2))
+    tensors = load_hf(source, layout, place)
+    names = []
+    full = {}
+    for name, tensor in stream_hf(tensors, layout, group, place, to=to, bucket_bytes=bucket_bytes):
+        names.append(name)
+        full[name] = tensor
+    assert names == (list(layout.canonical) if to is None or group.rank() in to else [])
+    return full
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+@pytest.mark.parametrize(("name", "target"), [("llama-tied", "parallel"), ("qwen3-moe", "megatron")])
+def test_streaming_yields_every_whole_tensor_in_order(
+    name: str,
+    target: str,
+    bucket_bytes: int,
+    checkpoint: Checkpoints,
+    read_all: ReadAll,
+    assert_same: AssertSame,
+    ranks: Any,
+) -> None:
+    folder = checkpoint(name, num_hidden_layers=2)
+    expected = read_all(folder)
+    for full in ranks.run(stream, str(folder), target, None, bucket_bytes, world=4):
+        assert_same(full, expected)
+    nobody, receiver, *_ = ranks.run(stream, str(folder), target, [1], bucket_bytes, world=4)
+    assert nobody == {}
+    assert_same(receiver, expected)
+
+
+def test_streaming_from_one_process_casts(checkpoint: Checkpoints, read_all: ReadAll) -> None:
+    folder = checkpoint("llama")
+    layout = layout_for(folder)
+    expected = read_all(folder)
+    streamed = dict(stream_hf(load_hf(folder, layout), layout, dtype=torch.bfloat16))
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(streamed[name], tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def move(group: Any, source: str, bucket_bytes: int) -> bool:
+    """From tp 2 on the native layers, on ranks 0 and 1, to tp 2 x pp 2 on Megatron's, on all four."""
+    rank = group.rank()
+    layout, to_layout = layout_for(source), layout_for(source, "megatron")
+    to_place = Place(tp=(rank % 2, 2), pp=(rank // 2, 2))
+    place = [Place(tp=(rank, 2))] if rank < 2 else []
+    tensors = [load_hf(source, layout, at) for at in place]
+    moved = redistribute(tensors, layout, place, to_layout, to_place, group=group, bucket_bytes=bucket_bytes)
+    expected = load_hf(source, to_layout, to_place)
+    return moved.keys() == expected.keys() and all(torch.equal(moved[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("name", ["llama-tied", "deepseek"])
+def test_a_live_model_moves_between_grids_bitwise(
+    name: str, bucket_bytes: int, checkpoint: Checkpoints, ranks: Any
+) -> None:
+    folder = checkpoint(name, num_hidden_layers=2, vocab_size=51)
+    assert ranks.run(move, str(folder), bucket_bytes, world=4) == [True] * 4
+
+
+def optimizer_state(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {"step": torch.tensor(7.0), "exp_avg": 2 * tensor, "exp_avg_sq": (3 * tensor).double()}
+        for name, tensor in tensors.items()
+    }
+
+
+def move_optimizer(group: Any, source: str) -> bool:
+    layout, to_layout = layout_for(source), layout_for(source, "megatron")
+    place, to_place = Place(tp=(group.rank(), 2)), Place(pp=(group.rank(), 2))
+    state = optimizer_state(load_hf(source, layout, place))
+    moved = redistribute_optimizer(state, layout, place, to_layout, to_place, group=group)
+    expected = optimizer_state(load_hf(source, to_layout, to_place))
+    assert moved.keys() == expected.keys()
+    return all(
+        torch.equal(moved[name][slot], tensor) and moved[name][slot].dtype == tensor.dtype
+        for name, slots in expected.items()
+        for slot, tensor in slots.items()
+    )
+
+
+def test_moments_and_step_counts_move_with_their_parameters(checkpoint: Checkpoints, ranks: Any) -> None:
+    assert ranks.run(move_optimizer, str(checkpoint("llama-bias")), world=2) == [True, True]
+
+
+def test_step_counts_that_differ_cannot_be_fused(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")
+    megatron, parallel = layout_for(folder, "megatron"), layout_for(folder)
+    # Where the files' tensors are apart, as a Hugging Face model has them, their counts may differ.
+    state = {"decoder.final_layernorm.weight": {"count": torch.zeros(3)}}
+    with pytest.raises(ValueError, match=r"count has shape \(3,\)"):
+        redistribute_optimizer(state, megatron, Place(), parallel, Place())
+    with pytest.raises(ValueError, match="state for odd"):
+        redistribute_optimizer({"odd": {"step": torch.tensor(1)}}, megatron, Place(), parallel, Place())
+
+
+def test_layouts_of_different_models_are_refused(checkpoint: Checkpoints) -> None:
+    layout, other = layout_for(checkpoint("llama")), layout_for(checkpoint("llama-tied"))
+    tensors = load_hf(checkpoint("llama"), layout)
+    with pytest.raises(ValueError, match=r"lm_head.weight \(50, 32\) is not in the other layout"):
+        redistribute(tensors, layout, Place(), other, Place())
+
+
+def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> int:
+    """Save while only some ranks reach the files; returns the bytes this rank wrote."""
+    layout: Layout = layout_for(source)
+    place = Place(tp=(group.rank(), 4))
+    original = ckpt.save._can_write
+    ckpt.save._can_write = lambda folder, plan: group.rank() in writers and original(folder, plan)
+    counter = ckpt.IOCounter()
+    try:
+        tensors = load_hf(source, layout, place)
+        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", checksums=True, counter=counter)
+    finally:
+        ckpt.save._can_write = original
+    return counter.data_bytes
+
+
+@pytest.mark.parametrize("writers", [[0], [0, 2]])
+def test_pieces_travel_to_one_writer_per_file_where_not_all_reach_it(
+    writers: list[int],
+    checkpoint: Checkpoints,
+    read_all: ReadAll,
+    assert_same: AssertSame,
+    tmp_path: Path,
+    ranks: Any,
+) -> None:
+    source, target = checkpoint("llama"), tmp_path / "saved"
+    written = ranks.run(save_from_afar, str(source), str(target), writers, world=4)
+    assert_same(read_all(target), read_all(source))
+    assert [rank for rank, count in enumerate(written) if count] == writers
+    load_hf(target, layout_for(target), check=True)
+    assert len(open_checkpoint(target).headers) > 1
