@@ -1,0 +1,17 @@
+"""Megatron-Core behind a clean door: optimizer, schedules, memory, checkpoints, router replay."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_utils.grid import MegatronGrid, megatron_grid
+
+__all__ = ["MegatronGrid", "megatron_grid"]
+
+
+def __getattr__(name: str) -> Any:
+    # megatron.core takes seconds to import, and modules such as `memory` do not need it.
+    if name in __all__:
+        from megatron_utils import grid
+
+        return getattr(grid, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

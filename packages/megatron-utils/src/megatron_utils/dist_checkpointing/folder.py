@@ -1,0 +1,111 @@
+"""A folder of checkpoints: what is complete, what is the latest, and how one becomes complete in a single step.
+
+checkpoints/
+  latest.json          {"step": 200}, replaced atomically, only after step-200 is complete
+  step-100/            Megatron's files, state.json, manifest.json (name, bytes, CRC-32 of every other file)
+  step-200/
+  .step-300.partial/   being written, or left by a run that was killed; the next save removes it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest.json"
+_BLOCK = 1 << 22
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where a complete checkpoint lies."""
+    return root / f"step-{step}"
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where it is written."""
+    return root / f".step-{step}.partial"
+
+
+def latest_step(root: str | Path) -> int | None:
+    """The step of the newest complete checkpoint in a folder; None when there is none."""
+    path = Path(root) / LATEST
+    return int(json.loads(path.read_text())["step"]) if path.exists() else None
+
+
+def begin(root: Path, step: int) -> Path:
+    """Remove what killed saves have left, and make the folder to write into."""
+    root.mkdir(parents=True, exist_ok=True)
+    # A checkpoint that was renamed and then not named by the pointer: the run has gone back to the one before.
+    for leftover in (*root.glob(".step-*.partial"), *root.glob(f"step-{step}")):
+        shutil.rmtree(leftover)
+    folder = partial_folder(root, step)
+    folder.mkdir()
+    return folder
+
+
+def commit(root: Path, step: int) -> None:
+    """Make a written checkpoint the latest: one rename, then one replacement of the pointer, each made durable."""
+    os.rename(partial_folder(root, step), step_folder(root, step))
+    sync_folder(root)
+    write_json(root / LATEST, {"step": step})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that a reader finds the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_files(folder: Path, part: int, parts: int) -> dict[str, tuple[int, int]]:
+    """(bytes, CRC-32) of every `parts`-th file from number `part` on, by name."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    return {path.name: (path.stat().st_size, _crc32(path)) for path in files[part::parts]}
+
+
+def check_files(folder: Path, part: int, parts: int, *, contents: bool) -> list[str]:
+    """What is wrong with this part of a checkpoint's files; nothing when it is whole.
+
+    Args:
+        folder: of a complete checkpoint.
+        part, parts: check every `parts`-th file from number `part` on.
+        contents: compare checksums, which reads every file, and not only sizes.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return [f"{path} is missing; {folder} is not a complete checkpoint"]
+    wrong = []
+    for name, (size, crc) in sorted(json.loads(path.read_text()).items())[part::parts]:
+        file = folder / name
+        if not file.exists():
+            wrong.append(f"{file} is missing")
+        elif file.stat().st_size != size:
+            wrong.append(f"{file} has {file.stat().st_size} bytes, not {size}")
+        elif contents and _crc32(file) != crc:
+            wrong.append(f"{file} is corrupt: its checksum is not the recorded one")
+    return wrong
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value

@@ -1,0 +1,232 @@
+"""From a Hugging Face config to Megatron-Core's `TransformerConfig`: one table of families.
+
+Every family shares the plain decoder's fields; what it adds or does otherwise is a row of `FAMILIES`. A field that
+would change the computation and that Megatron cannot express is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from parallel_layers import ParallelDims
+
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one `model_type` adds to the plain decoder."""
+
+    qk_norm: bool = False
+    qkv_bias: Callable[[HfConfig], bool] = lambda hf: bool(hf.get("attention_bias", False))
+    output_bias: Callable[[HfConfig], bool] = lambda hf: False
+    window: Callable[[HfConfig], int | None] = lambda hf: None
+    moe: Callable[[HfConfig], dict[str, Any]] | None = None
+
+
+def hf_config(config: Any) -> dict[str, Any]:
+    """A Hugging Face config as a plain mapping: from a mapping, an object with `.to_dict()`, or a checkpoint folder.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, str | Path):
+        return dict(json.loads((Path(config) / "config.json").read_text()))
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    raise ValueError(
+        f"config must be a mapping, have .to_dict(), or be a checkpoint folder; got {type(config).__name__}"
+    )
+
+
+def _qwen_window(hf: HfConfig) -> int | None:
+    return hf.get("sliding_window") if hf.get("use_sliding_window") else None
+
+
+def _softmax_experts(hf: HfConfig) -> dict[str, Any]:
+    """Mixture fields shared by the families that route by a softmax. transformers has two names for the count."""
+    return {
+        "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
+        # softmax over the chosen equals softmax over all, renormalised.
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+        "moe_layer_freq": _moe_layers(hf),
+    }
+
+
+def _moe_layers(hf: HfConfig) -> list[int]:
+    """1 for each layer that is a mixture, 0 for a dense one."""
+    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    return [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(output_bias=lambda hf: bool(hf.get("attention_bias", False))),
+    "mistral": Family(window=lambda hf: hf.get("sliding_window")),
+    "qwen2": Family(qkv_bias=lambda hf: True, window=_qwen_window),
+    "qwen3": Family(qk_norm=True, output_bias=lambda hf: bool(hf.get("attention_bias", False)), window=_qwen_window),
+    "qwen3_moe": Family(
+        qk_norm=True,
+        output_bias=lambda hf: bool(hf.get("attention_bias", False)),
+        window=_qwen_window,
+        moe=_softmax_experts,
+    ),
+    "mixtral": Family(window=lambda hf: hf.get("sliding_window"), moe=_softmax_experts),
+}
+
+
+def family_of(hf: HfConfig) -> Family:
+    """The family of a config.
+
+    Raises:
+        ValueError: it is not in the table.
+    """
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type={name!r} is not supported on Megatron-Core; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
+
+
+def head_dim(hf: HfConfig) -> int:
+    """D, explicit or hidden_size / num_attention_heads."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def transformer_config(
+    config: Any,
+    dims: ParallelDims,
+    *,
+    dtype: torch.dtype = torch.float32,
+    virtual_stages: int | None = None,
+    expert_tp: int | None = None,
+    sequence_parallel: bool | None = None,
+    layers_per_stage: list[int] | None = None,
+    **options: Any,
+) -> TransformerConfig:
+    """Megatron's config for a Hugging Face config on a grid.
+
+    Args:
+        config: a mapping, an object with `.to_dict()`, or a checkpoint folder.
+        dims: the grid.
+        dtype: of the parameters and of what stages send each other.
+        virtual_stages: model chunks a rank holds under the interleaved schedule.
+        expert_tp: tensor parallelism inside an expert (`MegatronGrid.expert_tp`).
+        sequence_parallel: default: with tp > 1.
+        layers_per_stage: layers of each of the `pp * virtual_stages` chunks in order of depth; default equal parts.
+        options: any further field of `TransformerConfig` (recompute, offload, ...).
+
+    Raises:
+        ValueError: an unknown family or option, a field that Megatron cannot express, or sizes that do not divide:
+            with the values and the fix.
+    """
+    hf = hf_config(config)
+    family = family_of(hf)
+    _check(hf, dims, (virtual_stages or 1) * dims.pp, layers_per_stage)
+    known = TransformerConfig.__dataclass_fields__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ValueError(f"TransformerConfig of this megatron-core has no field {', '.join(unknown)}")
+    heads = hf["num_attention_heads"]
+    fields: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": head_dim(hf),
+        "ffn_hidden_size": hf["intermediate_size"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": family.qkv_bias(hf),
+        "qk_layernorm": family.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "sequence_parallel": dims.tp > 1 if sequence_parallel is None else sequence_parallel,
+        # Packed micro-batches differ in length; for interleaving `run_schedule` evens them out, and says why.
+        "variable_seq_lengths": dims.pp > 1 and virtual_stages is None,
+        # Interleaving with batched sends gives wrong gradients, silently.
+        "batch_p2p_comm": virtual_stages is None,
+        # The only dispatcher that takes them, which even a dense model must name.
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": True,
+        # Weights come from a checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+    }
+    if layers_per_stage is not None:
+        fields["pipeline_model_parallel_layout"] = _layout(layers_per_stage)
+    if window := family.window(hf):
+        fields["window_size"] = (window - 1, 0)
+        if types := hf.get("layer_types"):
+            fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in types]
+    if family.moe is not None:
+        fields |= {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "expert_tensor_parallel_size": expert_tp or dims.tp,
+            **family.moe(hf),
+        }
+    fields |= options
+    if virtual_stages is not None and fields["batch_p2p_comm"]:
+        raise ValueError(
+            f"batch_p2p_comm=True with virtual_stages={virtual_stages} gives wrong gradients; leave it False"
+        )
+    return TransformerConfig(**fields)
+
+
+def _layout(layers_per_stage: list[int]) -> list[list[str]]:
+    layout = [["decoder"] * count for count in layers_per_stage]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list[int] | None) -> None:
+    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    for name in ("num_attention_heads", "intermediate_size"):
+        if hf[name] % dims.tp:
+            fits = [n for n in range(1, hf[name] + 1) if hf[name] % n == 0 and n <= 64]
+            raise ValueError(f"{name}={hf[name]} is not divisible by tp={dims.tp}; use tp in {fits}")
+    groups = hf.get("num_key_value_heads") or heads
+    if groups % dims.tp and dims.tp % groups:
+        raise ValueError(f"num_key_value_heads={groups} and tp={dims.tp}: one must divide the other")
+    if layers_per_stage is None and layers % chunks:
+        raise ValueError(
+            f"num_hidden_layers={layers} does not divide into {chunks} pipeline chunks; "
+            f"pass layers_per_stage, for instance {[layers // chunks + (i < layers % chunks) for i in range(chunks)]}"
+        )
+    if layers_per_stage is not None and (len(layers_per_stage) != chunks or sum(layers_per_stage) != layers):
+        raise ValueError(f"layers_per_stage={layers_per_stage} must be {chunks} numbers that sum to {layers}")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; these families use 'silu'")
+    if hf.get("mlp_bias"):
+        raise ValueError("mlp_bias=True is not supported: Megatron has one switch for the biases of MLP and attention")
+    if dims.cp > 1:
+        raise ValueError(f"cp={dims.cp}: packed attention on this backend does not split sequences; use cp=1")

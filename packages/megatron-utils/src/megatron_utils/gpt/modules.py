@@ -1,0 +1,138 @@
+"""The modules that take the place of Megatron-Core's own in a layer, so that packed input works without CUDA kernels.
+
+Shape suffixes: T tokens, Q query heads, K key-value heads, D head size, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from parallel_layers import PackedSequence
+from parallel_layers.attention import packed_attention
+from parallel_layers.norm import RMSNorm
+from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """Megatron's description of a packed batch, and each token's rotation."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin `[T, D]` fp32, made once a micro-batch; None where the attention module itself rotates (MLA)."""
+
+    @classmethod
+    def of(cls, packed: PackedSequence, rotary: RotaryEmbedding | None) -> PackedParams:
+        """The description of a packed batch."""
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=packed.cu_seqlens,
+            cu_seqlens_kv=packed.cu_seqlens,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+            rotary=None if rotary is None else rotary(packed.position_ids, packed.cu_seqlens),
+        )
+
+
+class PackedCoreAttention(nn.Module):
+    """`parallel_layers.packed_attention` where Megatron expects its core attention: rotary, then causal attention.
+
+    Rotating here instead of in Megatron's `rope_utils` gives every rope type of the Hugging Face config, from explicit
+    positions, in fp32, without reading `cu_seqlens` on the host. No parameters, no communication.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **sizes: Any,
+    ) -> None:
+        super().__init__()
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedParams | None = None,
+    ) -> Tensor:
+        """`[T, Q, D]`, `[T, K, D]`, `[T, K, D']` -> `[T, Q * D']`, causal inside each sequence."""
+        if not isinstance(packed_seq_params, PackedParams):
+            raise ValueError("packed attention needs a packed batch; call the model with a PackedSequence")
+        if packed_seq_params.rotary is not None:
+            query = apply_rotary(query, *packed_seq_params.rotary)
+            key = apply_rotary(key, *packed_seq_params.rotary)
+        out = packed_attention(
+            query,
+            key,
+            value,
+            packed_seq_params.cu_seqlens_q,
+            packed_seq_params.max_seqlen_q,
+            window=self.window,
+            scale=self.scale,
+        )
+        return out.flatten(1)
+
+
+class Norm(RMSNorm):
+    """RMSNorm with Megatron's constructor and Megatron's rule for its gradient.
+
+    Under sequence parallelism each rank sees other tokens; the weight is marked and `finalize_model_grads` sums the
+    marked gradients over the tensor-parallel group once a step. (QK-norms it knows by their names.)
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if not config.use_cpu_initialization:
+            self.weight.data = self.weight.data.cuda()
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """The output projection of a family that has a bias there and none in its MLP."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class ValueHead(nn.Module):
+    """One number a token where Megatron expects the output layer: `hidden @ weight^T (+ bias)`, fp32.
+
+    The weight `[1, H]` is replicated over the tensor-parallel group. Under sequence parallelism the hidden states are
+    gathered first (backward: split), so every rank computes all values and the whole, equal gradient of the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, *, bias: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """`[T / tp, 1, H]` -> (`[T, 1, 1]` fp32, None), as Megatron's linears return a pair."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias), None

@@ -1,0 +1,241 @@
+"""`megatron_grid`: Megatron-Core's global state, entered and left.
+
+Megatron-Core keeps its process groups in module globals. Here they are set for the time of a `with` block, from a
+`ParallelDims`, and put back to what they were when it ends, whatever happened inside. The grid may lie on any
+increasing set of ranks of the default group; Megatron's own initialiser always takes all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+
+# Which axes vary inside each group. Both grids have the order of Megatron's "tp-cp-ep-dp-pp", here outermost first.
+_DENSE_AXES = ("pp", "dp", "cp", "tp")
+_EXPERT_AXES = ("pp", "expert_dp", "ep", "expert_tp")
+_DENSE_GROUPS: dict[str, tuple[str, ...]] = {
+    "_TENSOR_MODEL_PARALLEL": ("tp",),
+    "_PIPELINE_MODEL_PARALLEL": ("pp",),
+    "_CONTEXT_PARALLEL": ("cp",),
+    "_DATA_PARALLEL": ("dp",),
+    "_DATA_PARALLEL_WITH_CP": ("dp", "cp"),
+    "_MODEL_PARALLEL": ("pp", "tp"),
+    "_TENSOR_AND_DATA_PARALLEL": ("dp", "tp"),
+    "_TENSOR_AND_DATA_PARALLEL_WITH_CP": ("dp", "cp", "tp"),
+    "_TENSOR_AND_CONTEXT_PARALLEL": ("cp", "tp"),
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": ("pp", "dp", "cp", "tp"),
+}
+_EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
+    "_EXPERT_MODEL_PARALLEL": ("ep",),
+    "_EXPERT_TENSOR_PARALLEL": ("expert_tp",),
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL": ("ep", "expert_tp"),
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": ("pp", "ep", "expert_tp"),
+    "_EXPERT_DATA_PARALLEL": ("expert_dp",),
+}
+# Megatron's globals whose group another name already describes, and where the ranks of a group are kept.
+_ALIASES = {
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_WITH_CP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL",
+}
+_RANKS = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "_TENSOR_MODEL_PARALLEL",
+    "_PIPELINE_GLOBAL_RANKS": "_PIPELINE_MODEL_PARALLEL",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "_CONTEXT_PARALLEL",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "_DATA_PARALLEL",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "_DATA_PARALLEL_WITH_CP",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "_MODEL_PARALLEL",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "_EXPERT_MODEL_PARALLEL",
+    "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING",
+}
+# Process groups live as long as the process: communicators are costly, and grids come back.
+_FORMED: dict[tuple[object, ...], dict[str, ProcessGroup | None]] = {}
+
+
+@dataclass(frozen=True)
+class MegatronGrid:
+    """A grid that is entered: its sizes and the process groups of this rank."""
+
+    dims: ParallelDims
+    virtual_stages: int | None
+    """Model chunks a rank holds under the interleaved schedule; None without interleaving."""
+    expert_tp: int
+    """Tensor parallelism inside an expert."""
+    groups: ProcessGroupCollection
+    """Megatron's own record: `groups.tp`, `groups.pp`, `groups.dp`, `groups.cp`, `groups.ep`, ..."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding (with virtual stages: its first chunk does)."""
+        return bool(self.groups.pp.rank() == 0)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head (with virtual stages: its last chunk does)."""
+        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
+
+    @property
+    def tp(self) -> ProcessGroup | None:
+        """The tensor-parallel group as parallel-layers' functions take it: None when nothing is sharded."""
+        return self.groups.tp if self.dims.tp > 1 else None
+
+    @contextlib.contextmanager
+    def as_world(self) -> Iterator[None]:
+        """Make this grid's ranks the default group for a while, for the parts of Megatron-Core that know no other.
+
+        Raises:
+            ValueError: the grid is not the first ranks of the default group, so that its ranks would change numbers.
+        """
+        world = self.groups.intra_dist_opt
+        members = dist.get_process_group_ranks(world)
+        if len(members) == dist.get_world_size():
+            yield
+            return
+        if members[-1] != len(members) - 1:
+            raise ValueError(f"Megatron does this on ranks 0 to n - 1 of the default group alone, not on {members}")
+        default = dist.group.WORLD
+        dist.distributed_c10d._update_default_pg(world)
+        try:
+            yield
+        finally:
+            dist.distributed_c10d._update_default_pg(default)
+
+
+@contextlib.contextmanager
+def megatron_grid(
+    dims: ParallelDims,
+    *,
+    ranks: Sequence[int] | None = None,
+    virtual_stages: int | None = None,
+    expert_tp: int | None = None,
+    seed: int | None = None,
+) -> Iterator[MegatronGrid]:
+    """Enter Megatron-Core's global state for a grid, and leave it.
+
+    All ranks of the grid enter it together. Process groups are formed the first time and used again afterwards.
+    Megatron-Core wants a GPU; without one, enter `megatron_utils.testing.cpu_stand_in` first.
+
+    Args:
+        dims: the grid. `dims.ep` regroups the `dp * cp * tp` ranks of a stage.
+        ranks: increasing global ranks of the grid; default all ranks of the default group.
+        virtual_stages: model chunks a rank holds, for the interleaved schedule; needs `dims.pp > 1`.
+        expert_tp: tensor parallelism inside an expert. Default: `dims.tp` where the ranks suffice, else 1.
+        seed: seeds torch and Megatron's random streams (the tensor-parallel and the expert stream differ by rank).
+            None leaves torch's own state alone and starts the streams from 0.
+
+    Raises:
+        ValueError: the sizes do not fit the ranks, or `virtual_stages` needs a pipeline.
+        RuntimeError: a grid is active already (its state is global, so one at a time), or there is no default group.
+    """
+    if parallel_state.is_initialized():
+        raise RuntimeError("a Megatron grid is already active in this process; leave it before entering another")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "megatron_grid needs a default process group: call torch.distributed.init_process_group first"
+        )
+    if virtual_stages is not None and (virtual_stages < 2 or dims.pp == 1):
+        raise ValueError(f"virtual_stages={virtual_stages} needs to be at least 2 with pp > 1, got pp={dims.pp}")
+    expert_tp = _expert_tp(dims, expert_tp)
+    members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+    key = (dist.group.WORLD, members, dims, expert_tp)
+    if key not in _FORMED:
+        _FORMED[key] = _form_groups(dims, members, expert_tp)
+    with _restored(parallel_state), _restored(megatron_random):
+        _set_globals(_FORMED[key])
+        if virtual_stages is not None:
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = virtual_stages
+        parallel_state._set_global_memory_buffer()
+        _seed(seed)
+        yield MegatronGrid(dims, virtual_stages, expert_tp, ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
+    stage = dims.dp * dims.cp * dims.tp
+    if expert_tp is None:
+        expert_tp = dims.tp if stage % (dims.ep * dims.tp) == 0 else 1
+    if expert_tp < 1 or stage % (dims.ep * expert_tp):
+        raise ValueError(
+            f"ep={dims.ep} times expert_tp={expert_tp} does not divide the dp * cp * tp = {stage} ranks of a stage"
+        )
+    return expert_tp
+
+
+def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> dict[str, ProcessGroup | None]:
+    """Every group this rank is in, by the stem of its Megatron global. All members form equally many groups."""
+    # Checks the members, and brings them to the same number of groups, so that the names of new ones agree.
+    dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
+    expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
+    dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
+    expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)
+    lines = {stem: _line(dense, _DENSE_AXES, axes) for stem, axes in _DENSE_GROUPS.items()}
+    lines |= {stem: _line(expert, _EXPERT_AXES, axes) for stem, axes in _EXPERT_GROUPS.items()}
+    stages = lines["_PIPELINE_MODEL_PARALLEL"]
+    lines["_EMBEDDING"] = sorted({stages[0], stages[-1]})
+    lines["_POSITION_EMBEDDING"] = stages[:1]
+    return {stem: _new_group(line) for stem, line in lines.items()}
+
+
+def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...]) -> list[int]:
+    """The ranks that differ from this one along the `varying` axes only."""
+    place = (grid == dist.get_rank()).nonzero()[0].tolist()
+    index = tuple(slice(None) if axis in varying else i for axis, i in zip(axes, place, strict=True))
+    return [int(rank) for rank in grid[index].flatten()]
+
+
+def _new_group(line: list[int]) -> ProcessGroup | None:
+    me = dist.get_rank()
+    # A rank that is not in this group (a middle stage: no embedding) forms one of its own instead, so that all
+    # ranks count equally many groups; see ParallelDims.build_mesh.
+    group = dist.new_group(line if me in line else [me], use_local_synchronization=True)
+    return group if me in line else None
+
+
+def _seed(seed: int | None) -> None:
+    """Start Megatron's random streams; parts of its layers run inside one of them, whether or not they draw."""
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    megatron_random.model_parallel_cuda_manual_seed(seed or 0, force_reset_rng=True)
+    if seed is None:
+        torch.set_rng_state(states[0])
+        torch.cuda.set_rng_state(states[1])
+    else:
+        torch.manual_seed(seed)
+
+
+def _set_globals(groups: Mapping[str, ProcessGroup | None]) -> None:
+    values: dict[str, Any] = {}
+    for stem, group in groups.items():
+        head, with_cp, _ = stem.partition("_WITH_CP")
+        values[f"{head}_GROUP{with_cp}"] = group
+    values |= {name: groups[stem] for name, stem in _ALIASES.items()}
+    for name, stem in _RANKS.items():
+        group = groups[stem]
+        values[name] = None if group is None else dist.get_process_group_ranks(group)
+    unknown = sorted(name for name in values if not hasattr(parallel_state, name))
+    assert not unknown, f"megatron-core's parallel_state has no {unknown}"
+    vars(parallel_state).update(values)
+    # Where Megatron looks for groups to give a new timeout; None stands for the default group.
+    parallel_state._global_process_group_list = [None, *filter(None, groups.values())]
+
+
+@contextlib.contextmanager
+def _restored(module: Any) -> Iterator[None]:
+    """Put the module's private state back to what it is now."""
+    state = {name: value for name, value in vars(module).items() if name[0] == "_" and name.isupper()}
+    if "_global_process_group_list" in vars(module):
+        state["_global_process_group_list"] = module._global_process_group_list
+    try:
+        yield
+    finally:
+        vars(module).update(state)

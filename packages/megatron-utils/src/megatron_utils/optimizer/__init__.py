@@ -1,0 +1,6 @@
+"""Optimizer and learning-rate schedule: typed configs, and Megatron-Core's objects from them."""
+
+from megatron_utils.optimizer.build import Optimizer, Step, wrap_data_parallel
+from megatron_utils.optimizer.config import OptimizerConfig, ScheduleConfig
+
+__all__ = ["Optimizer", "OptimizerConfig", "ScheduleConfig", "Step", "wrap_data_parallel"]

@@ -1,0 +1,159 @@
+"""Data parallelism, optimizer and schedule of Megatron-Core, from our configs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from megatron_utils.grid import MegatronGrid
+from megatron_utils.optimizer.config import OptimizerConfig, ScheduleConfig
+
+
+def wrap_data_parallel(
+    chunks: Sequence[nn.Module],
+    grid: MegatronGrid,
+    *,
+    distributed: bool = False,
+    overlap: bool = False,
+    bucket_size: int | None = None,
+) -> list[DistributedDataParallel]:
+    """Wrap a model's chunks so that their gradients lie in contiguous fp32 buffers, averaged over data parallelism.
+
+    Args:
+        chunks: what `build_gpt` returned, with its weights loaded.
+        grid: the active grid.
+        distributed: for the distributed optimizer (`OptimizerConfig.distributed`): reduce-scatter the gradients.
+        overlap: communicate under the backward.
+        bucket_size: elements a bucket, with `overlap`; default Megatron's choice.
+    """
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed,
+        bucket_size=bucket_size,
+    )
+    return [
+        DistributedDataParallel(
+            get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=None
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def chained(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers that a chained one consists of (dense, experts), those without parameters left out."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.optimizer is not None]
+
+
+class Step(NamedTuple):
+    """What one optimizer step did."""
+
+    grad_norm: float | None
+    """Global norm before clipping; None when the step was skipped."""
+    lr: float
+    """The rate that the step used."""
+    skipped: bool
+    """A gradient overflowed (fp16): nothing was changed but the loss scale, and the schedule stood still."""
+
+
+class Optimizer:
+    """AdamW with its schedule over a wrapped model: `zero_grad`, run a backward, `step`.
+
+    Args:
+        chunks: what `wrap_data_parallel` returned.
+        grid: the active grid.
+        config: of the optimizer.
+        schedule: of the learning rate.
+
+    Raises:
+        ValueError: `config.distributed` and the wrapping disagree, or the parameters have another dtype than
+            `config.precision` says.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        grid: MegatronGrid,
+        config: OptimizerConfig,
+        schedule: ScheduleConfig | None = None,
+    ) -> None:
+        schedule = schedule or ScheduleConfig()
+        for chunk in chunks:
+            if chunk.ddp_config.use_distributed_optimizer != config.distributed:
+                raise ValueError(
+                    f"OptimizerConfig.distributed={config.distributed}, but the chunks were wrapped with "
+                    f"distributed={chunk.ddp_config.use_distributed_optimizer}; pass the same to both"
+                )
+            for name, parameter in chunk.module.named_parameters():
+                if parameter.dtype not in (config.dtype, torch.float32):
+                    raise ValueError(f"{name} is {parameter.dtype}, but precision={config.precision!r}")
+        self.chunks = list(chunks)
+        self.config = config
+        self.schedule = schedule
+        self.skipped = 0
+        """Steps skipped for an overflow so far."""
+        with grid.as_world():
+            # It gathers the parameter groups over all ranks.
+            self.inner = get_megatron_optimizer(
+                config.to_megatron(schedule.min_lr), self.chunks, config.overrides(), use_gloo_process_groups=False
+            )
+        self.scheduler = schedule.to_megatron(self.inner, config)
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step will use."""
+        return float(next(group["lr"] for group in self.inner.param_groups if group["default_config"]))
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, skipped ones not counted."""
+        return int(self.scheduler.num_steps)
+
+    def zero_grad(self) -> None:
+        """Clear every gradient, before the first backward of a step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the loss scale; `run_schedule(grad_scale=...)` takes this."""
+        return self.inner.scale_loss(loss)
+
+    def step(self) -> Step:
+        """Clip, update and advance the schedule; a step whose gradients overflowed is skipped and counted."""
+        lr = self.lr
+        updated, grad_norm, _ = self.inner.step()
+        if updated:
+            self.scheduler.step(1)
+        else:
+            self.skipped += 1
+        return Step(None if grad_norm is None or not updated else float(grad_norm), lr, not updated)
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(parameters, masters and moments; gradients): what `memory.HostOffload` moves away and what it may drop."""
+        kept: list[Tensor] = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
+        for inner in chained(self.inner):
+            kept += [parameter.data for group in inner.optimizer.param_groups for parameter in group["params"]]
+            kept += [x for state in inner.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        gradients = [
+            buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        return kept, gradients
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the schedule is: steps taken and steps skipped. (Moments are saved by `dist_checkpointing`.)"""
+        return {"steps": self.steps, "skipped": self.skipped}
+
+    def load_schedule_state(self, state: dict[str, Any]) -> None:
+        """Go to where a saved schedule was; rates from here on are exactly those of the run that saved it."""
+        self.skipped = int(state["skipped"])
+        # `step` adds to what is there.
+        self.scheduler.num_steps = 0
+        self.scheduler.step(int(state["steps"]))

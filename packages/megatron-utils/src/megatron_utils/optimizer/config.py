@@ -1,0 +1,187 @@
+"""What an optimizer and its schedule are made of: two small frozen configs, and Megatron's objects from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+
+
+class _FromMapping:
+    """Configs made from what a file or a command line said; an unknown key raises at once."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Make the config from a mapping; raises ValueError for a key that is no field, with the nearest one."""
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+                raise ValueError(f"{cls.__name__} has no field {key!r}{hint}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(_FromMapping):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) on Megatron's optimizers.
+
+    Raises:
+        ValueError: a value outside its range (named).
+    """
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of all parameters that are not exempt."""
+    no_weight_decay: tuple[str, ...] = ("*.bias", "*norm*.weight", "*norm_weight")
+    """Parameters without weight decay: shell patterns on their names."""
+    clip_grad: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the parameters; bf16 and fp16 keep fp32 master weights."""
+    distributed: bool = False
+    """Shard masters and moments over data parallelism (ZeRO stage 1, arXiv:1910.02054)."""
+    cpu_offload_fraction: float = 0.0
+    """Part of the optimizer that lives and steps on the CPU."""
+    loss_scale: float | None = None
+    """A constant loss scale; None with fp16 scales dynamically, from the four fields below."""
+    initial_loss_scale: float = 2.0**16
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are forgiven before the scale halves."""
+
+    def __post_init__(self) -> None:
+        for name, fine in {
+            "lr": self.lr >= 0,
+            "betas": all(0 <= beta < 1 for beta in self.betas),
+            "eps": self.eps > 0,
+            "weight_decay": self.weight_decay >= 0,
+            "clip_grad": self.clip_grad is None or self.clip_grad > 0,
+            "precision": self.precision in ("fp32", "bf16", "fp16"),
+            "cpu_offload_fraction": 0 <= self.cpu_offload_fraction <= 1,
+        }.items():
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
+    def to_megatron(self, min_lr: float = 0.0) -> MegatronOptimizerConfig:
+        """The same settings as Megatron-Core names them."""
+        return MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=self.lr,
+            min_lr=min_lr,
+            weight_decay=self.weight_decay,
+            adam_beta1=self.betas[0],
+            adam_beta2=self.betas[1],
+            adam_eps=self.eps,
+            clip_grad=self.clip_grad or 0.0,
+            fp16=self.precision == "fp16",
+            bf16=self.precision == "bf16",
+            params_dtype=self.dtype,
+            use_distributed_optimizer=self.distributed,
+            optimizer_cpu_offload=self.cpu_offload_fraction > 0,
+            optimizer_offload_fraction=self.cpu_offload_fraction,
+            loss_scale=self.loss_scale,
+            initial_loss_scale=self.initial_loss_scale,
+            min_loss_scale=self.min_loss_scale,
+            loss_scale_window=self.loss_scale_window,
+            hysteresis=self.hysteresis,
+        )
+
+    def overrides(self) -> dict[ParamKey, ParamGroupOverride]:
+        """Megatron's description of the parameters without weight decay."""
+        if not self.no_weight_decay:
+            return {}
+        return {ParamKey(name=tuple(self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)}
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(_FromMapping):
+    """How the learning rate runs: a linear warm-up to `OptimizerConfig.lr`, then one of five decays to `min_lr`.
+
+    With n steps taken, w = warmup_steps, N = total_steps and x = (n - w) / (N - w), between the peak p and the floor m:
+
+        constant      p
+        linear        m + (p - m) (1 - x)
+        cosine        m + (p - m) (1 + cos(pi x)) / 2                  (Loshchilov and Hutter, arXiv:1608.03983)
+        inverse_sqrt  max(m, p sqrt(max(w, 1) / n))                    (Vaswani et al., arXiv:1706.03762)
+        wsd           p until the last `decay_steps`; over these, with y from 0 to 1, m + (p - m) d(y) and d one of
+                      linear 1 - y, cosine (1 + cos(pi y)) / 2, exponential 2 * 0.5^y - 1, minus_sqrt 1 - sqrt(y)
+                      (Hu et al., arXiv:2404.06395; Hägele et al., arXiv:2405.18392)
+
+    Raises:
+        ValueError: an unknown kind, or steps that do not fit together.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    """Steps after which the rate stays at `min_lr`; needed by all kinds but `constant`."""
+    init_lr: float = 0.0
+    """Where the warm-up begins."""
+    min_lr: float = 0.0
+    decay_steps: int | None = None
+    """Length of the final decay of `wsd`."""
+    decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Form of the final decay of `wsd`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in STYLES:
+            raise ValueError(f"kind={self.kind!r} is unknown; known: {', '.join(STYLES)}")
+        if self.decay not in ("linear", "cosine", "exponential", "minus_sqrt"):
+            raise ValueError(f"decay={self.decay!r} is unknown; known: linear, cosine, exponential, minus_sqrt")
+        if self.kind != "constant" and self.total_steps is None:
+            raise ValueError(f"kind={self.kind!r} needs total_steps")
+        if self.warmup_steps < 0 or self.warmup_steps >= (self.total_steps or math.inf):
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0 and below {self.total_steps=}")
+        if (self.kind == "wsd") != (self.decay_steps is not None):
+            raise ValueError(f"decay_steps={self.decay_steps} with kind={self.kind!r}: 'wsd', and it alone, needs it")
+        if self.decay_steps is not None and not 0 < self.decay_steps <= (self.total_steps or 0) - self.warmup_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} must fit between the warm-up and {self.total_steps=}")
+
+    def to_megatron(self, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+        """Megatron's scheduler over an optimizer of its own, at step 0."""
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=self.init_lr,
+            max_lr=config.lr,
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.warmup_steps,
+            lr_decay_steps=self.total_steps or self.warmup_steps + 1,
+            lr_decay_style=STYLES[self.kind],
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            wsd_decay_steps=self.decay_steps,
+            lr_wsd_decay_style=self.decay,
+        )
+
+
+STYLES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "wsd": "WSD",
+}
+"""What Megatron calls the kinds of schedule."""

@@ -1,0 +1,199 @@
+"""Micro-batches of a ragged batch: a hard cap on tokens, balanced work, the caller's order at the end.
+
+A packed micro-batch costs what its sequences cost, not how many they are: the products with the weights grow with the
+tokens, causal attention with the square of each sequence. The number of micro-batches is the smallest that the cap, the
+pipeline schedule and the other data-parallel ranks allow, and the work is spread over them by the longest-processing-
+time rule (Graham 1969: the heaviest micro-batch is at most 4/3 of the best possible).
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Estimated work of one sequence of L tokens: `linear * L + attention * L**2`, in FLOPs or any other unit.
+
+    The default is that of a decoder 4096 wide, in units of one token's products with the weights: causal attention
+    does 2 H L FLOPs a token and layer, the linears about 24 H**2, hence 1 / (12 H).
+    """
+
+    linear: float = 1.0
+    attention: float = 1.0 / (12 * 4096)
+
+    def __call__(self, length: int) -> float:
+        """The cost of one sequence."""
+        return self.linear * length + self.attention * length * length
+
+    @classmethod
+    def of_decoder(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        vocab_size: int = 0,
+    ) -> "SequenceCost":
+        """FLOPs of a gated decoder's forward pass (for a mixture, `intermediate_size` times the active experts)."""
+        attention_weights = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+        weights = num_layers * (attention_weights + 3 * hidden_size * intermediate_size) + vocab_size * hidden_size
+        # Q K^T and P V, two FLOPs a product, and half of the square is masked.
+        return cls(linear=2.0 * weights, attention=2.0 * num_layers * num_heads * head_dim)
+
+
+def split_micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    cost: SequenceCost | None = None,
+    count_multiple_of: int = 1,
+    min_count: int = 1,
+    group: ProcessGroup | None = None,
+) -> list[list[int]]:
+    """Split samples into micro-batches of at most `max_tokens` tokens each, with their estimated work balanced.
+
+    Args:
+        lengths: tokens of each sample.
+        max_tokens: the hard cap on the tokens of one micro-batch.
+        cost: estimated work of a sample; the default counts attention as a decoder 4096 wide does.
+        count_multiple_of: the number of micro-batches is a multiple of it (interleaved schedules want one).
+        min_count: at least so many micro-batches.
+        group: data-parallel group whose ranks must end with equally many micro-batches: one all-reduce of two numbers.
+
+    Returns:
+        The indices of each micro-batch's samples, ascending; every sample is in exactly one. When more micro-batches
+        are demanded than there are samples, the last lists are empty: such a micro-batch is to run as a dummy
+        of zero weight, so that the schedule's communication still matches. The same arguments give the same split.
+
+    Raises:
+        ValueError: a sample is longer than `max_tokens` (named; raised on every rank of `group` alike), a length is
+            negative, or an option is below 1.
+    """
+    for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    cost = cost or SequenceCost()
+    longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
+    if longest >= 0 and min(lengths) < 0:
+        shortest = min(range(len(lengths)), key=lengths.__getitem__)
+        raise ValueError(f"lengths[{shortest}]={lengths[shortest]} is negative")
+
+    longest_length = lengths[longest] if longest >= 0 else 0
+    bins: list[list[int]] = []
+    if longest_length <= max_tokens:
+        least = max(min_count, math.ceil(sum(lengths) / max_tokens))
+        bins = _pack_smallest(lengths, max_tokens, cost, least, count_multiple_of)
+    if group is not None and group.size() > 1:
+        count, longest_anywhere = _largest([len(bins), longest_length], group)
+    else:
+        count, longest_anywhere = len(bins), longest_length
+    if longest_length > max_tokens:
+        raise ValueError(
+            f"sample {longest} has {longest_length} tokens, more than max_tokens={max_tokens}; "
+            f"raise max_tokens to at least {longest_length} or shorten the sample"
+        )
+    if longest_anywhere > max_tokens:
+        raise ValueError(
+            f"a sample on another rank of the group has {longest_anywhere} tokens, more than max_tokens={max_tokens}; "
+            f"raise max_tokens to at least {longest_anywhere} or shorten the sample"
+        )
+    if count > len(bins):
+        bins = _pack_smallest(lengths, max_tokens, cost, count, count_multiple_of)
+    filled = sorted((sorted(members) for members in bins if members), key=lambda members: members[0])
+    return filled + [[] for _ in range(len(bins) - len(filled))]
+
+
+def restore_order(results: Sequence[Sequence[T]], micro_batches: Sequence[Sequence[int]]) -> list[T]:
+    """Put per-sample results of micro-batches back into the caller's order.
+
+    Args:
+        results: for each micro-batch, one result for each of its samples; what an empty (dummy) micro-batch gave is
+            dropped.
+        micro_batches: what `split_micro_batches` returned.
+
+    Raises:
+        ValueError: the numbers of results and samples differ.
+    """
+    if len(results) != len(micro_batches):
+        raise ValueError(f"{len(results)} results for {len(micro_batches)} micro-batches; give one for each")
+    by_index: dict[int, T] = {}
+    for number, (values, indices) in enumerate(zip(results, micro_batches, strict=True)):
+        if indices and len(values) != len(indices):
+            raise ValueError(f"micro-batch {number} has {len(indices)} samples but {len(values)} results")
+        by_index.update(zip(indices, values, strict=False))
+    return [by_index[index] for index in range(len(by_index))]
+
+
+def _largest(values: list[int], group: ProcessGroup) -> list[int]:
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in tensor.tolist()]
+
+
+def _pack_smallest(
+    lengths: Sequence[int], max_tokens: int, cost: SequenceCost, least: int, multiple: int
+) -> list[list[int]]:
+    """The first count >= `least`, a multiple of `multiple`, into which the samples fit."""
+    count = math.ceil(least / multiple) * multiple
+    while True:
+        bins = _spread(lengths, max_tokens, cost, count) or _best_fit(lengths, max_tokens, count)
+        if bins is not None:
+            return _fill_empty(bins, lengths)
+        count += multiple
+
+
+def _spread(lengths: Sequence[int], max_tokens: int, cost: SequenceCost, count: int) -> list[list[int]] | None:
+    """Heaviest sample first, each into the lightest bin with room; None when one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    # (work, samples, bin): samples of no tokens weigh nothing and still spread out.
+    heap = [(0.0, 0, number) for number in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        full = []
+        while heap and tokens[heap[0][2]] + lengths[index] > max_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        work, samples, number = heapq.heappop(heap)
+        bins[number].append(index)
+        tokens[number] += lengths[index]
+        for entry in (*full, (work + cost(lengths[index]), samples + 1, number)):
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _best_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]] | None:
+    """Longest sample first, each into the fullest bin with room: fits where spreading does not."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        room = [number for number in range(count) if tokens[number] + lengths[index] <= max_tokens]
+        if not room:
+            return None
+        number = max(room, key=lambda number: (tokens[number], -number))
+        bins[number].append(index)
+        tokens[number] += lengths[index]
+    return bins
+
+
+def _fill_empty(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Give every empty bin a sample for as long as another bin has two."""
+    for empty in (members for members in bins if not members):
+        donor = max(bins, key=lambda members: (len(members) > 1, sum(lengths[index] for index in members)))
+        if len(donor) < 2:
+            break
+        empty.append(donor.pop())
+    return bins

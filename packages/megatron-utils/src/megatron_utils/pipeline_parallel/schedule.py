@@ -1,0 +1,225 @@
+"""`run_schedule`: Megatron's forward-backward schedules over packed micro-batches.
+
+One rank: forward and backward in turn. Several stages: 1F1B (Narayanan et al., arXiv:2104.04473), or its interleaved
+form when a rank holds several chunks. Micro-batches may differ in length. Without interleaving, stages tell each other
+the shapes. With it they cannot: Megatron-Core 0.16 then exchanges shapes with both neighbours at once, which on two
+stages are one and the same rank, so that shapes change places or both wait for ever; micro-batches are padded to one
+length instead, for the time of the schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_utils.grid import MegatronGrid
+from megatron_utils.pipeline_parallel.packing import pad_to
+from megatron_utils.router_replay import router_replay
+from parallel_layers import LogProbs, PackedSequence
+from parallel_layers.moe import RouterReplay
+
+Output = LogProbs | Tensor
+Loss = Callable[[Any, int], Tensor]
+T = TypeVar("T")
+
+
+def run_schedule(
+    chunks: Sequence[nn.Module],
+    micro_batches: Sequence[PackedSequence],
+    grid: MegatronGrid,
+    *,
+    labels: Sequence[Tensor] | None = None,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    loss: Loss | None = None,
+    grad_scale: Callable[[Tensor], Tensor] | None = None,
+    routing: Sequence[RouterReplay] | None = None,
+    broadcast: bool = True,
+) -> list[Output] | None:
+    """Run a model forward, and backward when there is a loss, over packed micro-batches.
+
+    Every rank of the grid calls it, all ranks of one data-parallel replica with the same micro-batches, all replicas
+    with equally many (`split_micro_batches(..., group=grid.groups.dp)`); interleaving wants a multiple of pp.
+
+    The step's loss is the sum over micro-batches of `loss`; data-parallel replicas' gradients are averaged. When it
+    returns, every gradient is complete (Megatron's `finalize_model_grads`: data parallelism, norms under sequence
+    parallelism, tied embeddings across stages) and lies in `parameter.main_grad`.
+
+    Args:
+        chunks: what `build_gpt` returned; for a backward wrapped by `optimizer.wrap_data_parallel`.
+        micro_batches: at least one. One without sequences (padding only) is a dummy and adds nothing to the gradient.
+        grid: the active grid.
+        labels: `[T]` for each micro-batch, already shifted; the model then returns log-probs.
+        temperature: divides the logits.
+        entropy: whether the log-probs come with entropies.
+        loss: (output of the last stage, number of the micro-batch) -> scalar; None runs the forward alone, without
+            a graph. It is called on the last stage only, never for a dummy.
+        grad_scale: multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
+        routing: for a mixture model, what records or replays each micro-batch's experts (see `router_replay`).
+        broadcast: give the outputs to all stages; otherwise only the last stage gets them.
+
+    Returns:
+        The detached output of each micro-batch: `LogProbs` of `[T]`, or `[T]` values. None on stages that did not
+        ask for them. Logits (no labels, a language model) stay on the last stage: they are not broadcast.
+
+    Raises:
+        ValueError: no micro-batches, a number that does not fit interleaving, labels of another number, or a loss
+            with chunks that are not wrapped.
+    """
+    _check(chunks, micro_batches, grid, labels, routing, loss)
+    outputs: dict[int, Output] = {}
+    count = len(micro_batches)
+    sizes = [packed.num_tokens for packed in micro_batches]
+    run = list(micro_batches)
+    if grid.virtual_stages:
+        run = [pad_to(packed, max(sizes)) for packed in micro_batches]
+        labels = labels and [F.pad(part, (0, max(sizes) - len(part)), value=-100) for part in labels]
+        routing = routing and [_extended(replay, max(sizes)) for replay in routing]
+
+    def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        number = next(numbers)
+        options = {} if labels is None else {"labels": labels[number], "temperature": temperature, "entropy": entropy}
+        with (
+            session.micro_batch(routing[number], backward=loss is not None)
+            if session and routing
+            else contextlib.nullcontext()
+        ):
+            output = whole = chunk(run[number], **options)
+        if grid.is_last_stage:
+            output = _rows(output, sizes[number])
+
+        def finish(tensor: Tensor, non_loss_data: bool = False) -> Any:
+            outputs[number] = _detached(output)
+            if non_loss_data or loss is None:
+                return tensor
+            dummy = micro_batches[number].num_sequences == 0
+            # Megatron divides by the number of micro-batches; our loss is their sum.
+            value = tensor.sum() * 0.0 if dummy else loss(output, number) * count
+            return value, {}
+
+        return whole[0] if isinstance(whole, tuple) else whole, finish
+
+    with _training(chunks, grad_scale), router_replay(chunks) if routing else contextlib.nullcontext() as session:
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(range(count)) for _ in chunks] if len(chunks) > 1 else iter(range(count)),
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=count,
+            seq_length=run[0].num_tokens,
+            micro_batch_size=1,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
+        )
+    results = [outputs[number] for number in range(count)] if grid.is_last_stage else None
+    if broadcast and grid.dims.pp > 1:
+        results = _broadcast(results, micro_batches, grid)
+    return results
+
+
+@contextlib.contextmanager
+def _training(chunks: Sequence[nn.Module], grad_scale: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """Tell Megatron's schedule how to hold back and complete gradients, for as long as it runs."""
+    config = get_model_config(chunks[0])
+    saved = config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func
+    if all(hasattr(chunk, "ddp_config") for chunk in chunks):
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    config.grad_scale_func = grad_scale
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = saved
+
+
+def _extended(replay: RouterReplay, num_tokens: int) -> RouterReplay:
+    """A replay for a batch that was padded further: the router chooses for the new padding itself."""
+    if replay.recording:
+        return replay
+    longer = replay.replaying()
+    longer.experts = {
+        layer: F.pad(experts, (0, 0, 0, num_tokens - len(experts)), value=-1)
+        for layer, experts in replay.experts.items()
+    }
+    return longer
+
+
+def _check(
+    chunks: Sequence[nn.Module],
+    micro_batches: Sequence[PackedSequence],
+    grid: MegatronGrid,
+    labels: Sequence[Tensor] | None,
+    routing: Sequence[RouterReplay] | None,
+    loss: Loss | None,
+) -> None:
+    if not micro_batches:
+        raise ValueError("no micro-batches; give every rank at least one (a dummy where it has no samples)")
+    if grid.virtual_stages and len(micro_batches) % grid.dims.pp:
+        raise ValueError(
+            f"{len(micro_batches)} micro-batches do not divide into groups of pp={grid.dims.pp}, which interleaving "
+            f"needs; split with count_multiple_of={grid.dims.pp}"
+        )
+    if labels is not None and len(labels) != len(micro_batches):
+        raise ValueError(f"{len(labels)} labels for {len(micro_batches)} micro-batches")
+    if routing is not None and len(routing) != len(micro_batches):
+        raise ValueError(f"{len(routing)} replays for {len(micro_batches)} micro-batches")
+    if loss is not None and not all(hasattr(chunk, "ddp_config") for chunk in chunks):
+        raise ValueError("a backward needs chunks wrapped by optimizer.wrap_data_parallel, which hold the gradients")
+
+
+def _rows(output: Output, count: int) -> Output:
+    """The first `count` tokens of an output."""
+    if isinstance(output, Tensor):
+        return output[:count]
+    return LogProbs(output.log_probs[:count], None if output.entropy is None else output.entropy[:count])
+
+
+def _detached(output: Output) -> Output:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return LogProbs(output.log_probs.detach(), None if output.entropy is None else output.entropy.detach())
+
+
+def _broadcast(
+    results: list[Output] | None, micro_batches: Sequence[PackedSequence], grid: MegatronGrid
+) -> list[Output] | None:
+    """Send the last stage's per-token outputs to all stages: one broadcast of their kind, one of all numbers."""
+    group = grid.groups.pp
+    source = dist.get_process_group_ranks(group)[-1]
+    device = micro_batches[0].input_ids.device
+    # 0: not broadcast (logits), 1: values or log-probs alone as a tensor, 2: log-probs, 3: log-probs and entropies
+    kind = torch.tensor([_kind(results[0])] if results else [0], device=device)
+    dist.broadcast(kind, source, group=group)
+    columns = [0, 1, 1, 2][int(kind)]
+    if columns == 0:
+        return results
+    sizes = [packed.num_tokens for packed in micro_batches]
+    numbers = torch.empty(columns, sum(sizes), dtype=torch.float32, device=device)
+    if results is not None:
+        rows = [
+            result if isinstance(result, Tensor) else torch.stack([r for r in result if r is not None])
+            for result in results
+        ]
+        torch.cat([row.view(columns, -1) for row in rows], dim=1, out=numbers)
+    dist.broadcast(numbers, source, group=group)
+    if results is not None:
+        return results
+    parts = numbers.split(sizes, dim=1)
+    if int(kind) == 1:
+        return [part[0] for part in parts]
+    return [LogProbs(part[0], part[1] if columns == 2 else None) for part in parts]
+
+
+def _kind(output: Output) -> int:
+    if isinstance(output, Tensor):
+        return 1 if output.dim() == 1 else 0
+    return 2 if output.entropy is None else 3

@@ -1,0 +1,179 @@
+"""Router replay on Megatron-Core: record where tokens went, send them there again, forward and under recompute.
+
+What is recorded and replayed is `parallel_layers.moe.RouterReplay`, an object for one micro-batch, keyed by global
+layer number; so routing recorded on one backend replays on another (https://arxiv.org/abs/2510.11370). Megatron-Core's
+own `RouterReplay` lists every router of the process in a class variable, without layer numbers; here a router's hook is
+set for the time of a `with` block and nothing is global.
+
+Between backends and grids, routing travels per sequence, in the caller's order: `[L_i, M, k]` int16 for the M layers of
+the model that are mixtures, k experts a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_utils.grid import MegatronGrid
+from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class RoutingSession:
+    """The hooks of one model's routers, while `router_replay` is entered."""
+
+    def __init__(self) -> None:
+        self._current: RouterReplay | None = None
+        self._recomputes = False
+
+    @contextlib.contextmanager
+    def micro_batch(self, replay: RouterReplay, *, backward: bool = False) -> Iterator[None]:
+        """Within this, the model's forward records into `replay`, or replays it.
+
+        Args:
+            replay: of the micro-batch whose forward runs inside.
+            backward: a backward will follow, later and maybe after other micro-batches' forwards. What it recomputes
+                is routed by the same `replay`, for the backwards of a stage come in the order of its forwards.
+        """
+        if self._current is not None:
+            raise RuntimeError("a micro-batch's forward is already running; leave it before entering another")
+        self._current, self._recomputes = replay, backward
+        try:
+            yield
+        finally:
+            self._current = None
+
+
+class _Hook:
+    """What a Megatron router asks for its experts, in the place of its own `RouterReplay`."""
+
+    def __init__(self, session: RoutingSession, router: TopKRouter) -> None:
+        self._session = session
+        # Megatron counts layers from 1.
+        self._layer = router.layer_number - 1
+        self._group: ProcessGroup | None = router.tp_group if router.config.sequence_parallel else None
+        self._to_recompute: deque[RouterReplay] = deque()
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts `[T', k]` of this rank's tokens; the scores are the router's own, gradient and all."""
+        replay = self._session._current
+        if replay is not None:
+            # A checkpointed region runs without a graph first; its recomputation comes in the backward.
+            if self._session._recomputes and not torch.is_grad_enabled():
+                self._to_recompute.append(replay)
+        elif self._to_recompute:
+            replay = self._to_recompute.popleft()
+        else:
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        if self._group is None or self._group.size() == 1:
+            experts = replay.select(self._layer, chosen)
+        elif replay.recording:
+            everyone = [torch.empty_like(chosen) for _ in range(self._group.size())]
+            dist.all_gather(everyone, chosen.contiguous(), group=self._group)
+            replay.select(self._layer, torch.cat(everyone))
+            experts = chosen
+        else:
+            experts = replay.select(self._layer, chosen, first_token=self._group.rank() * len(chosen))
+        return scores.gather(1, experts), experts
+
+
+@contextlib.contextmanager
+def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
+    """Put hooks on the routers of a model's chunks, and take them off again, whatever happens inside.
+
+    Raises:
+        ValueError: the model has no routers.
+    """
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    if not routers:
+        raise ValueError("the model has no mixture-of-experts layer; there is no routing to record or replay")
+    session = RoutingSession()
+    before = [router.router_replay for router in routers]
+    for router in routers:
+        router.router_replay = _Hook(session, router)
+    try:
+        yield session
+    finally:
+        for router, own in zip(routers, before, strict=True):
+            router.router_replay = own
+
+
+def moe_layers(config: Any) -> list[int]:
+    """The global numbers, from 0, of a model's layers that are mixtures (`config` is Megatron's)."""
+    if not config.num_moe_experts:
+        return []
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        return [layer for layer in range(config.num_layers) if layer % pattern == 0]
+    return [layer for layer, is_moe in enumerate(pattern) if is_moe]
+
+
+def collect_routing(
+    replays: Sequence[RouterReplay], micro_batches: Sequence[PackedSequence], config: Any, grid: MegatronGrid
+) -> list[list[Tensor]]:
+    """What was recorded, whole and per sequence: for each micro-batch, for each of its sequences, `[L_i, M, k]` int16.
+
+    Every stage of a pipeline has recorded its own layers; one all-reduce over the stages brings them together on all.
+    `restore_order` puts the sequences into the caller's order.
+    """
+    layers, k = moe_layers(config), config.moe_router_topk
+    results = []
+    for replay, packed in zip(replays, micro_batches, strict=True):
+        # gloo and NCCL both reduce int32.
+        table = packed.input_ids.new_full((packed.num_tokens, len(layers), k), -1, dtype=torch.int32)
+        for column, layer in enumerate(layers):
+            if layer in replay.experts:
+                table[:, column] = replay.experts[layer][: packed.num_tokens].to(table.dtype)
+        if grid.dims.pp > 1:
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=grid.groups.pp)
+        results.append(packed.split(table.to(torch.int16)))
+    return results
+
+
+def make_replay(
+    routing: Sequence[Tensor], packed: PackedSequence, layers: Sequence[int], *, num_experts: int
+) -> RouterReplay:
+    """A replay for one packed batch from routing per sequence, whatever grid or backend recorded it.
+
+    Padding tokens get distinct experts, spread evenly, so that they burden none.
+
+    Args:
+        routing: `[L_i, M, k]` integers for each sequence of `packed`, in its order.
+        packed: the batch that will run.
+        layers: the global numbers of the M mixture layers (`moe_layers`).
+        num_experts: E.
+
+    Raises:
+        ValueError: a sequence whose routing has another shape, or a row that is missing (-1), out of range or names an
+            expert twice: with its layer and token.
+    """
+    lengths = packed.lengths
+    if len(routing) != len(lengths):
+        raise ValueError(f"routing of {len(routing)} sequences for a batch of {len(lengths)}")
+    top_k = routing[0].shape[-1] if routing else 1
+    for index, (table, length) in enumerate(zip(routing, lengths, strict=True)):
+        if table.shape != (length, len(layers), top_k):
+            raise ValueError(
+                f"routing of sequence {index} has shape {list(table.shape)}, not [{length}, {len(layers)}, {top_k}]"
+            )
+        if (missing := (table < 0).nonzero()).numel():
+            token, column, _ = missing[0].tolist()
+            raise ValueError(f"routing of sequence {index} is missing at layer {layers[column]}, token {token}")
+    device = packed.input_ids.device
+    spread = torch.arange(packed.padding * top_k, device=device).view(-1, 1, top_k) % num_experts
+    padding = spread.expand(-1, len(layers), -1)
+    whole = torch.cat([*(table.to(device, torch.int64) for table in routing), padding])
+    return RouterReplay.from_tensor(whole, layers, num_experts=num_experts)

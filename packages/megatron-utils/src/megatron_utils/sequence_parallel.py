@@ -1,0 +1,93 @@
+"""Sequence parallelism by Megatron's rule: parameters that are replicated but see a part of the tokens are marked.
+
+Under sequence parallelism the norms between two blocks run on `[T / tp, H]`, so each rank's gradient of a norm's weight
+is a part of the sum. Megatron marks such parameters with the attribute `sequence_parallel`, and one all-reduce a step
+completes the marked. `finalize_model_grads` does that for models of `build_gpt`; these functions are for others, and
+for gradients outside Megatron's buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+
+def mark_sequence_parallel(parameters: Iterable[nn.Parameter], *, marked: bool = True) -> None:
+    """Mark parameters as seeing a part of the tokens on each rank, or take the mark off."""
+    for parameter in parameters:
+        parameter.sequence_parallel = marked  # type: ignore[attr-defined]
+
+
+def is_sequence_parallel(parameter: Tensor) -> bool:
+    """Whether a parameter is marked."""
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
+def sequence_parallel_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The marked parameters of a module, by name, each once."""
+    return ((name, parameter) for name, parameter in module.named_parameters() if is_sequence_parallel(parameter))
+
+
+def pad_to_group(x: Tensor, group_size: int, *, dim: int = 0, value: float = 0.0) -> Tensor:
+    """Pad one dim of a tensor of any rank at its end, up to a multiple of the group's size.
+
+    Gradients of the padding are dropped. `unpad` takes it off again.
+
+    Raises:
+        ValueError: `group_size` is below 1, or `x` has no such dim.
+    """
+    _check(x, group_size, dim)
+    missing = -x.shape[dim] % group_size
+    if missing == 0:
+        return x
+    after = x.dim() - 1 - dim % x.dim()
+    return F.pad(x, [0, 0] * after + [0, missing], value=value)
+
+
+def unpad(x: Tensor, size: int, *, dim: int = 0) -> Tensor:
+    """The first `size` entries of one dim: what was there before `pad_to_group`.
+
+    Raises:
+        ValueError: `x` has fewer, or no such dim.
+    """
+    _check(x, 1, dim)
+    if not 0 <= size <= x.shape[dim]:
+        raise ValueError(f"size={size} is outside 0..{x.shape[dim]}, the size of dim {dim}")
+    return x.narrow(dim, 0, size)
+
+
+def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> int:
+    """Sum the gradients of the marked parameters over the tensor-parallel group, in place, once a step.
+
+    One all-reduce for each dtype, over all of that dtype's gradients laid end to end. Megatron's `main_grad` is taken
+    where there is one, else `.grad`; parameters without a gradient are left out, which is the same ones on every rank.
+
+    Returns:
+        How many gradients were reduced.
+    """
+    if group is None or group.size() == 1:
+        return 0
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for _, parameter in sequence_parallel_parameters(module):
+        gradient = getattr(parameter, "main_grad", None)
+        gradient = parameter.grad if gradient is None else gradient
+        if gradient is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+    return sum(map(len, by_dtype.values()))
+
+
+def _check(x: Tensor, group_size: int, dim: int) -> None:
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is not a dim of a tensor of shape {list(x.shape)}")

@@ -1,0 +1,102 @@
+"""Weights and gradients of a transformers model against those of `build_gpt`'s chunks, tensor by tensor.
+
+For this package's own tests, where whole models fit in memory. Loading checkpoints is rl-ckpt's business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_utils.gpt import PackedGPTModel
+
+_RENAMED = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+}
+
+
+def layer_numbers(chunk: PackedGPTModel) -> list[int]:
+    """The global numbers, from 0, of the layers that a chunk holds."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+
+def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What each parameter of a chunk is on this rank, from a transformers state dict (or its gradients).
+
+    Mixtures are in transformers' stacked form: `mlp.experts.gate_up_proj [E, 2 I, H]`, `mlp.experts.down_proj [E, H,
+    I]`.
+
+    Raises:
+        ValueError: a parameter that no tensor of the state dict answers to.
+    """
+    tp, config = chunk.pg_collection.tp, chunk.config
+    numbers = layer_numbers(chunk)
+    heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
+
+    def part(whole: Tensor, shape: torch.Size) -> Tensor:
+        """This rank's rectangle; the tail of a padded vocabulary is zero."""
+        group = chunk.pg_collection.expt_tp if "experts" in name else tp
+        for dim, (have, want) in enumerate(zip(whole.shape, shape, strict=True)):
+            if have != want:
+                rows = torch.arange(group.rank() * want, (group.rank() + 1) * want)
+                kept = whole.index_select(dim, rows.clamp(max=have - 1))
+                whole = torch.where((rows < have).view([-1 if d == dim else 1 for d in range(whole.dim())]), kept, 0)
+        return whole
+
+    def interleaved(kind: str) -> Tensor:
+        """Query, key and value rows, group by group of key-value heads."""
+        q, k, v = (state[f"{layer}self_attn.{name}_proj.{kind}"] for name in "qkv")
+        groups = zip(q.split(heads), k.split(config.kv_channels), v.split(config.kv_channels), strict=True)
+        return torch.cat([x for group in groups for x in group])
+
+    def gate_up(gate: Tensor, up: Tensor, shape: torch.Size) -> Tensor:
+        half = torch.Size((shape[0] // 2, *shape[1:]))
+        return torch.cat([part(gate, half), part(up, half)])
+
+    result = {}
+    for name, parameter in chunk.named_parameters():
+        layer = ""
+        rest = name
+        if match := re.match(r"decoder\.layers\.(\d+)\.", name):
+            layer, rest = f"model.layers.{numbers[int(match[1])]}.", name[match.end() :]
+        kind = rest.rpartition(".")[2]
+        if expert := re.match(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)", rest):
+            ep = chunk.pg_collection.ep
+            index = ep.rank() * (config.num_moe_experts // ep.size()) + int(expert[1])
+            if expert[2] == "1":
+                gate, up = state[f"{layer}mlp.experts.gate_up_proj"][index].chunk(2)
+                result[name] = gate_up(gate, up, parameter.shape)
+            else:
+                result[name] = part(state[f"{layer}mlp.experts.down_proj"][index], parameter.shape)
+        elif rest.startswith("self_attention.linear_qkv"):
+            result[name] = part(interleaved(kind), parameter.shape)
+        elif rest.startswith("mlp.linear_fc1"):
+            gate, up = (state[f"{layer}mlp.{which}_proj.{kind}"] for which in ("gate", "up"))
+            result[name] = gate_up(gate, up, parameter.shape)
+        else:
+            for mine, theirs in _RENAMED.items():
+                rest = rest.replace(mine, theirs)
+            if layer + rest not in state:
+                raise ValueError(f"no tensor {layer + rest} for parameter {name}")
+            result[name] = part(state[layer + rest], parameter.shape)
+    return result
+
+
+@torch.no_grad()
+def load_transformers_state(chunks: Iterable[PackedGPTModel], state: Mapping[str, Tensor]) -> None:
+    """Copy a transformers state dict into the chunks of a model built by `build_gpt`."""
+    for chunk in chunks:
+        expected = expected_parameters(chunk, state)
+        for name, parameter in chunk.named_parameters():
+            parameter.copy_(expected[name])

@@ -1,0 +1,179 @@
+"""A run that is saved on one grid and goes on on another has the losses of the run that never stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.testing import RankPool
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "head_dim": 4,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+
+
+class Run:
+    """A small training run on a grid, started from the same weights on every grid."""
+
+    def __init__(self, grid: Any, hf: dict[str, Any], *, distributed: bool, seed: int = 0) -> None:
+        from megatron_utils.gpt import build_gpt
+        from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+
+        self.grid = grid
+        chunks = build_gpt(hf, grid)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                torch.manual_seed(seed)
+                parameter.data.normal_(0, 0.3)
+        self.wrapped = wrap_data_parallel(chunks, grid, distributed=distributed)
+        config = OptimizerConfig(lr=2e-2, distributed=distributed)
+        self.optimizer = Optimizer(self.wrapped, grid, config, ScheduleConfig("cosine", total_steps=12, min_lr=1e-3))
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """Train from step `first` to before `last`; all replicas see all of the batch."""
+        from megatron_utils.pipeline_parallel import run_schedule
+
+        losses = []
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            packed = [
+                PackedSequence.from_sequences(
+                    [torch.randint(0, 24, (n,), generator=generator) for n in lengths], multiple_of=2
+                )
+                for lengths in ((5, 7), (9,))
+            ]
+            labels = [next_token_labels(part) for part in packed]
+
+            def loss(output: Any, _: int) -> Tensor:
+                return -output.log_probs.mean()
+
+            self.optimizer.zero_grad()
+            outputs = run_schedule(self.wrapped, packed, self.grid, labels=labels, loss=loss)
+            losses.append(sum(-output.log_probs.mean().item() for output in outputs))
+            self.optimizer.step()
+        return losses
+
+
+def save_on(
+    group: ProcessGroup, root: str, dims: ParallelDims, options: dict[str, Any], asynchronous: bool = False
+) -> list[float]:
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.testing import cpu_stand_in
+
+    hf, distributed, stages = options["hf"], options["distributed"], options.get("virtual_stages")
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=stages, seed=5) as grid:
+        run = Run(grid, hf, distributed=distributed)
+        run.steps(0, 3)
+        torch.rand(group.rank() + 1)
+        pending = save_checkpoint(root, 3, run.optimizer, grid, extra={"note": [1, 2]}, asynchronous=asynchronous)
+        if asynchronous:
+            # what happens to the model meanwhile is not saved
+            for parameter in run.wrapped[0].parameters():
+                parameter.data.zero_()
+            pending.wait()
+            assert pending.done
+            return [torch.rand(()).item()]
+        expected = torch.rand(()).item()
+        return [expected, *run.steps(3, 6)]
+
+
+def resume_on(group: ProcessGroup, root: str, dims: ParallelDims, options: dict[str, Any]) -> tuple[Any, ...]:
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import load_checkpoint
+    from megatron_utils.testing import cpu_stand_in
+
+    hf, distributed, stages = options["hf"], options["distributed"], options.get("virtual_stages")
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=stages, seed=6) as grid:
+        run = Run(grid, hf, distributed=distributed, seed=1)
+        loaded = load_checkpoint(root, run.optimizer, grid)
+        assert loaded.step == 3
+        assert loaded.extra == {"note": [1, 2]}
+        assert run.optimizer.steps == 3
+        number = torch.rand(()).item()
+        return loaded.random_restored, number, *run.steps(3, 6)
+
+
+def case(hf: dict[str, Any], distributed: bool = False, virtual_stages: int | None = None) -> dict[str, Any]:
+    return {"hf": hf, "distributed": distributed, "virtual_stages": virtual_stages}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "first", "second"),
+    [
+        (ParallelDims(tp=2), ParallelDims(), case(DENSE), case(DENSE)),
+        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE), case(DENSE)),
+        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True), case(DENSE, True)),
+        (ParallelDims(pp=2), ParallelDims(tp=2), case(DENSE, virtual_stages=2), case(DENSE)),
+        (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
+        (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, True), case(DENSE, True)),
+    ],
+)
+def test_a_run_goes_on_on_another_grid(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved: ParallelDims,
+    resumed: ParallelDims,
+    first: dict[str, Any],
+    second: dict[str, Any],
+) -> None:
+    before = ranks.run(save_on, str(tmp_path), saved, first, world=saved.world_size)
+    after = ranks.run(resume_on, str(tmp_path), resumed, second, world=resumed.world_size)
+    for number, (restored, random, *losses) in enumerate(after):
+        assert losses == pytest.approx(before[0][1:], rel=0, abs=1e-6)
+        assert restored is (saved == resumed)
+        assert not restored or random == before[number][0]
+
+
+def test_asynchronous(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(save_on, str(tmp_path / "sync"), ParallelDims(tp=2), case(DENSE), world=2)
+    ranks.run(save_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), asynchronous=True, world=2)
+    for _, _, *losses in ranks.run(resume_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), world=2):
+        assert losses == pytest.approx(expected[0][1:], rel=0, abs=1e-6)
+
+
+def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), world=2)
+    folder = tmp_path / "step-3"
+    victim = sorted(folder.glob("*.distcp"))[-1]
+    whole = victim.read_bytes()
+
+    def fails(message: str) -> None:
+        with pytest.raises(ValueError, match=message) as error:
+            ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), world=2)
+        assert len(error.value.__notes__) == 2
+
+    victim.write_bytes(whole[:-1])
+    fails(f"{victim.name} has {len(whole) - 1} bytes, not {len(whole)}")
+    victim.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
+    fails(f"{victim.name} is corrupt")
+    victim.unlink()
+    fails(f"{victim.name} is missing")
+    victim.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"differ: the checkpoint lacks \[.*layers.4"):
+        ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE | {"num_hidden_layers": 5}), world=2)
+    with pytest.raises(ValueError, match=r"saved with OptimizerConfig.distributed=False"):
+        ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE, True), world=2)
+    with pytest.raises(ValueError, match=r"holds no complete checkpoint"):
+        ranks.run(resume_on, str(tmp_path / "other"), ParallelDims(tp=2), case(DENSE), world=2)

@@ -1,0 +1,90 @@
+"""Whenever a save dies, what is found is the last complete checkpoint, whole."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_utils.dist_checkpointing import folder as folders
+from megatron_utils.dist_checkpointing import latest_step
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it and tidy up."""
+
+
+def save(root: Path, step: int) -> None:
+    folder = folders.begin(root, step)
+    for number in range(3):
+        (folder / f"__{number}_0.distcp").write_bytes(bytes([step]) * 100)
+    folders.write_json(folder / folders.STATE, {"step": step})
+    folders.write_json(folder / folders.MANIFEST, folders.describe_files(folder, 0, 1))
+    folders.commit(root, step)
+
+
+def check(root: Path, step: int) -> None:
+    assert latest_step(root) == step
+    assert folders.check_files(folders.step_folder(root, step), 0, 1, contents=True) == []
+
+
+def test_a_kill_at_any_file_operation_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    calls = 0
+    limit = 0
+
+    def deadly(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > limit:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    real = {name: getattr(os, name) for name in ("rename", "replace", "fsync", "mkdir")}
+    step = 1
+    while True:
+        calls = 0
+        for name, function in real.items():
+            monkeypatch.setattr(os, name, deadly(function))
+        try:
+            save(tmp_path, step + 1)
+            done = True
+        except Killed:
+            done = False
+        finally:
+            for name, function in real.items():
+                monkeypatch.setattr(os, name, function)
+        # The rename may have happened and the pointer not: then the old one is still the latest.
+        if folders.step_folder(tmp_path, step + 1).exists():
+            folder = folders.step_folder(tmp_path, step + 1)
+            assert folders.check_files(folder, 0, 1, contents=True) == []
+        latest = latest_step(tmp_path)
+        assert latest in (step, step + 1)
+        check(tmp_path, latest)
+        step = latest
+        if done:
+            break
+        limit += 1
+    assert limit > 8
+    # The next save removes what the dead ones left.
+    save(tmp_path, step + 1)
+    check(tmp_path, step + 1)
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_parts_cover_every_file_once(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    folder = folders.step_folder(tmp_path, 4)
+    parts = [folders.describe_files(folder, part, 3) for part in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(folders.describe_files(folder, 0, 1))
+    (folder / "__1_0.distcp").write_bytes(b"x")
+    assert sum(len(folders.check_files(folder, part, 3, contents=True)) for part in range(3)) == 1
+    (folder / folders.MANIFEST).unlink()
+    assert "is not a complete checkpoint" in folders.check_files(folder, 0, 1, contents=True)[0]
+
+
+def test_an_empty_folder_has_no_latest(tmp_path: Path) -> None:
+    assert latest_step(tmp_path / "nothing") is None

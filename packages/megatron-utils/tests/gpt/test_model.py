@@ -1,0 +1,249 @@
+"""Models of `build_gpt` against transformers, one sequence at a time: outputs, every gradient, the gradient's norm."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.testing import RankPool
+
+LENGTHS = [11, 1, 17, 6, 5, 9]
+MICRO_BATCHES = [[0, 1], [2], [3, 4], [5]]
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3-biased": ("Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "head_dim": 6}),
+    "mistral-window": ("Mistral", {"sliding_window": 4}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3-moe-hybrid": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8}),
+    "qwen3-moe-unnormed": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+}
+
+
+def transformers_model(name: str) -> torch.nn.Module:
+    import transformers
+
+    kind, extra = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **extra, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    return model
+
+
+def reference(model: torch.nn.Module, sequences: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    log_probs, entropies = [], []
+    for ids in sequences:
+        log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        log_probs.append(torch.cat([log_p[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return log_probs, entropies
+
+
+def parity_on(
+    group: ProcessGroup, name: str, dims: ParallelDims, virtual_stages: int | None = None, **options: Any
+) -> float:
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing.weights import expected_parameters, load_transformers_state
+
+    model = transformers_model(name)
+    sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in LENGTHS]
+    packed = [
+        PackedSequence.from_sequences([sequences[i] for i in indices], multiple_of=dims.tp) for indices in MICRO_BATCHES
+    ]
+    log_probs, entropies = reference(model, sequences)
+    weights = [torch.randn(n) for n in LENGTHS]
+    sum((w * p - 0.1 * e).sum() for w, p, e in zip(weights, log_probs, entropies, strict=True)).backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    gradients["lm_head.weight"] = model.lm_head.weight.grad
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+
+    def loss(output: Any, number: int) -> Tensor:
+        parts = zip(MICRO_BATCHES[number], *map(packed[number].split, output), strict=True)
+        return sum((weights[i] * p - 0.1 * e).sum() for i, p, e in parts)
+
+    with (
+        cpu_stand_in(),
+        megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages, seed=1) as grid,
+    ):
+        chunks = build_gpt(model.config, grid, **options)
+        load_transformers_state(chunks, model.state_dict())
+        wrapped = wrap_data_parallel(chunks, grid)
+        labels = [next_token_labels(part) for part in packed]
+        outputs = run_schedule(wrapped, packed, grid, labels=labels, loss=loss)
+        # Without a loss and before any step: the same numbers, bit for bit.
+        again = run_schedule(chunks, packed, grid, labels=labels)
+        for part, indices, output, other in zip(packed, MICRO_BATCHES, outputs, again, strict=True):
+            assert torch.equal(output.log_probs, other.log_probs)
+            for i, p, e in zip(indices, *map(part.split, output), strict=True):
+                torch.testing.assert_close(p, log_probs[i].detach(), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(e, entropies[i].detach(), rtol=1e-5, atol=3e-5)
+        for chunk in chunks:
+            expected = expected_parameters(chunk, gradients)
+            for key, parameter in chunk.named_parameters():
+                difference = (parameter.main_grad - expected[key]).norm()
+                assert difference <= 1e-5 * expected[key].norm() + 1e-7, f"{key}: {difference}"
+        step = Optimizer(wrapped, grid, OptimizerConfig(lr=1e-3)).step()
+    torch.testing.assert_close(torch.tensor(step.grad_norm), norm, rtol=1e-5, atol=0)
+    return step.grad_norm
+
+
+# One grid for each form of parallelism in a plain run, the rest with --slow.
+PLAIN = [
+    ("llama", ParallelDims(tp=2), None),
+    ("qwen2-tied", ParallelDims(pp=2), None),
+    ("qwen3", ParallelDims(tp=2, pp=2), None),
+    ("llama", ParallelDims(pp=2), 2),
+    ("qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), None),
+    *((name, ParallelDims(), None) for name in MODELS),
+]
+SLOW = [
+    (name, dims, stages)
+    for name in MODELS
+    for dims, stages in [
+        (ParallelDims(tp=2), None),
+        (ParallelDims(tp=4), None),
+        (ParallelDims(pp=2), None),
+        (ParallelDims(pp=2), 2),
+        (ParallelDims(pp=4), None),
+        (ParallelDims(tp=2, pp=2), 2),
+        (ParallelDims(tp=2, dp=2, ep=2), None),
+        (ParallelDims(tp=2, ep=2), None),
+    ]
+    if dims.ep == 1 or "moe" in name or name == "mixtral"
+    if (name, dims, stages) not in PLAIN
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "virtual_stages"), [*PLAIN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_parity_with_transformers(ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None) -> None:
+    ranks.run(parity_on, name, dims, virtual_stages, world=dims.world_size)
+
+
+def test_without_sequence_parallelism(ranks: RankPool) -> None:
+    ranks.run(parity_on, "qwen3", ParallelDims(tp=2), sequence_parallel=False, world=2)
+
+
+def test_uneven_stages(ranks: RankPool) -> None:
+    ranks.run(parity_on, "qwen3-moe-hybrid", ParallelDims(pp=2), layers_per_stage=[3, 1], world=2)
+
+
+def test_full_recompute(ranks: RankPool) -> None:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ranks.run(parity_on, "qwen3", ParallelDims(tp=2), world=2, **recompute)
+
+
+def values_on(group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.optimizer import wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing.weights import expected_parameters, load_transformers_state
+
+    dims = ParallelDims(tp=group.size())
+    model = transformers_model("llama")
+    score = torch.randn(1, SIZES["hidden_size"], requires_grad=True)
+    sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in LENGTHS]
+    packed = PackedSequence.from_sequences(sequences, multiple_of=dims.tp)
+    expected = [(model.model(input_ids=ids[None]).last_hidden_state[0] @ score.T)[:, 0] for ids in sequences]
+    torch.cat(expected).square().sum().backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()} | {"lm_head.weight": score.grad}
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size)) as grid:
+        chunks = build_gpt(model.config, grid, role="value", sequence_parallel=sequence_parallel)
+        load_transformers_state(chunks, model.state_dict() | {"lm_head.weight": score.detach()})
+        wrapped = wrap_data_parallel(chunks, grid)
+        (values,) = run_schedule(
+            wrapped, [packed], grid, loss=lambda output, _: torch.cat(packed.split(output)).square().sum()
+        )
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(torch.cat(packed.split(values)), torch.cat(expected).detach(), rtol=1e-5, atol=1e-5)
+        for key, gradient in expected_parameters(chunks[0], gradients).items():
+            parameter = chunks[0].get_parameter(key)
+            assert (parameter.main_grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, key
+        return chunks[0].output_layer.weight.main_grad.clone()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
+    one, other = ranks.run(values_on, sequence_parallel, world=2)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dims", "options", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            ParallelDims(),
+            {},
+            "model_type='gpt2' is not supported on Megatron-Core; known: llama",
+        ),
+        (
+            {"num_attention_heads": 6},
+            ParallelDims(tp=4),
+            {},
+            r"num_attention_heads=6 is not divisible by tp=4; use tp in \[",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            ParallelDims(tp=2),
+            {},
+            "num_key_value_heads=3 and tp=2: one must divide the other",
+        ),
+        (
+            {"num_hidden_layers": 30},
+            ParallelDims(pp=4),
+            {},
+            r"num_hidden_layers=30 .* layers_per_stage, .* \[8, 8, 7, 7\]",
+        ),
+        ({}, ParallelDims(pp=2), {"layers_per_stage": [4]}, r"layers_per_stage=\[4\] must be 2 numbers that sum to 4"),
+        ({}, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
+        ({"mlp_bias": True}, ParallelDims(), {}, "mlp_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, ParallelDims(), {}, "hidden_act='gelu' is not supported"),
+        ({}, ParallelDims(cp=2), {}, "cp=2"),
+        (
+            {},
+            ParallelDims(pp=2),
+            {"virtual_stages": 2, "batch_p2p_comm": True},
+            "batch_p2p_comm=True with virtual_stages=2",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(
+    changes: dict[str, Any], dims: ParallelDims, options: dict[str, Any], message: str
+) -> None:
+    from megatron_utils.gpt import transformer_config
+
+    hf = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6, **changes}
+    with pytest.raises(ValueError, match=message):
+        transformer_config(hf, dims, **options)

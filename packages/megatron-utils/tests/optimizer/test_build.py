@@ -1,0 +1,160 @@
+"""The optimizer on a model: torch's AdamW is the reference; overflow, parameter groups, data parallelism."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.testing import RankPool
+
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def model_on(grid: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.Module]:
+    from megatron_utils.gpt import build_gpt
+
+    chunks = build_gpt(HF, grid, dtype=dtype)
+    torch.manual_seed(3)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.normal_(0, 0.3)
+    return chunks
+
+
+def batch(seed: int) -> PackedSequence:
+    generator = torch.Generator().manual_seed(seed)
+    return PackedSequence.from_sequences([torch.randint(0, 24, (n,), generator=generator) for n in (7, 3, 5)])
+
+
+def loss(output: Any, _: int) -> Tensor:
+    return -output.log_probs.sum()
+
+
+def adamw_on(group: ProcessGroup, distributed: bool) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.memory import HostOffload
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+
+    dp = group.size()
+    config = OptimizerConfig(
+        lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, clip_grad=0.5, distributed=distributed
+    )
+    schedule = ScheduleConfig("linear", total_steps=10)
+    with cpu_stand_in(), megatron_grid(ParallelDims(dp=dp), ranks=range(dp)) as grid:
+        chunks = model_on(grid)
+        (reference,) = model_on(grid)
+        named = dict(reference.named_parameters())
+        exempt = [p for n, p in named.items() if n.endswith(".bias") or "norm" in n]
+        decayed = [p for n, p in named.items() if not (n.endswith(".bias") or "norm" in n)]
+        assert len(exempt) == 7
+        assert len(decayed) == 10
+        adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.2}, {"params": exempt, "weight_decay": 0.0}],
+            lr=1e-2,
+            betas=(0.8, 0.9),
+            eps=1e-6,
+        )
+        wrapped = wrap_data_parallel(chunks, grid, distributed=distributed)
+        optimizer = Optimizer(wrapped, grid, config, schedule)
+        host = HostOffload()
+        for step in range(4):
+            # Between two steps everything may leave the device.
+            tensors, gradients = optimizer.tensors()
+            host.offload(tensors, discard=gradients)
+            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in chunks[0].parameters())
+            host.onload()
+            optimizer.zero_grad()
+            mine = batch(10 * step + grid.groups.dp.rank())
+            run_schedule(wrapped, [mine], grid, labels=[next_token_labels(mine)], loss=loss)
+            result = optimizer.step()
+            adamw.zero_grad()
+            for rank in range(dp):
+                theirs = batch(10 * step + rank)
+                (loss(reference(theirs, next_token_labels(theirs)), 0) / dp).backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            for param_group in adamw.param_groups:
+                param_group["lr"] = 1e-2 * (1 - step / 10)
+            adamw.step()
+            assert not result.skipped
+            assert result.lr == pytest.approx(1e-2 * (1 - step / 10), rel=1e-12)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            for name, parameter in chunks[0].named_parameters():
+                torch.testing.assert_close(
+                    parameter, named[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        assert optimizer.steps == 4
+
+
+@pytest.mark.parametrize(("dp", "distributed"), [(1, False), (2, False), (2, True)])
+def test_steps_equal_torch_adamw(ranks: RankPool, dp: int, distributed: bool) -> None:
+    ranks.run(adamw_on, distributed, world=dp)
+
+
+def overflow_on(group: ProcessGroup) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.testing import cpu_stand_in
+
+    config = OptimizerConfig(lr=1e-2, precision="fp16", initial_loss_scale=64.0, hysteresis=1)
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        wrapped = wrap_data_parallel(model_on(grid, torch.float16), grid)
+        optimizer = Optimizer(wrapped, grid, config, ScheduleConfig("linear", total_steps=10))
+        parameters = list(wrapped[0].module.parameters())
+        before = [parameter.clone() for parameter in parameters]
+        assert optimizer.scale_loss(torch.ones(())).item() == 64.0
+        for value, skipped in ((1.0, False), (torch.inf, True), (torch.nan, True), (1.0, False)):
+            optimizer.zero_grad()
+            parameters[3].main_grad.fill_(value)
+            result = optimizer.step()
+            assert result.skipped is skipped
+            assert (result.grad_norm is None) is skipped
+            changed = any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+            assert changed is not skipped
+            before = [parameter.clone() for parameter in parameters]
+        assert optimizer.skipped == 2
+        assert optimizer.steps == 2
+        # halved twice
+        assert optimizer.scale_loss(torch.ones(())).item() == 16.0
+
+
+def test_an_overflow_is_a_counted_skipped_step(ranks: RankPool) -> None:
+    ranks.run(overflow_on, world=1)
+
+
+def mistakes_on(group: ProcessGroup) -> list[str]:
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.testing import cpu_stand_in
+
+    messages = []
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        wrapped = wrap_data_parallel(model_on(grid, torch.bfloat16), grid)
+        for config in (OptimizerConfig(distributed=True), OptimizerConfig(precision="fp16")):
+            try:
+                Optimizer(wrapped, grid, config)
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_mistakes_are_named(ranks: RankPool) -> None:
+    distributed, precision = ranks.run(mistakes_on, world=1)[0]
+    assert distributed.startswith(
+        "OptimizerConfig.distributed=True, but the chunks were wrapped with distributed=False"
+    )
+    assert precision == "embedding.word_embeddings.weight is torch.bfloat16, but precision='fp16'"

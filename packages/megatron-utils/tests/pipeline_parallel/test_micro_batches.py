@@ -1,0 +1,129 @@
+"""The splitter: every sample once, the cap hard, the work balanced, the order restorable, the ranks agreed."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import ProcessGroup
+
+from megatron_utils.pipeline_parallel import SequenceCost, restore_order, split_micro_batches
+from parallel_layers.testing import RankPool
+
+LENGTHS = st.lists(st.integers(0, 50), max_size=40)
+
+
+@given(lengths=LENGTHS, slack=st.integers(0, 60), multiple=st.integers(1, 4), least=st.integers(1, 6))
+def test_every_sample_once_under_the_cap(lengths: list[int], slack: int, multiple: int, least: int) -> None:
+    cap = max([*lengths, 1]) + slack
+    split = split_micro_batches(lengths, cap, count_multiple_of=multiple, min_count=least)
+    assert sorted(index for members in split for index in members) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in members) <= cap for members in split)
+    assert all(members == sorted(members) for members in split)
+    assert len(split) % multiple == 0
+    assert len(split) >= least
+    # Dummies come last, and only where there are too few samples.
+    filled = sum(bool(members) for members in split)
+    assert all(split[:filled])
+    assert filled == min(len(split), len(lengths))
+    assert split == split_micro_batches(lengths, cap, count_multiple_of=multiple, min_count=least)
+    results = [[lengths[index] for index in members] or ["dummy"] for members in split]
+    assert restore_order(results, split) == lengths
+
+
+@given(lengths=LENGTHS)
+def test_no_more_micro_batches_than_one_a_pair_of_halves(lengths: list[int]) -> None:
+    # Best fit leaves at most one bin half empty, so twice the lower bound is never exceeded.
+    cap = max([*lengths, 1])
+    split = split_micro_batches(lengths, cap)
+    assert len(split) <= max(1, 2 * math.ceil(sum(lengths) / cap))
+
+
+def test_the_work_is_balanced_not_the_tokens() -> None:
+    # Attention dominates: the long sample's work is that of 16 short ones, its tokens those of 4.
+    lengths = [400] + [100] * 16
+    cost = SequenceCost(linear=0.0, attention=1.0)
+    split = split_micro_batches(lengths, 2000, cost=cost, min_count=2)
+    assert split == [[0], list(range(1, 17))]
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=8, max_size=60), count=st.integers(2, 6))
+def test_the_heaviest_is_close_to_the_best_possible(lengths: list[int], count: int) -> None:
+    cost = SequenceCost()
+    split = split_micro_batches(lengths, sum(lengths), cost=cost, min_count=count)
+    work = [sum(cost(lengths[index]) for index in members) for members in split]
+    best = max(sum(work) / len(work), max(map(cost, lengths)))
+    # Graham's bound against this lower bound: the mean, and one more sample.
+    assert max(work) <= best + max(map(cost, lengths))
+    assert max(work) - min(work) <= max(map(cost, lengths))
+
+
+def test_best_fit_where_spreading_finds_no_room() -> None:
+    # 5 + 5 and 4 + 3 + 3 fill two micro-batches of 10; the lightest-first rule would put 5 and 5 apart.
+    assert split_micro_batches([5, 5, 4, 3, 3], 10) == [[0, 1], [2, 3, 4]]
+
+
+def test_of_decoder_counts_flops() -> None:
+    cost = SequenceCost.of_decoder(
+        num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2, intermediate_size=16, vocab_size=32
+    )
+    weights = 2 * (8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 16) + 32 * 8
+    assert cost(10) == 10 * 2 * weights + 2 * (4 * 2 * 10 * 10 / 2) * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        (
+            [3, 12, 4],
+            {"max_tokens": 10},
+            "sample 1 has 12 tokens, more than max_tokens=10; raise max_tokens to at least 12",
+        ),
+        ([3, -1], {"max_tokens": 10}, r"lengths\[1\]=-1 is negative"),
+        ([3], {"max_tokens": 0}, "max_tokens=0"),
+        ([3], {"max_tokens": 4, "count_multiple_of": 0}, "count_multiple_of=0"),
+        ([3], {"max_tokens": 4, "min_count": 0}, "min_count=0"),
+    ],
+)
+def test_mistakes_are_named(lengths: list[int], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_micro_batches(lengths, **options)
+
+
+def test_restore_order_wants_a_result_for_each_sample() -> None:
+    with pytest.raises(ValueError, match="micro-batch 1 has 2 samples but 1 results"):
+        restore_order([[1], [2]], [[0], [1, 2]])
+    with pytest.raises(ValueError, match="1 results for 2 micro-batches"):
+        restore_order([[1]], [[0], [1]])
+
+
+def split_on(group: ProcessGroup, lengths_by_rank: list[list[int]], cap: int) -> list[list[int]] | str:
+    try:
+        return split_micro_batches(lengths_by_rank[group.rank()], cap, group=group, count_multiple_of=2)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_the_count(ranks: RankPool) -> None:
+    first, second = ranks.run(split_on, [[9, 9, 9, 9, 9], [2]], 10, world=2)
+    assert len(first) == len(second) == 6
+    assert sum(bool(members) for members in first) == 5
+    assert second == [[0], [], [], [], [], []]
+
+
+def test_a_sample_above_the_cap_raises_on_every_rank(ranks: RankPool) -> None:
+    first, second = ranks.run(split_on, [[1], [2, 11]], 10, world=2)
+    assert first == (
+        "a sample on another rank of the group has 11 tokens, more than max_tokens=10; "
+        "raise max_tokens to at least 11 or shorten the sample"
+    )
+    assert second.startswith("sample 1 has 11 tokens")
+
+
+def test_the_splitter_does_not_import_megatron_core() -> None:
+    program = (
+        "import sys, megatron_utils.pipeline_parallel; sys.exit(any(m.startswith('megatron.') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,147 @@
+"""Log-probs from sharded logits against torch on the whole vocabulary; responses against one sequence at a time."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_utils.tensor_parallel import (
+    log_probs_from_logits,
+    response_log_probs,
+    response_positions,
+    response_slices,
+)
+from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers.testing import RankPool
+
+V, H = 13, 6
+LENGTHS = [5, 1, 4, 0]
+RESPONSES = [2, 0, 3, 0]
+
+
+def batch() -> PackedSequence:
+    torch.manual_seed(0)
+    return PackedSequence.from_sequences([torch.randint(0, V, (n,)) for n in LENGTHS], multiple_of=4)
+
+
+def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = logits.double().log_softmax(-1)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    chosen = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return torch.where(labels == -100, 0.0, chosen), entropy
+
+
+def shard(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part, zero-padded to equal parts."""
+    size = -(-x.shape[dim] // group.size())
+    padded = torch.cat(
+        [x, x.new_zeros([size * group.size() - n if d == dim else n for d, n in enumerate(x.shape)])], dim
+    )
+    return padded.narrow(dim, group.rank() * size, size).contiguous()
+
+
+def from_logits_on(group: ProcessGroup) -> tuple[Tensor, ...]:
+    packed = batch()
+    labels = next_token_labels(packed)
+    logits = torch.randn(packed.num_tokens, V) * 3
+    logits[2, 4] = logits[3, 0] = -torch.inf
+    local = shard(logits, group, 1).requires_grad_()
+    before = local.detach().clone()
+    result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+    # In any order of calls, again and with the entropy alone first, the logits stay as they are.
+    again = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+    assert torch.equal(result.log_probs, again.log_probs)
+    (result.log_probs * 2 - result.entropy).sum().backward()
+    assert torch.equal(local.detach(), before)
+    whole = logits.double().requires_grad_()
+    log_probs, entropy = reference(whole, labels)
+    torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    finite = logits.clone().double().clamp(min=-1e4).requires_grad_()  # the reference's own gradient at -inf is NaN
+    log_probs, entropy = reference(finite, labels)
+    (log_probs * 2 - entropy).sum().backward()
+    assert finite.grad is not None
+    torch.testing.assert_close(local.grad, shard(finite.grad.float(), group, 1), rtol=1e-5, atol=1e-5)
+    return result.log_probs, result.entropy
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_log_probs_from_sharded_logits(ranks: RankPool, tp: int) -> None:
+    results = ranks.run(from_logits_on, world=tp)
+    assert all(torch.equal(results[0][i], result[i]) for result in results for i in (0, 1))
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 150_000])
+def test_entropy_of_bf16_logits_over_a_large_vocabulary(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, vocabulary) * 4).bfloat16()
+    result = log_probs_from_logits(logits, torch.arange(5), group=None)
+    log_probs, entropy = reference(logits, torch.arange(5))
+    assert result.entropy is not None
+    torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=1e-3)
+    torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=0, atol=1e-3)
+    assert result.entropy.dtype == torch.float32
+
+
+def responses_on(group: ProcessGroup) -> None:
+    packed = batch()
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(packed.num_tokens, H), torch.randn(V, H)
+    local = shard(weight, group, 0)
+    options = {"group": group, "vocab_size": V}
+    fused = response_log_probs(packed, RESPONSES, hidden_TH=hidden, weight_VH=local, temperature=0.7, **options)
+    plain = response_log_probs(packed, RESPONSES, logits_TV=hidden @ local.T / 0.7, **options)
+    sequences = packed.split(packed.input_ids)
+    for ids, rows, response, one, other in zip(sequences, packed.split(hidden), RESPONSES, fused, plain, strict=True):
+        # One by one, by the definition: the response's tokens given everything before each.
+        start = len(ids) - response
+        log_probs, entropy = (
+            reference(rows[start - 1 : len(ids) - 1] @ weight.T / 0.7, ids[start:])
+            if response
+            else (
+                torch.empty(0),
+                torch.empty(0),
+            )
+        )
+        for result in (one, other):
+            torch.testing.assert_close(result.log_probs, log_probs.float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result.entropy, entropy.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_response_log_probs_shift_inside_each_sequence(ranks: RankPool, tp: int) -> None:
+    ranks.run(responses_on, world=tp)
+
+
+def test_response_slices() -> None:
+    packed = batch()
+    values = torch.arange(packed.num_tokens)
+    assert [part.tolist() for part in response_slices(values, packed, RESPONSES)] == [[2, 3], [], [6, 7, 8], []]
+    assert [part.dtype for part in response_positions(packed, RESPONSES)] == [torch.int64] * 4
+
+
+@pytest.mark.parametrize(
+    ("responses", "message"),
+    [
+        ([2, 0, 4, 0], "sequence 2 has 4 tokens, so its response has 0 to 3, not 4"),
+        ([2, 1, 3, 0], "sequence 1 has 1 tokens, so its response has 0 to 0, not 1"),
+        ([2, 0, 3, 1], "sequence 3 has 0 tokens"),
+        ([2, 0, -1, 0], "not -1"),
+        ([2], "1 response lengths for 4 sequences"),
+    ],
+)
+def test_impossible_responses_are_named(responses: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        response_positions(batch(), responses)
+
+
+def test_response_log_probs_wants_one_source() -> None:
+    packed = batch()
+    logits = torch.zeros(packed.num_tokens, V)
+    with pytest.raises(ValueError, match="give either logits_TV, or hidden_TH and weight_VH"):
+        response_log_probs(packed, RESPONSES, group=None, logits_TV=logits, hidden_TH=logits, weight_VH=logits)
+    with pytest.raises(ValueError, match=r"temperature=0\.5 applies to hidden_TH"):
+        response_log_probs(packed, RESPONSES, group=None, logits_TV=logits, temperature=0.5)
+    with pytest.raises(ValueError, match="values of 3 rows"):
+        response_slices(torch.zeros(3), packed, RESPONSES)
