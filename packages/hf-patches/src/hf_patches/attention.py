@@ -1,0 +1,104 @@
+"""The attention function that a patched model calls, registered with transformers under our own name.
+
+Shapes: Q query heads, K key-value heads, T tokens of the packed batch, D head size.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
+from hf_patches.npu import npu_attention
+from hf_patches.ulysses import ulysses_attention
+from parallel_layers.attention import packed_attention
+
+# transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
+ATTENTION_NAME = "hf_patches_packed"
+
+
+# Instead of a backend of packed_attention: torch_npu's operator.
+NPU_BACKEND = "npu"
+
+
+def register_attention() -> None:
+    """Enter our function into transformers' registry, under our own name; entries of other names are left alone."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within the segments of a packed batch, in the form transformers calls.
+
+    Takes query [1, Q, T, D], key and value [1, K, T, D]; returns ([1, T, Q, D], None). Under sequence parallelism T is
+    this rank's part, and heads are exchanged for tokens around the attention (`ulysses_attention`). Raises ValueError
+    when the batch's plan is missing, when a mask is given (packing replaces it), and for dropout, which no backend
+    applies.
+    """
+    plan = kwargs.get(PLAN_KEYWORD)
+    if not isinstance(plan, BatchPlan):
+        raise ValueError(
+            f"{type(module).__name__} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the "
+            "patched model itself with packed=PackedSequence(...), or take the patch away with Patch.remove()"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a packed batch; "
+            "boundaries come from cu_seqlens alone: pass attention_mask=None"
+        )
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout} is not applied to packed batches; load the model with attention_dropout=0.0 "
+            "or call model.eval()"
+        )
+    local_tokens = plan.num_tokens // plan.world_size
+    if query.shape[0] != 1 or query.shape[2] != local_tokens:
+        raise ValueError(
+            f"{type(module).__name__} got {query.shape[0]} x {query.shape[2]} tokens, this rank's part of the packed "
+            f"batch has 1 x {local_tokens}; call only the patched model itself, with packed=PackedSequence(...)"
+        )
+
+    def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sinks_Q: Tensor | None) -> Tensor:
+        if plan.key_index is not None:
+            k_TKD, v_TKD = k_TKD.index_select(0, plan.key_index), v_TKD.index_select(0, plan.key_index)
+        if plan.backend == NPU_BACKEND:
+            return npu_attention(
+                q_TQD, k_TKD, v_TKD, plan, window=sliding_window, scale=scaling, softcap=softcap, sinks=sinks_Q
+            )
+        return packed_attention(
+            q_TQD,
+            k_TKD,
+            v_TKD,
+            plan.cu_seqlens,
+            plan.max_seqlen,
+            causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
+            window=sliding_window,
+            scale=scaling,
+            softcap=softcap,
+            sinks=sinks_Q,
+            cu_seqlens_k=plan.cu_seqlens_k,
+            max_seqlen_k=plan.max_seqlen_k,
+            backend=plan.backend,
+        )
+
+    query_TQD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if plan.group is None:
+        output_TQD = attend(query_TQD, key_TKD, value_TKD, s_aux)
+    else:
+        output_TQD = ulysses_attention(attend, query_TQD, key_TKD, value_TKD, s_aux, plan.group)
+    if plan.trace is not None:
+        plan.trace.calls.append(AttentionCall(module, plan, output_TQD))
+    return output_TQD.unsqueeze(0), None

@@ -1,0 +1,107 @@
+"""The plan of one batch: what every attention layer must know about the packing.
+
+It travels as a keyword argument of the text backbone (`PLAN_KEYWORD`), so gradient checkpointing keeps it for the
+recompute, and a layer that does not receive it raises instead of computing without it.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence
+from parallel_layers.collectives import gather_from_sequence_parallel
+
+PLAN_KEYWORD = "hf_patches_plan"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The boundaries of a packed batch, over all of its T tokens, and the group that shares them.
+
+    `num_tokens` counts the padding that makes T divide by the group's size; `num_given` does not.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    num_tokens: int
+    num_given: int
+    group: ProcessGroup | None = None
+    backend: str = "auto"
+    # Prefix sharing: the key side [J], as indices of tokens, and its boundaries. None: keys are the tokens themselves.
+    key_index: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_k: int | None = None
+    # Every attention call, kept only for the probe.
+    trace: "Trace | None" = field(default=None, compare=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the tokens."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def local_tokens(self) -> slice:
+        """This rank's part of the T tokens: equal contiguous parts, in the order of the ranks."""
+        if self.group is None:
+            return slice(0, self.num_tokens)
+        part = self.num_tokens // self.group.size()
+        return slice(self.group.rank() * part, (self.group.rank() + 1) * part)
+
+    @cached_property
+    def segment_ends(self) -> tuple[list[int], list[int]]:
+        """The ends of the segments among queries and keys, read on the host once a batch, for kernels that want it."""
+        keys = self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
+        return self.cu_seqlens[1:].tolist(), keys[1:].tolist()
+
+    def pad(self, value: Tensor, fill: float) -> Tensor:
+        """From the caller's [T] to the plan's."""
+        padding = self.num_tokens - self.num_given
+        return torch.cat([value, value.new_full((padding,), fill)]) if padding else value
+
+    def pad_positions(self, rows: Tensor) -> Tensor:
+        """From the caller's positions [..., T] to the plan's; those of the padding count from 0."""
+        padding = torch.arange(self.num_tokens - self.num_given, device=rows.device)
+        return torch.cat([rows, padding.expand(*rows.shape[:-1], -1)], dim=-1)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """From this rank's part [T / sp, n] to everybody's [T, n], without the padding.
+
+        Forward: one all-gather. Backward: this rank's part of the gradient, no communication; so a loss that every rank
+        computes from the whole batch is counted once when gradients are summed over the group.
+        """
+        whole = gather_from_sequence_parallel(local, self.group, reduce_gradient=False)
+        return whole[: self.num_given]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention function: whose, and this rank's output [T / sp, Q, D]."""
+
+    module: nn.Module
+    plan: BatchPlan
+    output_TQD: Tensor
+
+
+class Trace:
+    """The attention calls of a probe. Not a list: FSDP2's casts copy the lists that they find in arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+
+def plan_batch(
+    packed: PackedSequence, group: ProcessGroup | None, backend: str, trace: "Trace | None" = None
+) -> BatchPlan:
+    """Plan a batch, with as much padding as makes its tokens divide by the group's size.
+
+    The padding is one more segment behind the last, so that no real token attends to it.
+    """
+    cu_seqlens, max_seqlen, num_given = packed.cu_seqlens, packed.max_seqlen, packed.num_tokens
+    padding = -num_given % (1 if group is None else group.size())
+    if padding:
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
+        max_seqlen = max(max_seqlen, padding)
+    return BatchPlan(cu_seqlens, max_seqlen, num_given + padding, num_given, group, backend, trace=trace)

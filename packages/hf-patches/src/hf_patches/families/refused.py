@@ -1,0 +1,61 @@
+"""What cannot be packed, refused by name before the first step."""
+
+from typing import Any
+
+_STATE = "has recurrent or convolutional layers, whose state runs across the boundaries of a packed batch"
+_CHUNKS = "masks attention in chunks counted from the start of the batch, which packing moves"
+_INDEXER = "chooses the keys of each token by an indexer that sees the whole batch"
+_OVERLAY = "lets the tokens of an image see each other in both directions, which causal packed attention cannot"
+
+REFUSED_MODEL_TYPES: dict[str, str] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"), _STATE),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"), _STATE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _STATE),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "zamba", "zamba2"), _STATE),
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), f"{_OVERLAY}; load its text model alone"),
+}
+
+REFUSED_LAYER_TYPES: dict[str, str] = {
+    **dict.fromkeys(("linear_attention", "conv"), _STATE),
+    "chunked_attention": _CHUNKS,
+    **dict.fromkeys(("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"), _INDEXER),
+}
+
+_KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def refuse(config: Any) -> None:
+    """Raise ValueError if a config asks for something that packing would compute wrongly."""
+    name = config.model_type
+    if reason := REFUSED_MODEL_TYPES.get(name):
+        raise ValueError(f"model_type={name!r} {reason}")
+    text = config.get_text_config()
+    for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()):
+        if kind not in _KNOWN_LAYER_TYPES:
+            reason = REFUSED_LAYER_TYPES.get(kind, "has a kind of layer that patch() does not know")
+            raise ValueError(f"model_type={name!r} with layer_types={kind!r} {reason}")
+    if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
+        raise ValueError(f"model_type={name!r} attends in both directions here; packed attention is causal")
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(
+            f"model_type={name!r} with output_router_logits=True adds a load-balancing loss over the whole batch, "
+            "which a packed and sharded batch would count differently; set config.output_router_logits=False"
+        )
+
+
+def longest_exact_sequence(config: Any) -> int | None:
+    """The longest sequence whose rotary embedding does not depend on what else is in the batch; None: any.
+
+    The types "dynamic" and "longrope" choose their frequencies by the longest sequence of the batch once it exceeds
+    the trained length, so a packed batch, and each rank's part of one, would differ from its sequences one by one.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        return None
+    trained = [kind.get("original_max_position_embeddings") for kind in kinds]
+    found = [length for length in (*trained, getattr(text, "original_max_position_embeddings", None)) if length]
+    return int(min(found, default=text.max_position_embeddings))

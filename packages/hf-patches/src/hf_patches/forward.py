@@ -1,0 +1,144 @@
+"""How a patched model is called: `model(packed=..., labels=..., temperature=..., entropy=...)`.
+
+A pre-hook of the model turns that into the arguments transformers knows, a pre-hook of the text backbone adds the
+batch's plan, and a hook of the model returns the numbers that RL needs.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, precise
+from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
+from hf_patches.call import Call, CallState, PackedOutput
+from hf_patches.families.refused import longest_exact_sequence
+from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
+from hf_patches.vision import VisionHooks, cut_visual_rows, has_images
+from parallel_layers import PackedSequence, next_token_labels
+
+# What packing decides itself.
+_REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
+
+# Arguments of a text backbone with one entry for each token, and which dim counts the tokens: [1, T], [1, T, H],
+# and positions [1, T] or [rows, 1, T].
+_TOKEN_DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1}
+
+
+class CallHooks:
+    """The hooks of one patched model; methods, so that a deep copy of the model gets hooks of its own."""
+
+    def __init__(self, state: CallState, backbone: nn.Module, config: Any, vision: VisionHooks | None) -> None:
+        self.state, self.vision, self.vocab_size = state, vision, config.vocab_size
+        self.longest = longest_exact_sequence(config)
+        self.parameters = list(inspect.signature(backbone.forward).parameters)
+
+    def enter(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Pre-hook of the model: from a packed batch to the arguments of transformers."""
+        batch = kwargs.pop("packed", None)
+        if args or not isinstance(batch, (PackedSequence, SharedPrefixes)):
+            raise ValueError(
+                "this model is patched for packed batches: call it as model(packed=PackedSequence(...), labels=..., "
+                f"temperature=..., entropy=...), keywords only; got packed={type(batch).__name__} and {len(args)} "
+                "positional argument(s)"
+            )
+        if not self.state.proven and self.state.trace is None:
+            raise ValueError("the patch of this model is not proven yet: call Patch.probe() before the first batch")
+        packed = batch if isinstance(batch, PackedSequence) else batch.packed
+        self._check_length(batch)
+        positions = None if self.vision is None else self.vision.positions(packed, kwargs)
+        if given := [name for name in _REFUSED if kwargs.get(name) is not None] + ["use_cache"] * bool(
+            kwargs.pop("use_cache", False)
+        ):
+            raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
+        plan = plan_batch(packed, self.state.group, self.state.backend, self.state.trace)
+        rows: Rows = TokenRows(plan)
+        labels, lengths, count = kwargs.pop("labels", None), packed.cu_seqlens.diff(), packed.num_sequences
+        if isinstance(batch, SharedPrefixes):
+            plan, rows = self._share(batch, plan, labels)
+            labels, count = batch.labels, len(batch.lengths)
+            lengths = torch.tensor(batch.lengths).to(labels.device)
+        labels = next_token_labels(packed) if labels is None else labels
+        self.state.current = Call(
+            plan=plan,
+            labels=local_labels(labels, rows, self.vocab_size),
+            temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
+            entropy=kwargs.pop("entropy", True),
+            collect=rows.collect,
+            rows=rows.local,
+            has_images=has_images(kwargs),
+        )
+        kwargs |= {"input_ids": plan.pad(packed.input_ids, 0).unsqueeze(0)}
+        position_rows = packed.position_ids if positions is None else positions
+        kwargs |= {"position_ids": plan.pad_positions(position_rows).unsqueeze(-2)}
+        kwargs |= {"attention_mask": None, "use_cache": False}
+        return (), kwargs
+
+    def _check_length(self, batch: PackedSequence | SharedPrefixes) -> None:
+        longest = batch.max_seqlen if isinstance(batch, PackedSequence) else batch.max_seqlen_k
+        if self.longest is not None and longest > self.longest:
+            raise ValueError(
+                f"a sequence of {longest} tokens is longer than the {self.longest} of training, and this "
+                "model's rotary embedding (dynamic or longrope) then depends on the rest of the batch; shorten it"
+            )
+
+    def _share(self, batch: SharedPrefixes, plan: BatchPlan, labels: object) -> tuple[BatchPlan, HeadRows]:
+        if self.vision is not None or not self.state.fused or labels is not None:
+            raise ValueError(
+                "shared prefixes need the fused head (or a value head) of a text model, and their labels are the "
+                "response tokens; leave labels out, and pack whole sequences for logits or images"
+            )
+        plan = shared_plan(batch, plan)
+        return plan, head_rows(batch, plan)
+
+    def inject(
+        self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Pre-hook of the text backbone: adds the plan, and cuts what goes by token to this rank's part."""
+        plan = self.state.require().plan
+        assert plan is not None
+        kwargs |= dict(zip(self.parameters, args, strict=False))
+        for name, dim in _TOKEN_DIMS.items():
+            if plan.group is not None and isinstance(kwargs.get(name), Tensor):
+                local = plan.local_tokens
+                kwargs[name] = kwargs[name].narrow(dim, local.start, local.stop - local.start)
+        cut_visual_rows(kwargs, plan)
+        kwargs |= {"attention_mask": None, "past_key_values": None, "use_cache": False, PLAN_KEYWORD: plan}
+        return (), kwargs
+
+    def enter_padded(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Pre-hook of a model that keeps its padded batches: takes what is the head's out of the arguments."""
+        kwargs |= dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if not isinstance(ids, Tensor):
+            raise ValueError("call a model patched with packed=False as model(input_ids=[B, S], ...)")
+        labels = kwargs.pop("labels", None)
+        temperature = kwargs.pop("temperature", 1.0)
+        labels = next_tokens(ids, mask) if labels is None else labels
+        if labels.shape != ids.shape or (isinstance(temperature, Tensor) and temperature.shape != ids.shape):
+            raise ValueError(f"labels and temperatures must have the shape {tuple(ids.shape)} of input_ids")
+        self.state.current = Call(
+            plan=None,
+            labels=labels.flatten(),
+            temperature=precise(temperature).flatten() if isinstance(temperature, Tensor) else float(temperature),
+            entropy=kwargs.pop("entropy", True),
+            collect=lambda columns: columns.view(*ids.shape, -1),
+            has_images=has_images(kwargs),
+        )
+        return (), kwargs | {"use_cache": False}
+
+    def leave(self, model: nn.Module, args: object, kwargs: object, output: Any) -> PackedOutput | None:
+        """Hook of the model, run after an exception as well: ends the call and makes its output."""
+        call, self.state.current = self.state.current, None
+        if call is None or output is None:
+            return None
+        if call.head_output is None:
+            return PackedOutput(logits=call.collect(output.logits.flatten(0, 1)))
+        return PackedOutput(
+            **dict(zip(call.columns, call.collect(call.head_output.flatten(0, -2)).unbind(-1), strict=True))
+        )

@@ -1,0 +1,254 @@
+"""Huawei Ascend: the fused operators of torch_npu in place of a model's own arithmetic, one instance at a time.
+
+`patch(model, npu=True)` swaps RMSNorm (`npu_rms_norm`), the gate of SwiGLU MLPs (`npu_swiglu`), the half-rotation of
+rotary embeddings (`npu_rotary_mul`), the products of routed experts (`npu_grouped_matmul`) and packed attention
+(`npu_fusion_attention`). torch_npu is imported only then. Norms, gates and rotations are held against what they replace
+on random numbers before they stay; what a family computes differently (an interleaved rotation, experts with biases)
+keeps its own code.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers.integrations.moe import ExpertsInterface
+
+from hf_patches.batch import BatchPlan
+from hf_patches.devices import compute_device
+
+EXPERTS_NAME = "hf_patches_npu"
+_ROTATE = "apply_rotary_pos_emb"
+_OPERATORS = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul", "npu_fusion_attention")
+# The causal mask that the attention operator wants whatever the lengths are: True above the diagonal is hidden.
+_MASK_SIZE = 2048
+
+
+def load_torch_npu() -> Any:
+    """The torch_npu module; raises ImportError, naming what is missing, where it is absent or too old."""
+    try:
+        module = importlib.import_module("torch_npu")  # only on Ascend machines
+    except ImportError as error:
+        raise ImportError("npu=True needs the package torch_npu (Huawei Ascend), which is not installed") from error
+    if missing := [name for name in _OPERATORS if not hasattr(module, name)]:
+        raise ImportError(f"torch_npu has no {', '.join(missing)}; npu=True needs a newer one")
+    return module
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One replacement of a module's `forward`."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    what: str
+
+
+def find_swaps(backbone: nn.Module) -> Iterator[Swap]:
+    """The replacements for one text backbone, whose parameters must have values, on the device of the operators.
+
+    Raises RuntimeError when an operator computes something else than what it is to replace.
+    """
+    ops, device = load_torch_npu(), compute_device(backbone)
+    if device.type == "meta":
+        raise ValueError("npu=True holds its operators against the model: give its parameters values first")
+    for module in backbone.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), Tensor):
+            norm = _RMSNorm(module, ops, unit_offset=kind.startswith("Gemma"))
+            _prove(module, norm.forward)
+            yield Swap(module, norm.forward, "npu_rms_norm")
+        elif kind.endswith("MLP") and _is_swiglu(module):
+            mlp = _SwiGLU(module, ops)
+            _prove(module, mlp.forward)
+            yield Swap(module, mlp.forward, "npu_swiglu")
+        elif (forward := _rotated(module, ops, device)) is not None:
+            yield Swap(module, forward, "npu_rotary_mul")
+
+
+def _prove(module: nn.Module, swapped: Callable[[Tensor], Tensor]) -> None:
+    parameter = next(module.parameters())
+    if isinstance(parameter, DTensor):  # its whole is not here
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, parameter.shape[-1], generator=generator).to(parameter)
+    with torch.no_grad():
+        expected, actual = module(x), swapped(x)
+    tolerance = 64 * torch.finfo(parameter.dtype).eps * expected.abs().max().item()
+    error = (actual - expected).abs().max().item()
+    if not error <= tolerance:
+        raise RuntimeError(f"the NPU operator for {type(module).__name__} is off by {error:.3g} from the model's own")
+
+
+@dataclass
+class _RMSNorm:
+    module: Any
+    ops: Any
+    unit_offset: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + self.module.weight if self.unit_offset else self.module.weight
+        epsilon = getattr(self.module, "variance_epsilon", None) or self.module.eps
+        normalized: Tensor = self.ops.npu_rms_norm(x, weight.to(x.dtype), epsilon=epsilon)[0]
+        return normalized
+
+
+def _is_swiglu(module: nn.Module) -> bool:
+    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
+    apart = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj"))
+    return isinstance(module.down_proj, nn.Linear) and (fused or apart) and _is_silu(activation)
+
+
+def _is_silu(activation: object) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+@dataclass
+class _SwiGLU:
+    module: Any
+    ops: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self.module, "gate_up_proj"):
+            both = self.module.gate_up_proj(x)
+        else:
+            both = torch.cat([self.module.gate_proj(x), self.module.up_proj(x)], dim=-1)
+        result: Tensor = self.module.down_proj(self.ops.npu_swiglu(both, dim=-1))
+        return result
+
+
+@dataclass
+class _Rotation:
+    """transformers' `apply_rotary_pos_emb`: rotate the first dims of query and key, as many as cos and sin have."""
+
+    ops: Any
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size = cos.shape[-1]
+        rotated = self.ops.npu_rotary_mul(x[..., :size], cos.to(x.dtype), sin.to(x.dtype))
+        return torch.cat([rotated, x[..., size:]], dim=-1) if size < x.shape[-1] else rotated
+
+
+def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Any] | None:
+    """The module's forward with our rotation, if it calls transformers' half-rotation by that name.
+
+    The function is a global of the model's file, shared by all models of the family. So the code of `forward` is bound
+    to this instance over a copy of those globals in which only the one name differs.
+    """
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 3, 5, 8), (1, 2, 5, 8), (1, 5, 4))
+    q, k, angles = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    angles = torch.cat([angles, angles], dim=-1)
+    rotation, arguments = _Rotation(ops), (q, k, angles.cos(), angles.sin())
+    own = forward.__globals__[_ROTATE](*arguments)
+    ours = rotation(*arguments)
+    if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, ours, strict=True)):
+        return None
+    rebound = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTATE: rotation},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(rebound, module)
+
+
+def register_experts() -> None:
+    """Enter our function for routed experts into transformers' registry, under our own name."""
+    ExpertsInterface.register(EXPERTS_NAME, experts_forward)
+
+
+def can_group(experts: nn.Module) -> bool:
+    """Whether routed experts have the form of `experts_forward`: gate and up side by side, no biases, SiLU."""
+    flags = {"is_concatenated": True, "has_gate": True, "has_bias": False, "is_transposed": False}
+    return all(getattr(experts, name, None) is wanted for name, wanted in flags.items()) and _is_silu(
+        getattr(experts, "act_fn", None)
+    )
+
+
+def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Routed experts by two grouped products: hidden [T, H], choices and weights [T, k] -> [T, H]."""
+    ops = load_torch_npu()
+    count, choices = top_k_index.shape[-1], top_k_index.reshape(-1)
+    order = choices.argsort(stable=True)
+    sizes = torch.bincount(choices, minlength=experts.num_experts)
+    both = _GroupedMatmul.apply(hidden[order // count], experts.gate_up_proj.transpose(1, 2), sizes, ops)
+    out = _GroupedMatmul.apply(ops.npu_swiglu(both, dim=-1), experts.down_proj.transpose(1, 2), sizes, ops)
+    weighted = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(hidden).index_add(0, order // count, weighted.to(hidden.dtype))
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """y = x W_e for the rows of each group e: x [N, A], W [E, A, B], group sizes [E] -> [N, B]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, ops: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, sizes)
+        ctx.ops = ops
+        return _grouped(ops, x, weight, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, sizes = ctx.saved_tensors
+        d_x = _grouped(ctx.ops, grads[0], weight.transpose(1, 2), sizes)
+        # group_type 2 groups the summed dim: one product a group, of the transposed rows and the gradient's.
+        options = {"group_list": sizes, "group_list_type": 1, "split_item": 3, "group_type": 2}
+        d_weight = ctx.ops.npu_grouped_matmul([x.T], [grads[0]], bias=None, **options)[0]
+        return d_x, d_weight, None, None
+
+
+def _grouped(ops: Any, x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    options = {"group_list": sizes, "group_list_type": 1, "split_item": 2, "group_type": 0}
+    product: Tensor = ops.npu_grouped_matmul([x], [weight], bias=None, **options)[0]
+    return product
+
+
+def npu_attention(
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    plan: BatchPlan,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention within the segments of a plan, by `npu_fusion_attention` in its packed layout ("TND")."""
+    if softcap is not None or sinks is not None:
+        raise ValueError("npu_fusion_attention has neither soft-cap nor sinks; patch this model with npu=False")
+    ops = load_torch_npu()
+    size, value_size = q_TQD.shape[-1], v_TKD.shape[-1]
+    hidden = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=q_TQD.device).triu(1)
+    ends_q, ends_k = plan.segment_ends
+    # Mode 3 aligns the causal mask to the last key; mode 4 adds a band of so many earlier keys.
+    band = {"sparse_mode": 3} if window is None else {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
+    output: Tensor = ops.npu_fusion_attention(
+        q_TQD,
+        k_TKD,
+        functional.pad(v_TKD, (0, size - value_size)),
+        q_TQD.shape[1],
+        "TND",
+        atten_mask=hidden,
+        scale=size**-0.5 if scale is None else scale,
+        keep_prob=1.0,
+        actual_seq_qlen=ends_q,
+        actual_seq_kvlen=ends_k,
+        **band,
+    )[0]
+    return output[..., :value_size]

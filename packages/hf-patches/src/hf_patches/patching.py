@@ -1,0 +1,235 @@
+"""`patch`: explicit, reversible changes of one Hugging Face model, and the proof that they took effect."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_patches.attention import ATTENTION_NAME, NPU_BACKEND, register_attention
+from hf_patches.call import CallState
+from hf_patches.families import Family, family_of
+from hf_patches.forward import CallHooks
+from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
+from hf_patches.journal import Journal
+from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
+from hf_patches.probe import run_probe
+from hf_patches.report import ProbeResult, Report
+from hf_patches.tiled_mlp import TiledMLP, find_mlps
+from hf_patches.vision import VisionHooks
+
+__all__ = ["Patch", "patch"]
+
+_MARK = "_hf_patches_patch"
+
+
+class Patch:
+    """The changes made to one model by `patch`; `report` shows them, `remove` takes them back."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, state: CallState, backbone: nn.Module) -> None:
+        self.model, self.family, self.state, self.backbone = model, family, state, backbone
+        self.config: Any = backbone.config
+        self.journal = Journal()
+        self.settings = {"head": "logits"}
+        self.probe_result: ProbeResult | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Patch | None":
+        """The patch of a model, or None; a deep copy of a patched model has a patch of its own."""
+        return model.__dict__.get(_MARK)
+
+    def report(self) -> Report:
+        """What was changed where, and the probe's result."""
+        return Report(
+            model=type(self.model).__name__,
+            model_type=self.model.config.model_type,
+            settings=dict(self.settings),
+            changes=tuple(self.journal.changes),
+            probe=self.probe_result,
+        )
+
+    def probe(self) -> ProbeResult:
+        """Run the start-up probe (again); every rank of the group must call it. Raises RuntimeError if it fails."""
+        self.state.proven = False
+        self.probe_result = run_probe(self.model, self.state, self.backbone, self.config, self.family.experts)
+        self.state.proven = True
+        return self.probe_result
+
+    def _apply(self, options: "_Options") -> None:
+        names = {module: name for name, module in self.model.named_modules()}
+        self.journal.set_attribute(self.model, _MARK, self, "", "remembers its patch")
+        vision = None
+        if self.family.vision is not None:
+            vision = VisionHooks(self.state, self.model.base_model, self.family.vision)
+            embedding = self.model.get_input_embeddings()
+            self.journal.add_hook(
+                embedding.register_forward_hook(vision.touch_tower),
+                names[embedding],
+                "a batch without images touches the vision tower",
+            )
+        hooks = CallHooks(self.state, self.backbone, self.config, vision)
+        enter = hooks.enter if options.packed else hooks.enter_padded
+        self.journal.add_hook(
+            self.model.register_forward_pre_hook(enter, with_kwargs=True), "", f"takes {options.batches} batches"
+        )
+        # First among the hooks of its kind, so that FSDP2's, on the model as the root, sees what the caller sees.
+        self.journal.add_hook(
+            self.model.register_forward_hook(hooks.leave, with_kwargs=True, prepend=True, always_call=True),
+            "",
+            "returns PackedOutput",
+        )
+        if options.packed:
+            self._use_packed_attention(names, options.npu)
+            self.journal.add_hook(
+                self.backbone.register_forward_pre_hook(hooks.inject, with_kwargs=True),
+                names[self.backbone],
+                "adds the batch's plan",
+            )
+        if options.npu:
+            for swap in find_swaps(self.backbone):
+                self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
+        if options.tiled_mlp is not None:
+            self._tile_mlps(names, options.tiled_mlp)
+        self._replace_head(names, options)
+
+    def _replace_head(self, names: dict[nn.Module, str], options: "_Options") -> None:
+        """Fused log-probs on the output embedding; values from the model's own score, or from a new one."""
+        head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
+        scaling = self.family.head_scaling(self.config) if options.fused_head else None
+        if options.value_head and head is None:
+            require_token_classification(self.model)
+            scaling, head = None, score
+            dropout = self.model.get_submodule("dropout")
+            self.journal.set_attribute(dropout, "p", 0.0, names[dropout], "no dropout before the values")
+        elif options.value_head:
+            score = new_score(self.config.hidden_size, next(self.backbone.parameters()))
+            self.journal.add_submodule(self.model, "score", score, "score", "new value head")
+        else:
+            score = None
+        if scaling is None and score is None:
+            return
+        what = " and ".join(["fused log-probs and entropy"] * (scaling is not None) + ["values"] * (score is not None))
+        head = require_plain_head(head) if scaling is not None else head
+        fused = FusedHead(head, self.state, scaling, score)
+        self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{what}, no logits")
+        self.settings["head"] = what
+        self.state.fused = True
+
+    def _tile_mlps(self, names: dict[nn.Module, str], tiles: int) -> None:
+        mlps = find_mlps(self.backbone)
+        if not mlps:
+            raise ValueError(f"tiled_mlp={tiles}: {type(self.model).__name__} has no dense MLP; pass tiled_mlp=None")
+        for mlp in mlps:
+            tiled = TiledMLP(mlp.forward, tiles)
+            self.journal.set_attribute(mlp, "forward", tiled.forward, names[mlp], f"MLP in {tiles} tiles of tokens")
+
+    def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
+        """Give the backbone's modules configs of their own, which ask for our attention function by name.
+
+        A config may be shared with other models, and with the vision tower, so it is never changed in place.
+        """
+        register_attention()
+        if npu:
+            register_experts()
+        inside = f"parallel_layers.packed_attention, backend {self.state.backend!r}"
+        self.settings["attention"] = "torch_npu.npu_fusion_attention" if npu else inside
+        copies: dict[int, PreTrainedConfig] = {}
+        for module in self.backbone.modules():
+            config = module.__dict__.get("config")
+            if not isinstance(config, PreTrainedConfig):
+                continue
+            if id(config) not in copies:
+                copies[id(config)] = copied = copy.deepcopy(config)
+                copied._attn_implementation = ATTENTION_NAME
+            copied, what = copies[id(config)], f"config copied, attention {ATTENTION_NAME!r}"
+            if npu and can_group(module):
+                copied, what = copy.deepcopy(copied), f"{what}, experts {EXPERTS_NAME!r} (npu_grouped_matmul)"
+                copied._experts_implementation = EXPERTS_NAME
+            self.journal.set_attribute(module, "config", copied, names[module], what)
+
+    def remove(self) -> None:
+        """Take every change back: the model is what it was, bit for bit. A second call does nothing."""
+        self.journal.undo()
+
+
+@dataclass(frozen=True)
+class _Options:
+    packed: bool
+    fused_head: bool
+    tiled_mlp: int | None
+    value_head: bool
+    npu: bool
+
+    @property
+    def batches(self) -> str:
+        return "packed" if self.packed else "padded"
+
+
+def patch(
+    model: PreTrainedModel,
+    *,
+    sequence_parallel_group: ProcessGroup | None = None,
+    packed: bool = True,
+    fused_head: bool = True,
+    tiled_mlp: int | None = None,
+    value_head: bool = False,
+    attention: str = "auto",
+    npu: bool = False,
+) -> Patch:
+    """Make one transformers model take packed batches and return log-probs, entropies and values.
+
+    Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`.
+    Only this instance changes: entries of its modules' own `__dict__` and hooks, each in `Patch.report()`. The start-up
+    probe runs at once unless the parameters are on the meta device; then `Patch.probe()` must be called before the
+    first batch.
+
+    Args:
+        model: a transformers causal LM, or a token-classification model with one label (a value model).
+        sequence_parallel_group: the T tokens are split over its sp ranks (Ulysses). Every rank passes the same whole
+            batch and gets the whole [T] back; each parameter's gradient must be summed over the group.
+        packed: False keeps padded batches and the model's own attention; only the head (and MLPs) are patched, and the
+            call is `model(input_ids=[B, S], attention_mask=[B, S], labels=..., ...)`.
+        fused_head: False leaves the head alone; the output then has `logits` [T, V], or only values.
+        tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
+        value_head: also return `values` [T] fp32: of the model's own `score` (token classification), or of a new linear
+            head, `model.score`, beside the output embedding.
+        attention: the backend of `parallel_layers.attention.packed_attention`.
+        npu: use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
+            and attention; see `hf_patches.npu`.
+
+    Raises:
+        ImportError: `npu=True` without torch_npu, or with one that lacks an operator.
+        ValueError: a model that is patched already, is of an unknown family, or is refused by name; options that
+            exclude each other.
+        RuntimeError: the probe found that the patch did not take effect; it has been taken away again.
+    """
+    if Patch.of(model) is not None:
+        raise ValueError(f"{type(model).__name__} is patched already; call Patch.of(model).remove() first")
+    if sequence_parallel_group is not None and not packed:
+        raise ValueError("sequence_parallel_group needs packed=True")
+    if tiled_mlp is not None and tiled_mlp < 1:
+        raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
+    family = family_of(model.config)
+    if npu and (not packed or attention != "auto"):
+        raise ValueError("npu=True brings its own packed attention; leave out packed=False and attention=...")
+    state = CallState(sequence_parallel_group, NPU_BACKEND if npu else attention, proven=not packed)
+    patched = Patch(model, family, state, find_backbone(model))
+    try:
+        patched._apply(_Options(packed, fused_head, tiled_mlp, value_head, npu))
+        if packed and not any(parameter.is_meta for parameter in model.parameters()):
+            patched.probe()
+    except BaseException:
+        patched.remove()
+        raise
+    return patched
+
+
+def find_backbone(model: PreTrainedModel) -> nn.Module:
+    """The text backbone: the transformers model that owns the input embedding."""
+    embedding = model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.children()):
+            return module
+    raise ValueError(f"{type(model).__name__} has no submodule that owns its input embedding, so no text backbone")

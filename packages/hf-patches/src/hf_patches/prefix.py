@@ -1,0 +1,154 @@
+"""Prefix sharing: many responses to one prompt, the prompt computed once (group-relative RL).
+
+    packed:  | prompt a | response a1 | response a2 | prompt b | response b1 | ...
+
+Every piece is a segment of its own. A prompt attends to itself; a response attends to its prompt's keys and its own, so
+it sees what it would see in a sequence alone: the attention's key side lists, for each response, the prompt's rows
+again before its own. What the head computes is one row for each response token: the distribution that the token was
+drawn from, which for a response's first token is that of the prompt's last, used once for every response.
+
+Shapes: T tokens of the shared batch, J rows of the key side, R response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_patches.batch import BatchPlan
+from parallel_layers import PackedSequence
+from parallel_layers.collectives import gather_from_sequence_parallel
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Prompts and their responses, packed with each prompt once; made by `share_prefixes`.
+
+    Attributes:
+        packed: the T tokens; positions of a response go on from its prompt's.
+        key_index: [J] rows of the key side, as indices of tokens.
+        cu_seqlens_k: boundaries of the segments among them.
+        max_seqlen_k: the longest prompt with a response.
+        rows: [R] on the CPU: the token whose distribution each response token was drawn from.
+        labels: [R] the response tokens.
+        lengths: of the responses, prompt by prompt.
+    """
+
+    packed: PackedSequence
+    key_index: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+    rows: Tensor
+    labels: Tensor
+    lengths: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> "SharedPrefixes":
+        """The same batch on another device."""
+        return replace(
+            self,
+            packed=self.packed.to(device),
+            key_index=self.key_index.to(device),
+            cu_seqlens_k=self.cu_seqlens_k.to(device),
+            labels=self.labels.to(device),
+        )
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The rows of `values` [R, ...] of each response, prompt by prompt."""
+        return list(values.split(self.lengths))
+
+
+def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]) -> SharedPrefixes:
+    """Pack prompts (1-D ids, not empty) and the responses to each (1-D ids), the prompts once.
+
+    Raises ValueError when the counts differ or a prompt is empty.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompts but responses to {len(responses)}")
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("a prompt is empty: the first token of a response is drawn from its prompt's last")
+    pieces, positions, keys, rows, lengths_k = [], [], [], [], []
+    start = 0
+    for prompt, group in zip(prompts, responses, strict=True):
+        prompt_rows = torch.arange(start, start + len(prompt))
+        for piece, offset in [(prompt, 0), *((response, len(prompt)) for response in group)]:
+            own = torch.arange(start, start + len(piece))
+            seen = own if offset == 0 else torch.cat([prompt_rows, own])
+            pieces.append(piece)
+            positions.append(torch.arange(offset, offset + len(piece)))
+            keys.append(seen)
+            lengths_k.append(len(seen))
+            if offset:
+                rows.append(torch.cat([prompt_rows[-1:], own])[: len(piece)])
+            start += len(piece)
+    device = prompts[0].device
+    plain = PackedSequence.from_sequences(pieces)
+    return SharedPrefixes(
+        packed=replace(plain, position_ids=torch.cat(positions).to(device)),
+        key_index=torch.cat(keys).to(device),
+        cu_seqlens_k=torch.tensor([0, *lengths_k]).cumsum(0).int().to(device),
+        max_seqlen_k=max(lengths_k),
+        rows=torch.cat([*rows, torch.zeros(0, dtype=torch.int64)]),
+        labels=torch.cat([*(response.long() for group in responses for response in group), prompts[0][:0].long()]),
+        lengths=tuple(len(response) for group in responses for response in group),
+    )
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Which of this rank's hidden states the head takes, and where its results go.
+
+    A rank's rows are padded to the largest count of any rank, so that one all-gather joins them.
+
+    Attributes:
+        local: [m] indices of this rank's tokens.
+        chosen: [c] which of the R rows these are; the remaining m - c are padding.
+        order: [R] where each row stands among the gathered sp * m.
+    """
+
+    local: Tensor
+    chosen: Tensor
+    order: Tensor
+    plan: BatchPlan
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return len(self.order)
+
+    def take(self, values_R: Tensor, fill: float) -> Tensor:
+        """This rank's part of something with one entry for each response token."""
+        mine = values_R[self.chosen.to(values_R.device)]
+        return torch.cat([mine, mine.new_full((len(self.local) - len(mine),), fill)])
+
+    def collect(self, local: Tensor) -> Tensor:
+        """From this rank's [m, n] to everybody's [R, n]. Forward: all-gather; backward: this rank's part."""
+        whole = gather_from_sequence_parallel(local, self.plan.group, reduce_gradient=False)
+        return whole[self.order.to(whole.device)]
+
+
+def shared_plan(shared: SharedPrefixes, plan: BatchPlan) -> BatchPlan:
+    """The plan of the T tokens with the key side of shared prefixes; a padding segment is its own keys."""
+    index, bounds = shared.key_index, shared.cu_seqlens_k
+    padding = torch.arange(plan.num_given, plan.num_tokens, device=index.device)
+    if len(padding):
+        index, bounds = torch.cat([index, padding]), torch.cat([bounds, bounds[-1:] + len(padding)])
+    longest = max(shared.max_seqlen_k, len(padding))
+    return replace(plan, key_index=index, cu_seqlens_k=bounds, max_seqlen_k=longest)
+
+
+def head_rows(shared: SharedPrefixes, plan: BatchPlan) -> HeadRows:
+    """Give every row to the rank that holds its token."""
+    part = plan.num_tokens // plan.world_size
+    owner = shared.rows // part
+    counts = torch.bincount(owner, minlength=plan.world_size)
+    most = max(int(counts.max()), 1)
+    rank = 0 if plan.group is None else plan.group.rank()
+    chosen = (owner == rank).nonzero().flatten()
+    local = torch.zeros(most, dtype=torch.int64)
+    local[: len(chosen)] = shared.rows[chosen] - rank * part
+    order = torch.empty_like(shared.rows)
+    for other in range(plan.world_size):
+        theirs = (owner == other).nonzero().flatten()
+        order[theirs] = other * most + torch.arange(len(theirs))
+    return HeadRows(local.to(shared.labels.device), chosen, order, plan)

@@ -1,0 +1,92 @@
+"""The start-up probe: proof, on the model at hand, that its segments are apart.
+
+Two tiny packed batches that differ in the last tokens of one segment go through the model without gradients. Every
+attention layer must have been called through our function, the perturbed tokens must have moved, and what the model
+returns for every other token must be what it was, exactly. With routed experts it cannot be exact: tokens of all
+sequences meet in one matrix product, and its rounding depends on how many there are. There the first layer's attention,
+before any expert, must be exactly what it was, and the results nearly so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_patches.batch import AttentionCall, Trace
+from hf_patches.call import CallState
+from hf_patches.devices import compute_device
+from hf_patches.report import ProbeResult
+from parallel_layers import PackedSequence
+
+_LENGTHS = (5, 1, 7, 4)
+# The third segment (tokens 6 to 12) is perturbed from its fourth token on.
+_PERTURBED = slice(9, 13)
+# What routed experts may move other tokens by, in parts of what the perturbed ones moved.
+_EXPERT_NOISE = 0.05
+
+
+def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: Any, experts: bool) -> ProbeResult:
+    """Run the probe; raises RuntimeError, naming what leaked, when the patch did not take effect."""
+    ids = _ordinary_ids((config, model.config), sum(_LENGTHS))
+    changed = ids.clone()
+    changed[_PERTURBED] = ids[: _PERTURBED.stop - _PERTURBED.start]
+    training = {module: module.training for module in model.modules()}
+    state.trace = trace = Trace()
+    try:
+        model.eval()
+        with torch.no_grad():
+            before, after = (_outputs(model, x.to(compute_device(backbone)), _LENGTHS) for x in (ids, changed))
+    finally:
+        state.trace = None
+        for module, mode in training.items():
+            module.training = mode
+    calls = trace.calls
+    layers = len({id(call.module) for call in calls})
+    if len(calls) != 2 * config.num_hidden_layers or layers != config.num_hidden_layers:
+        raise RuntimeError(
+            f"patch() did not take effect: {layers} of {config.num_hidden_layers} layers of {type(model).__name__} "
+            f"called the packed attention function ({len(calls)} calls in two forward passes)"
+        )
+    # The label of the token before the perturbed ones changes with them, so its log-prob may move.
+    keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
+    keep[_PERTURBED.start - 1 : _PERTURBED.stop] = False
+    difference = (after - before).abs().amax(dim=-1).cpu()
+    moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
+    attention_leak = _attention_leak(calls[0], calls[layers], keep)
+    allowed = _EXPERT_NOISE * moved if experts else 0.0
+    if not leak <= allowed or not moved > allowed or attention_leak != 0:
+        raise RuntimeError(
+            f"the probe of {type(model).__name__} failed: perturbing one segment of a packed batch moved it by "
+            f"{moved:.3g}, other tokens by {leak:.3g} (allowed: {allowed:.3g}), their first attention outputs by "
+            f"{attention_leak:.3g} (allowed: 0), so its segments are not kept apart"
+        )
+    return ProbeResult(layers, moved, leak, allowed)
+
+
+def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Every number the model returns for a token, [T, n] fp32."""
+    packed = PackedSequence.from_sequences(list(input_ids.split(list(lengths))))
+    output = model(packed=packed)
+    columns = [x.reshape(packed.num_tokens, -1).float() for x in output if isinstance(x, Tensor)]
+    return torch.cat(columns, dim=-1)
+
+
+def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -> float:
+    """How far this rank's attention outputs of the kept tokens moved between two calls of one layer."""
+    plan = before.plan
+    keep = torch.cat([keep, keep.new_ones(plan.num_tokens - len(keep))])[plan.local_tokens]
+    difference = (after.output_TQD - before.output_TQD).abs().flatten(1).amax(dim=1).cpu()[keep]
+    return difference.max().item() if len(difference) else 0.0
+
+
+def _ordinary_ids(configs: Sequence[Any], count: int) -> Tensor:
+    """Ids that no entry ("..._token_id") of the configs gives a meaning of its own."""
+    special: set[int] = set()
+    for entries in configs:
+        for name in (name for name in dir(entries) if name.endswith("_token_id")):
+            value = getattr(entries, name)
+            special |= set(value) if isinstance(value, (list, tuple)) else {value}
+    config = configs[0]
+    ids = [token for token in range(min(config.vocab_size, count + len(special))) if token not in special]
+    return torch.tensor([ids[i % len(ids)] for i in range(count)])

@@ -1,0 +1,214 @@
+"""Tiny random models of every family, and the numbers that unpatched transformers computes for them.
+
+Useful outside, too: a program that patches models can hold its own batches against `one_by_one`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_patches.families import family_of
+
+# Small enough for a CPU, large enough that heads, groups and layers of two kinds exist.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "attention_dropout": 0.0,
+}
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+_ROUTED |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_MLA = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_MLA |= {"num_key_value_heads": 4}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
+
+_TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
+_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
+_TOWER |= {"spatial_merge_size": 2}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_QWEN3_TOWER: dict[str, Any] = _TOWER | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+_QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "cohere2": _ALTERNATING | {"logit_scale": 0.3},
+    "deepseek_v2": _MLA | _ROUTED | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": _MLA | _ROUTED,
+    "gemma2": _ALTERNATING | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": _ALTERNATING,
+    "glm4": {"head_dim": 8},
+    "glm4_moe": _ROUTED | {"head_dim": 8},
+    "gpt_oss": _ALTERNATING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.8},
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    "olmo2": {},
+    "phi3": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 8},
+    "qwen3_moe": _MOE | {"head_dim": 8},
+    "seed_oss": {"head_dim": 8, "residual_dropout": 0.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    # With images: the text config, and below the tower's.
+    "glm4v": {"rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5}, "head_dim": 16},
+    "kimi_k25": _MLA | _ROUTED,
+    "qwen2_5_vl": _SECTIONS,
+    "qwen2_vl": _SECTIONS,
+    "qwen3_vl": _SECTIONS | {"head_dim": 8},
+    "qwen3_vl_moe": _SECTIONS | _MOE | {"head_dim": 8},
+}
+
+_TOWERS: dict[str, dict[str, Any]] = {
+    "glm4v": _TOWER | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8},
+    "kimi_k25": {
+        **{"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 2},
+        **{"hidden_size": 16, "intermediate_size": 24},
+    },
+    "qwen2_5_vl": _TOWER
+    | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+    | {"window_size": 8, "fullatt_block_indexes": [1]},
+    "qwen2_vl": _TOWER | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen3_vl": _QWEN3_TOWER,
+    "qwen3_vl_moe": _QWEN3_TOWER,
+}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """A config of a family, of two layers and a few heads; overrides go to the text config."""
+    text = _SIZES | _OVERRIDES[model_type] | overrides
+    if model_type not in _TOWERS:
+        return AutoConfig.for_model(model_type, **text)
+    return AutoConfig.for_model(
+        model_type, text_config=text, vision_config=_TOWERS[model_type], projection_hidden_size=16, **_TOKENS
+    )
+
+
+def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A randomly initialised language model of a family, eager attention, fp32, in training mode.
+
+    The weights are larger than transformers' own initialisation makes them, so that attention and norms matter.
+    """
+    config = tiny_config(model_type, **overrides)
+    auto = AutoModelForImageTextToText if model_type in _TOWERS else AutoModelForCausalLM
+    return randomize(auto.from_config(config, attn_implementation="eager"), seed).train()
+
+
+def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draw every parameter anew: matrices with deviation 0.2, vectors near what they were."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.add_(0.1 * noise)
+    return model
+
+
+def random_sequences(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[Tensor]:
+    """One tensor of random ids for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence with images or videos, as transformers takes it alone: its ids and its further inputs."""
+
+    ids: Tensor
+    inputs: dict[str, Tensor]
+
+
+def random_sample(model: PreTrainedModel, parts: Sequence[int | tuple[int, int, int]], seed: int = 0) -> Sample:
+    """A sequence of text lengths and image grids (frames, rows, columns), in order."""
+    generator = torch.Generator().manual_seed(seed)
+    vision = family_of(model.config).vision
+    assert vision is not None
+    height, width = vision.merge(model.config.vision_config)
+    ids, pixels, grids = [], [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(torch.randint(3, model.config.get_text_config().vocab_size, (part,), generator=generator))
+            continue
+        patches = part[0] * part[1] * part[2]
+        ids.append(torch.full((patches // (height * width),), model.config.image_token_id))
+        shape = vision.patch_shape(model.config.vision_config)
+        pixels.append(torch.randn(patches, *shape, generator=generator))
+        grids.append(part)
+    joined = torch.cat(ids)
+    if not grids:
+        return Sample(joined, {})
+    return Sample(joined, {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)})
+
+
+def join_inputs(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The further inputs of all samples, for one packed call."""
+    names = dict.fromkeys(name for sample in samples for name in sample.inputs)
+    return {name: torch.cat([s.inputs[name] for s in samples if name in s.inputs]) for name in names}
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probs of the next tokens (0 at each sequence's last) and entropies, [T] over all sequences, fp32."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor | Sample], temperature: float = 1.0) -> TokenScores:
+    """Score each sequence alone with an unpatched model, from its logits."""
+    log_probs, entropies = [], []
+    for sequence in sequences:
+        sample = sequence if isinstance(sequence, Sample) else Sample(sequence, {})
+        inputs, ids = dict(sample.inputs), sample.ids
+        if inputs and "mrope_section" in str(model.config.get_text_config()):
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int().unsqueeze(0)
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False, **inputs).logits[0].float() / temperature
+        distribution = logits.log_softmax(dim=-1)
+        next_tokens = distribution[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        log_probs.append(torch.cat([next_tokens, next_tokens.new_zeros(1)]))
+        entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
+    return TokenScores(torch.cat(log_probs), torch.cat(entropies))
+
+
+def scalar_loss(scores: Any, seed: int = 1) -> Tensor:
+    """A loss that weighs every log-prob and entropy differently, so that no gradient can hide behind a sum."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(2, scores.log_probs.shape[0], generator=generator).to(scores.log_probs.device)
+    return (weights[0] * scores.log_probs).sum() + (weights[1] * scores.entropy).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all gradients by parameter name; zeros where there is none."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def assert_gradients_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Every element within `tolerance` of the largest element of its own parameter's gradient."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    for name, wanted in expected.items():
+        error = (actual[name] - wanted).abs().max().item()
+        scale = max(wanted.abs().max().item(), 1e-6)
+        assert error <= tolerance * scale, f"gradient of {name}: off by {error:.3g}, largest element {scale:.3g}"

@@ -1,0 +1,99 @@
+"""Vision-language models: positions of several sections, rows of images, and a vision tower that always takes part.
+
+The vision tower runs as it is, whole on every rank, before the text backbone; a rank's part of the tokens is cut behind
+it. Shapes: T tokens of the packed batch, N sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves
+
+from hf_patches.batch import BatchPlan
+from hf_patches.call import CallState
+from hf_patches.families.base import Vision
+from parallel_layers import PackedSequence
+
+_GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+_PIXELS = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+
+
+class VisionHooks:
+    """What a patch adds to one vision-language model."""
+
+    def __init__(self, state: CallState, inner: Any, vision: Vision) -> None:
+        self.state, self.inner, self.vision = state, inner, vision
+
+    def positions(self, packed: PackedSequence, kwargs: dict[str, Any]) -> Tensor | None:
+        """The positions that text positions alone do not say: [4, T] (text, time, height, width), or None.
+
+        The caller may give them as `position_ids` [4, T]; otherwise the model's own `get_rope_index` computes them,
+        sequence by sequence. Takes what only they need out of `kwargs`.
+        """
+        given, types = kwargs.pop("position_ids", None), kwargs.pop("mm_token_type_ids", None)
+        grids = {name: kwargs[name] for name in _GRIDS if kwargs.get(name) is not None}
+        if given is not None:
+            if not self.vision.multi_section or given.shape != (4, packed.num_tokens):
+                raise ValueError(
+                    f"position_ids of shape {tuple(given.shape)} for {packed.num_tokens} packed tokens: give 4 rows, "
+                    "text positions that restart with each sequence above time, height and width, or leave them out"
+                )
+            return given
+        if not self.vision.multi_section or not grids:
+            return None
+        config = self.inner.config
+        if types is None:
+            ids = packed.input_ids
+            types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        if "video_grid_thw" in grids and not (types == 2).any():
+            raise ValueError(
+                "video_grid_thw is given but no token is known to belong to a video; give mm_token_type_ids [T] "
+                "(0 text, 1 image, 2 video), as the processor returns them"
+            )
+        rows = packed.position_ids.expand(4, -1).clone()
+        sequences = [x for x in packed.split(torch.stack([packed.input_ids, types.long()], dim=-1)) if len(x)]
+        padded = pad_sequence(sequences, batch_first=True)
+        mask = pad_sequence([torch.ones(len(x), device=x.device) for x in sequences], batch_first=True).bool()
+        sections, _ = self.inner.get_rope_index(
+            padded[..., 0], mm_token_type_ids=padded[..., 1], attention_mask=mask.long(), **grids
+        )
+        rows[1:, : packed.num_tokens - packed.padding] = sections[:, mask]
+        return rows
+
+    def touch_tower(self, embedding: nn.Module, args: object, output: Tensor) -> Tensor | None:
+        """Hook of the input embedding: without images, adds zero times a smallest image's features.
+
+        So the tower's parameters get (zero) gradients from a text-only batch, and FSDP2 gathers them on this rank when
+        another rank has images. The embedding is where transformers itself would next run the tower.
+        """
+        if self.state.current is None or self.state.current.has_images:
+            return None
+        config = self.inner.config.vision_config
+        height, width = self.vision.merge(config)
+        pixels = output.new_zeros(height * width, *self.vision.patch_shape(config))
+        grid = torch.tensor([[1, height, width]], device=output.device)
+        features = self.inner.get_image_features(pixels, grid, return_dict=True)
+        total = output.new_zeros(())
+        for leaf in tree_leaves(features):
+            if isinstance(leaf, Tensor):
+                total = total + leaf.sum()
+        return output + 0 * total.to(output.dtype)
+
+
+def has_images(kwargs: dict[str, Any]) -> bool:
+    """Whether a call brings images or videos."""
+    return any(kwargs.get(name) is not None for name in _PIXELS)
+
+
+def cut_visual_rows(kwargs: dict[str, Any], plan: BatchPlan) -> None:
+    """DeepStack: cut the mask of visual tokens [1, T] and the rows that belong to them to this rank's part."""
+    mask, rows = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if plan.group is None or not isinstance(mask, Tensor):
+        return
+    before = int(mask[:, : plan.local_tokens.start].sum())
+    local = mask[:, plan.local_tokens]
+    kwargs["visual_pos_masks"] = local
+    if rows is not None:
+        kwargs["deepstack_visual_embeds"] = [x[before : before + int(local.sum())] for x in rows]

@@ -1,0 +1,24 @@
+"""Fixtures of the tests of hf-patches."""
+
+import os
+
+import pytest
+
+# Nothing is ever downloaded.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four gloo ranks, started when a test first asks for them."""
+    from parallel_layers.testing import shared_pool
+
+    return shared_pool()

@@ -1,0 +1,88 @@
+"""Every family: packed against one by one, and what is refused by name."""
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from hf_patches import patch
+from hf_patches.families import FAMILIES, family_of
+from hf_patches.families.refused import REFUSED_MODEL_TYPES, longest_exact_sequence
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    one_by_one,
+    random_sequences,
+    scalar_loss,
+    tiny_config,
+    tiny_model,
+)
+from parallel_layers import PackedSequence, next_token_labels
+
+LENGTHS = (11, 1, 17, 6)
+TEXT = sorted(name for name, family in FAMILIES.items() if family.vision is None)
+
+
+@pytest.mark.parametrize("model_type", TEXT)
+def test_packed_equals_one_by_one(model_type):
+    model = tiny_model(model_type)
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    expected = one_by_one(model, sequences, 0.8)
+    scalar_loss(expected).backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    packed = PackedSequence.from_sequences(sequences)
+    patched = patch(model, fused_head=False)
+    logits = torch.cat([scores.log_softmax(-1) for scores in packed.split(model(packed=packed).logits / 0.8)])
+    labels = next_token_labels(packed)
+    chosen = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
+    torch.testing.assert_close(chosen, expected.log_probs, atol=1e-5, rtol=0)
+    patched.remove()
+    patch(model)
+    output = model(packed=packed, temperature=0.8)
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.entropy, expected.entropy, atol=3e-5, rtol=0)
+    scalar_loss(output).backward()
+    assert_gradients_equal(gradients(model), expected_gradients)
+    # Nothing hides behind a zero: every parameter has a gradient.
+    assert all(gradient.abs().max() > 0 for gradient in expected_gradients.values())
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED_MODEL_TYPES))
+def test_refused_model_types_say_why(model_type):
+    class Config:
+        pass
+
+    Config.model_type = model_type
+    with pytest.raises(ValueError, match=f"model_type='{model_type}' (has|masks|chooses|lets)"):
+        family_of(Config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("linear_attention", "recurrent"), ("chunked_attention", "chunks"), ("conv", "recurrent")],
+)
+def test_refused_layer_types_say_why(kind, reason):
+    config = tiny_config("llama")
+    config.layer_types = ["full_attention", kind]
+    with pytest.raises(ValueError, match=f"layer_types='{kind}' .*{reason}"):
+        family_of(config)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        family_of(tiny_config("mixtral", output_router_logits=True))
+    with pytest.raises(ValueError, match="both directions"):
+        family_of(tiny_config("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(ValueError, match=r"'gpt2' is not among .*llama.*qwen2"):
+        family_of(GPT2Config())
+
+
+def test_batch_dependent_rotary_embeddings_are_refused_beyond_the_trained_length():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    assert longest_exact_sequence(model.config) == 16
+    assert longest_exact_sequence(tiny_config("llama")) is None
+    patch(model)
+    model(packed=PackedSequence.from_sequences(random_sequences((16, 16), 61)))
+    with pytest.raises(ValueError, match="17 tokens is longer than the 16"):
+        model(packed=PackedSequence.from_sequences(random_sequences((17,), 61)))

@@ -1,0 +1,98 @@
+"""FSDP2 around a patched model: the head in the root and wrapped apart, before and after the patch, dp and sp."""
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from hf_patches import patch
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    one_by_one,
+    random_sequences,
+    scalar_loss,
+    tiny_model,
+)
+from parallel_layers import PackedSequence
+
+LENGTHS = (11, 1, 17, 6)
+
+
+def shard(model, group, head_apart, policy=None):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    options = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if head_apart:
+        fully_shard(model.lm_head, **options)
+    fully_shard(model, **options)
+
+
+def whole_gradients(model):
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def train(group: ProcessGroup, head_apart, patch_first, sequence_parallel):
+    model = tiny_model("gemma2", tie_word_embeddings=False)
+    sp_group = group if sequence_parallel else None
+    if patch_first:
+        patch(model, sequence_parallel_group=sp_group)
+    shard(model, group, head_apart)
+    if not patch_first:
+        patch(model, sequence_parallel_group=sp_group)
+    seed = 0 if sequence_parallel else group.rank()
+    output = model(packed=PackedSequence.from_sequences(random_sequences(LENGTHS, 61, seed)))
+    # FSDP2 takes the mean of the gradients over all ranks, the sum over sp is wanted.
+    (scalar_loss(output) * (group.size() if sequence_parallel else 1)).backward()
+    return output.log_probs, whole_gradients(model)
+
+
+@pytest.mark.parametrize("head_apart", [False, True])
+@pytest.mark.parametrize("patch_first", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_equal_to_one_rank(ranks, head_apart, patch_first, sequence_parallel):
+    # Gemma 2 soft-caps its logits after the head: what it makes of the head's output there must not matter.
+    model = tiny_model("gemma2", tie_word_embeddings=False)
+    results = ranks.run(train, head_apart, patch_first, sequence_parallel, world=2, timeout=120)
+    seeds = (0,) if sequence_parallel else (0, 1)
+    for seed in seeds:
+        scores = one_by_one(model, random_sequences(LENGTHS, 61, seed))
+        (scalar_loss(scores) / len(seeds)).backward()
+        torch.testing.assert_close(results[seed][0], scores.log_probs, atol=1e-5, rtol=0)
+    assert_gradients_equal(results[0][1], gradients(model))
+
+
+def late_value_head(group: ProcessGroup):
+    model = tiny_model("llama")
+    shard(model, group, False)
+    with pytest.raises(ValueError, match="patch it before fully_shard"):
+        patch(model, value_head=True)
+    return "score" in model._modules
+
+
+def test_a_new_value_head_comes_before_sharding(ranks):
+    assert ranks.run(late_value_head, world=2, timeout=120) == [False, False]
+
+
+def mixed_precision(group: ProcessGroup):
+    model = tiny_model("llama")
+    patch(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, group, False, policy)
+    patch_result = model.__dict__["_hf_patches_patch"].probe()
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    with pytest.raises(ValueError, match="cast_forward_inputs=True"):
+        model(packed=packed, temperature=torch.ones(sum(LENGTHS)))
+    output = model(packed=packed, temperature=[0.7] * 4)
+    output.log_probs.sum().backward()
+    return patch_result.leak, output.log_probs
+
+
+def test_mixed_precision_casts_neither_the_plan_nor_the_results(ranks):
+    expected = one_by_one(tiny_model("llama"), random_sequences(LENGTHS, 61), 0.7)
+    for leak, log_probs in ranks.run(mixed_precision, world=2, timeout=120):
+        assert leak == 0
+        assert log_probs.dtype == torch.float32
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=0.3, rtol=0)

@@ -1,0 +1,135 @@
+"""The head: values, log-probs of padded batches, and no tensor of tokens x vocabulary."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from hf_patches import patch
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    one_by_one,
+    random_sequences,
+    randomize,
+    scalar_loss,
+    tiny_config,
+    tiny_model,
+)
+from parallel_layers import PackedSequence, pack
+
+LENGTHS = (11, 1, 17, 6)
+
+
+def value_model(model_type, num_labels=1):
+    config = tiny_config(model_type, num_labels=num_labels)
+    return randomize(AutoModelForTokenClassification.from_config(config, attn_implementation="eager"), 0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
+def test_values_of_a_token_classifier(model_type):
+    model = value_model(model_type).eval()
+    sequences = random_sequences(LENGTHS, 61)
+    expected = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :, 0] for ids in sequences])
+    weights = torch.randn(sum(LENGTHS))
+    (weights * expected).sum().backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    patched = patch(model.train(), value_head=True)  # its dropout would move the values
+    output = model(packed=PackedSequence.from_sequences(sequences))
+    assert output.log_probs is None
+    assert output.values.dtype == torch.float32
+    torch.testing.assert_close(output.values, expected, atol=1e-5, rtol=0)
+    (weights * output.values).sum().backward()
+    assert_gradients_equal(gradients(model), expected_gradients)
+    patched.remove()
+    assert model.dropout.p == 0.1
+
+
+def test_a_causal_lm_gets_a_value_head_beside_its_own():
+    model = tiny_model("llama")
+    names = set(model.state_dict())
+    sequences = random_sequences(LENGTHS, 61)
+    expected = one_by_one(model, sequences)
+    hidden = torch.cat([model.model(input_ids=ids[None]).last_hidden_state[0] for ids in sequences])
+    patched = patch(model, value_head=True)
+    assert set(model.state_dict()) - names == {"score.weight"}
+    output = model(packed=PackedSequence.from_sequences(sequences))
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.values, (hidden @ model.score.weight.T)[:, 0], atol=1e-5, rtol=0)
+    output.values.sum().backward()
+    assert model.score.weight.grad.abs().max() > 0
+    patched.remove()
+    assert set(model.state_dict()) == names
+    patch(model, value_head=True, fused_head=False)
+    assert model(packed=PackedSequence.from_sequences(sequences)).log_probs is None
+
+
+def test_values_are_fp32_for_bf16_weights():
+    model = value_model("llama").bfloat16()
+    patch(model, value_head=True)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    assert model(packed=packed).values.dtype == torch.float32
+
+
+def test_models_without_one_score_a_token_are_refused():
+    with pytest.raises(ValueError, match="got 3; load with num_labels=1"):
+        patch(value_model("llama", num_labels=3), value_head=True)
+    config = tiny_config("llama", num_labels=1)
+    with pytest.raises(ValueError, match="load it with AutoModelForTokenClassification"):
+        patch(AutoModelForSequenceClassification.from_config(config), value_head=True)
+    with pytest.raises(ValueError, match="fused_head=True needs an output embedding"):
+        patch(value_model("llama"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_keep_the_models_own_attention(side):
+    model = tiny_model("gemma2")
+    sequences = random_sequences((9, 1, 5), 61)
+    expected = one_by_one(model, sequences, 0.7)
+    scalar_loss(expected).backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    ids, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        where = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
+        ids[row, where], mask[row, where] = sequence, 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    patched = patch(model, packed=False)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, temperature=0.7)
+    assert output.log_probs.shape == (3, 9)
+    kept = mask.bool()
+    torch.testing.assert_close(output.log_probs[kept], expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.entropy[kept], expected.entropy, atol=3e-5, rtol=0)
+    assert output.log_probs[~kept].abs().max() == 0
+    scalar_loss(type(output)(output.log_probs[kept], output.entropy[kept])).backward()
+    assert_gradients_equal(gradients(model), expected_gradients)
+    assert "packed_attention" not in str(patched.report())
+    with pytest.raises(ValueError, match=r"must have the shape \(3, 9\)"):
+        model(input_ids=ids, labels=ids[:, 1:])
+    assert pack(ids, mask).num_tokens == 15
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any operation's result had."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.numel = max(self.numel, leaf.numel())
+        return result
+
+
+def test_the_head_never_holds_tokens_times_vocabulary():
+    tokens, vocabulary = 2048, 8192
+    model = tiny_model("llama", vocab_size=vocabulary, num_hidden_layers=1)
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences((8,) * (tokens // 8), vocabulary))
+    with Largest() as largest:
+        output = model(packed=packed)
+        (output.log_probs.sum() + output.entropy.sum()).backward()
+    assert 0 < largest.numel <= tokens * vocabulary // 4

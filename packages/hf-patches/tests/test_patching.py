@@ -1,0 +1,229 @@
+"""One model patched: the same numbers and gradients as transformers one by one, and nothing else changed."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AttentionInterface, LlamaForCausalLM
+
+from hf_patches import Patch, patch
+from hf_patches.attention import ATTENTION_NAME
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    one_by_one,
+    random_sequences,
+    scalar_loss,
+    tiny_model,
+)
+from parallel_layers import PackedSequence
+
+LENGTHS = (11, 1, 17, 6)
+
+
+def fingerprint(model):
+    """All that a patch could leave behind: each module's class, own attributes, hooks and config contents."""
+    return {
+        name: (
+            type(module),
+            {key: id(value) for key, value in module.__dict__.items() if not key.startswith("_")},
+            {key: list(value) for key, value in module.__dict__.items() if "hooks" in key},
+            repr(module.__dict__.get("config")),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
+def test_gradient_checkpointing_keeps_the_plan(options):
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    scalar_loss(one_by_one(plain, sequences)).backward()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    patch(model)
+    scalar_loss(model(packed=PackedSequence.from_sequences(sequences))).backward()
+    assert_gradients_equal(gradients(model), gradients(plain))
+
+
+def test_perturbing_one_sequence_changes_no_other_exactly():
+    model = tiny_model("llama")
+    patch(model)
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    embedding = model.get_input_embeddings()
+    results = []
+    for other in (sequences[2], sequences[2].roll(1)):
+        inputs = []
+        handle = embedding.register_forward_hook(lambda _, __, out: inputs.append(out.requires_grad_()) or out)  # noqa: B023
+        output = model(packed=PackedSequence.from_sequences([*sequences[:2], other, sequences[3]]))
+        handle.remove()
+        keep = torch.ones(sum(LENGTHS), dtype=torch.bool)
+        keep[12:29] = False
+        (gradient,) = torch.autograd.grad(output.log_probs[keep].sum() + output.entropy[keep].sum(), inputs)
+        assert gradient[0, ~keep].abs().max() == 0
+        results.append((output.log_probs[keep], output.entropy[keep], gradient[0, keep]))
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before, after)
+
+
+def test_labels_and_temperatures_of_the_caller():
+    model = tiny_model("llama")
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    packed = PackedSequence.from_sequences(sequences)
+    temperatures = [0.5, 1.0, 2.0, 0.7]
+    expected = [one_by_one(model, [ids], t).log_probs for ids, t in zip(sequences, temperatures, strict=True)]
+    patch(model)
+    torch.testing.assert_close(
+        model(packed=packed, temperature=temperatures).log_probs, torch.cat(expected), atol=1e-5, rtol=0
+    )
+    per_token = torch.tensor(temperatures).repeat_interleave(torch.tensor(LENGTHS))
+    torch.testing.assert_close(
+        model(packed=packed, temperature=per_token).log_probs, torch.cat(expected), atol=1e-5, rtol=0
+    )
+    labels = torch.full((packed.num_tokens,), -100)
+    labels[4] = 7
+    output = model(packed=packed, labels=labels, entropy=False)
+    assert output.entropy is None
+    assert output.log_probs.nonzero().flatten().tolist() == [4]
+
+
+def test_a_padding_segment_of_the_batch_changes_nothing():
+    model = tiny_model("llama")
+    patch(model)
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    plain = model(packed=PackedSequence.from_sequences(sequences))
+    packed = PackedSequence.from_sequences(sequences, multiple_of=8)
+    padded = model(packed=packed)
+    assert padded.log_probs.shape == (40,)
+    torch.testing.assert_close(padded.log_probs[:35], plain.log_probs, atol=1e-6, rtol=0)
+    assert padded.log_probs[35:].abs().max() == 0
+
+
+def test_without_the_fused_head_the_output_is_logits():
+    model = tiny_model("llama")
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    expected = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences])
+    patched = patch(model, fused_head=False)
+    output = model(packed=PackedSequence.from_sequences(sequences))
+    torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=0)
+    assert output.log_probs is None
+    assert patched.report().settings["head"] == "logits"
+
+
+def test_remove_restores_the_model_bit_for_bit():
+    model = tiny_model("llama")
+    ids = random_sequences((9,), model.config.vocab_size)[0][None]
+    before, logits = fingerprint(model), model(input_ids=ids).logits
+    patched = patch(model)
+    assert fingerprint(model) != before
+    patched.remove()
+    assert fingerprint(model) == before
+    assert Patch.of(model) is None
+    assert torch.equal(model(input_ids=ids).logits, logits)
+    patched.remove()
+
+
+def test_only_this_instance_changes():
+    model = tiny_model("llama")
+    other = LlamaForCausalLM(model.config)  # shares the config object
+    class_before = {cls: dict(cls.__dict__) for module in model.modules() for cls in type(module).__mro__}
+    registry_before = dict(AttentionInterface._global_mapping)
+    before = fingerprint(other)
+    patch(model)
+    assert fingerprint(other) == before
+    assert class_before == {cls: dict(cls.__dict__) for cls in class_before}
+    registry = dict(AttentionInterface._global_mapping)
+    registry.pop(ATTENTION_NAME)
+    registry_before.pop(ATTENTION_NAME, None)
+    assert registry == registry_before
+    assert "flash" not in ATTENTION_NAME
+    patch(other, fused_head=False)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    assert model(packed=packed).logits is None
+    assert other(packed=packed).log_probs is None
+
+
+def test_a_deep_copy_is_patched_on_its_own():
+    model = tiny_model("llama")
+    first = patch(model)
+    twin = copy.deepcopy(model)
+    second = Patch.of(twin)
+    assert second is not first
+    assert second.model is twin
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert not torch.equal(model(packed=packed).log_probs, twin(packed=packed).log_probs)
+    first.remove()
+    twin(packed=packed)
+    second.remove()
+    twin(input_ids=packed.input_ids[None])
+
+
+def test_calls_that_packing_cannot_mean_are_refused():
+    model = tiny_model("llama")
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    with pytest.raises(ValueError, match=r"call it as model\(packed=PackedSequence"):
+        model(input_ids=packed.input_ids[None])
+    with pytest.raises(ValueError, match="patched for packed batches"):
+        model.model(input_ids=packed.input_ids[None])
+    with pytest.raises(ValueError, match="attention_mask, use_cache itself"):
+        model(packed=packed, attention_mask=torch.ones(1, 35), use_cache=True)
+    with pytest.raises(ValueError, match=r"labels has shape \(34,\), the packed batch has 35 tokens"):
+        model(packed=packed, labels=packed.input_ids[1:])
+    with pytest.raises(ValueError, match="got 3 temperatures for 4 sequences"):
+        model(packed=packed, temperature=[1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"temperature arrived as torch\.bfloat16"):
+        model(packed=packed, temperature=torch.ones(35, dtype=torch.bfloat16))
+    model(packed=packed)
+    with pytest.raises(ValueError, match="patched already"):
+        patch(model)
+
+
+def test_the_absent_plan_raises_in_attention():
+    model = tiny_model("llama")
+    patch(model)
+    attention = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 5, 32)
+    rotary = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    with pytest.raises(ValueError, match="LlamaAttention was called without the plan"):
+        attention(hidden, position_embeddings=rotary)
+
+
+def test_dropout_and_masks_are_refused():
+    model = tiny_model("llama", attention_dropout=0.25)
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    with pytest.raises(ValueError, match=r"attention dropout 0\.25"):
+        model(packed=packed)
+    model.eval()(packed=packed)
+
+
+def test_heads_that_are_not_plain_are_refused_and_nothing_stays():
+    model = tiny_model("llama")
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    model.lm_head = Adapter(32, 61, bias=False)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"plain nn\.Linear, got Adapter"):
+        patch(model)
+    assert fingerprint(model) == before
+    model.lm_head = torch.nn.Linear(32, 61)
+    with pytest.raises(ValueError, match="with a bias"):
+        patch(model)
+
+
+def test_the_report_names_what_changed():
+    model = tiny_model("llama")
+    patched = patch(model)
+    report = patched.report()
+    assert {change.where for change in report.changes} >= {"", "model", "model.layers.1.self_attn", "lm_head"}
+    assert report.probe is not None
+    assert report.probe.leak == 0
+    assert report.probe.moved > 0
+    text = str(report)
+    assert "LlamaForCausalLM (llama)" in text
+    assert "lm_head: fused log-probs and entropy" in text

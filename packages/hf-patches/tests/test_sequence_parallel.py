@@ -1,0 +1,106 @@
+"""Whole models over sp ranks: every rank gets the whole batch's numbers, and gradients add up to transformers' own."""
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from hf_patches import patch
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    one_by_one,
+    random_sequences,
+    scalar_loss,
+    tiny_model,
+)
+from parallel_layers import PackedSequence
+
+LENGTHS = (11, 1, 17, 6)
+LAYOUTS = [(14, 2), (12, 3), (10, 5), (4, 1), (3, 3)]
+
+
+def reference(model_type, overrides, lengths=LENGTHS):
+    model = tiny_model(model_type, **overrides)
+    scores = one_by_one(model, random_sequences(lengths, model.config.vocab_size))
+    scalar_loss(scores).backward()
+    return scores, gradients(model)
+
+
+def sharded(group: ProcessGroup, model_type, overrides, checkpointing=False, lengths=LENGTHS):
+    model = tiny_model(model_type, **overrides)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    patch(model, sequence_parallel_group=group)
+    packed = PackedSequence.from_sequences(random_sequences(lengths, model.config.vocab_size))
+    output = model(packed=packed)
+    scalar_loss(output).backward()
+    return output.log_probs, output.entropy, gradients(model)
+
+
+def check(ranks, world, model_type, overrides, **options):
+    expected, expected_gradients = reference(model_type, overrides, options.get("lengths", LENGTHS))
+    results = ranks.run(sharded, model_type, overrides, world=world, timeout=120, **options)
+    for log_probs, entropy, _ in results:
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected.entropy, atol=3e-5, rtol=0)
+        assert torch.equal(log_probs, results[0][0])
+    summed = {name: sum(found[name] for *_, found in results) for name in expected_gradients}
+    assert_gradients_equal(summed, expected_gradients)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_equal_to_transformers(ranks, model_type, world):
+    check(ranks, world, model_type, {})
+
+
+def test_under_gradient_checkpointing(ranks):
+    check(ranks, 2, "llama", {}, checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "world"),
+    [
+        pytest.param(heads, world, marks=() if (heads, world) in {((14, 2), 4), ((10, 5), 3)} else pytest.mark.slow)
+        for heads in LAYOUTS
+        for world in (2, 3, 4)
+    ],
+)
+def test_head_layouts(ranks, heads, world):
+    queries, keys = heads
+    sizes = {"hidden_size": queries * 4, "num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 4}
+    check(ranks, world, "llama", sizes)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3,), (5, 1, 1)])
+def test_lengths_that_do_not_divide(ranks, lengths):
+    check(ranks, 4, "llama", {}, lengths=lengths)
+
+
+def bad_label(group: ProcessGroup):
+    model = tiny_model("llama")
+    patch(model, sequence_parallel_group=group)
+    packed = PackedSequence.from_sequences(random_sequences((8,), 61))
+    labels = torch.zeros(8, dtype=torch.int64)
+    labels[0] = 61
+    with pytest.raises(ValueError, match="label 61 is outside the vocabulary of 61"):
+        model(packed=packed, labels=labels)
+    return True
+
+
+def test_a_bad_label_raises_on_every_rank_alike(ranks):
+    assert ranks.run(bad_label, world=2, timeout=30) == [True, True]
+
+
+def keep_groups_apart(group: ProcessGroup):
+    """Two models in one process: one over the group, one alone."""
+    model, alone = tiny_model("llama"), tiny_model("llama")
+    patch(model, sequence_parallel_group=group)
+    patch(alone)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    return model(packed=packed).log_probs, alone(packed=packed).log_probs
+
+
+def test_two_settings_live_in_one_process(ranks):
+    for together, alone in ranks.run(keep_groups_apart, world=2, timeout=60):
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)

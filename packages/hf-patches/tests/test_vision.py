@@ -1,0 +1,148 @@
+"""Vision-language models: images in packed batches, over shards, and batches without any."""
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from hf_patches import patch
+from hf_patches.attention import ATTENTION_NAME
+from hf_patches.families import FAMILIES
+from hf_patches.testing import (
+    Sample,
+    assert_gradients_equal,
+    gradients,
+    join_inputs,
+    one_by_one,
+    random_sample,
+    random_sequences,
+    scalar_loss,
+    tiny_model,
+)
+from parallel_layers import PackedSequence
+
+VISION = sorted(name for name, family in FAMILIES.items() if family.vision is not None)
+# 38 tokens, so 4 ranks get 10 each: the second image (tokens 9 and 10) straddles two, the third rank has no image.
+PARTS = ([3, (1, 4, 4), 2, (1, 2, 4), 1], [17], [2, (1, 2, 4), 1, (1, 4, 2), 2])
+
+
+def batch(model, parts=PARTS):
+    samples = [random_sample(model, part, seed) for seed, part in enumerate(parts)]
+    return samples, PackedSequence.from_sequences([sample.ids for sample in samples]), join_inputs(samples)
+
+
+def reference(model_type, parts=PARTS):
+    model = tiny_model(model_type)
+    samples, _, _ = batch(model, parts)
+    scores = one_by_one(model, samples)
+    scalar_loss(scores).backward()
+    return scores, gradients(model)
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_packed_equals_one_by_one(model_type):
+    expected, expected_gradients = reference(model_type)
+    model = tiny_model(model_type)
+    patch(model)
+    _, packed, inputs = batch(model)
+    output = model(packed=packed, **inputs)
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.entropy, expected.entropy, atol=3e-5, rtol=0)
+    scalar_loss(output).backward()
+    assert_gradients_equal(gradients(model), expected_gradients)
+    assert all(gradient.abs().max() > 0 for gradient in expected_gradients.values())
+
+
+def sharded(group: ProcessGroup, model_type):
+    model = tiny_model(model_type)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    patch(model, sequence_parallel_group=group)
+    _, packed, inputs = batch(model)
+    output = model(packed=packed, **inputs)
+    scalar_loss(output).backward()
+    return output.log_probs, output.entropy, gradients(model)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k25", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_images_that_straddle_shards_and_ranks_with_none(ranks, model_type, world):
+    expected, expected_gradients = reference(model_type)
+    results = ranks.run(sharded, model_type, world=world, timeout=120)
+    for log_probs, entropy, _ in results:
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected.entropy, atol=3e-5, rtol=0)
+    summed = {name: sum(found[name] for *_, found in results) for name in expected_gradients}
+    assert_gradients_equal(summed, expected_gradients)
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_a_batch_without_images_gives_the_tower_zero_gradients(model_type):
+    expected, expected_gradients = reference(model_type, ([7], [1], [5]))
+    model = tiny_model(model_type)
+    patch(model)
+    _, packed, _ = batch(model, ([7], [1], [5]))
+    output = model(packed=packed)
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    scalar_loss(output).backward()
+    assert_gradients_equal(gradients(model), expected_gradients)
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+
+
+def test_the_tower_keeps_its_own_attention():
+    model = tiny_model("qwen2_vl")
+    patched = patch(model)
+    assert model.model.visual.config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.model.language_model.config._attn_implementation == ATTENTION_NAME
+    patched.remove()
+    assert model.model.language_model.config is model.model.language_model.layers[0].self_attn.config
+
+
+def test_positions_need_the_text_row():
+    model = tiny_model("qwen2_vl")
+    patch(model)
+    samples, packed, inputs = batch(model)
+    expected = model(packed=packed, **inputs).log_probs
+    rows = []
+    for sample in samples:
+        types = (sample.ids == model.config.image_token_id).int()[None]
+        grid = sample.inputs.get("image_grid_thw")
+        rows.append(model.model.get_rope_index(sample.ids[None], mm_token_type_ids=types, image_grid_thw=grid)[0][:, 0])
+    three = torch.cat(rows, dim=1)
+    with pytest.raises(ValueError, match=r"position_ids of shape \(3, 38\) for 38 packed tokens: give 4 rows"):
+        model(packed=packed, position_ids=three, **inputs)
+    four = torch.cat([packed.position_ids[None], three])
+    assert torch.equal(model(packed=packed, position_ids=four, **inputs).log_probs, expected)
+
+
+def test_padded_batches_with_images():
+    model = tiny_model("qwen3_vl")
+    sample = random_sample(model, [3, (1, 4, 4), 2])
+    types = (sample.ids == model.config.image_token_id).int()[None]
+    expected = one_by_one(model, [sample]).log_probs
+    patch(model, packed=False)
+    calls = []
+    model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    output = model(input_ids=sample.ids[None], mm_token_type_ids=types, **sample.inputs)
+    torch.testing.assert_close(output.log_probs[0], expected, atol=1e-5, rtol=0)
+    assert calls == [1]
+
+
+def test_videos_by_their_token_types():
+    model = tiny_model("qwen2_vl")
+    video = model.config.video_token_id
+    ids = torch.cat([torch.tensor([5, 6]), torch.full((4,), video), torch.tensor([7, 8, 9])])
+    pixels = torch.randn(16, 24)
+    inputs = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[2, 2, 4]])}
+    types = (2 * (ids == video)).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], mm_token_type_ids=types[None], **inputs).logits[0]
+    patch(model)
+    text = random_sequences((5,), 61)[0]
+    packed = PackedSequence.from_sequences([text, ids])
+    output = model(packed=packed, **inputs)
+    expected = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(output.log_probs[5:-1], expected, atol=1e-5, rtol=0)
+    other = PackedSequence.from_sequences([Sample(text, {}).ids])
+    with pytest.raises(ValueError, match="give mm_token_type_ids"):
+        model(packed=other, **inputs)
