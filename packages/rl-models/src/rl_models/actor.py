@@ -1,0 +1,101 @@
+"""`Actor`: a policy that computes log-probabilities, learns, and generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from parallel_layers import PackedSequence
+from rl_models.backends import Role
+from rl_models.batch import Batch
+from rl_models.generation import SamplingOptions, generate
+from rl_models.losses import LossTerms
+from rl_models.worker import Worker
+
+# (log_probs [T], entropy [T], batch) -> terms [T]
+PolicyLoss = Callable[[Tensor, Tensor, Batch], LossTerms]
+
+
+class TokenLogProbs(NamedTuple):
+    """Both `[T]` fp32, aligned with the batch's tokens; zero for the first token of each sequence."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class Actor(Worker):
+    """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
+
+    role: ClassVar[Role] = "causal_lm"
+
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenLogProbs:
+        """Log-probability of every token given those before it, and the entropy of the choice, without gradients.
+
+        The logits are divided by `temperature`: give the one that the tokens were generated with.
+
+        Raises:
+            ValueError: a token is outside the vocabulary; on every rank alike.
+        """
+        return TokenLogProbs(*self.predict(batch, partial(self._model, temperature)))
+
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+    ) -> dict[str, float]:
+        """One optimizer step on the batch.
+
+        Args:
+            batch: this data-parallel rank's part, with the fields that the loss reads.
+            loss: a pure function of the log-probabilities, the entropies and the batch, called for each micro-batch;
+                outside the mask both are 0 and carry no gradient.
+            temperature: as for `log_probs`.
+            aggregation: how the terms are averaged (`rl_models.aggregation.token_weights`).
+
+        Returns:
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, and `grad_norm`.
+
+        Raises:
+            ValueError: there is nothing to learn from, or the loss is not one number per token.
+            FloatingPointError: the gradient is not finite; the parameters have not been changed.
+        """
+        model = partial(self._model, temperature)
+        return self.step(batch, model, lambda part, own: loss(own[0], own[1], part), aggregation)
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> Batch:
+        """Continue every prompt, with a KV cache, on all ranks of the tensor-parallel group alike.
+
+        Args:
+            prompts: this data-parallel rank's, each with at least one token.
+            max_new_tokens: the most tokens of a response.
+            n: responses for each prompt.
+            temperature, top_k, top_p: see `rl_models.sampling.sample`; temperature 0 is greedy.
+            stop_ids: a response ends with the first of these that it draws.
+            seed: of the draws; data-parallel ranks with the same seed still draw differently.
+
+        Returns:
+            Prompts and responses, the n of a prompt next to each other, the responses in the mask, with the field
+            `log_probs` `[T]`: of each response token at this temperature, equal to what `log_probs` gives; 0 elsewhere.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or an option out of its range.
+        """
+        options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
+        return generate(self.engine, prompts, options)
+
+    def _model(self, temperature: float, packed: PackedSequence) -> tuple[Tensor, ...]:
+        result = self.engine.log_probs(packed, temperature=temperature, entropy=True)
+        assert result.entropy is not None
+        return result.log_probs, result.entropy

@@ -1,0 +1,50 @@
+"""The backends: what an actor or a critic can stand on, all behind the protocol `Engine`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+from rl_models.backends.engine import Engine, EngineOptions, LoadEngine, NextLogits, Role
+from rl_models.grid import Grid
+
+__all__ = ["BACKENDS", "Backend", "Engine", "EngineOptions", "NextLogits", "Role", "load_engine"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of `BACKENDS`.
+
+    Attributes:
+        module: has the function `load(path, role, grid, options) -> Engine`.
+        axes: the forms of parallelism that it offers.
+        roles: what it can be.
+    """
+
+    module: str
+    axes: tuple[str, ...]
+    roles: tuple[Role, ...]
+
+
+BACKENDS: dict[str, Backend] = {
+    "parallel": Backend("rl_models.backends.parallel", ("dp", "tp"), ("causal_lm", "value")),
+    "transformers": Backend("rl_models.backends.huggingface", ("dp",), ("causal_lm", "value")),
+}
+
+
+def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
+    """Load a checkpoint onto a backend.
+
+    Raises:
+        ValueError: the backend is unknown, or does not offer the role or a form of parallelism; says what it offers.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
+    entry = BACKENDS[backend]
+    grid.require(entry.axes, backend)
+    if role not in entry.roles:
+        raise ValueError(f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}")
+    # Imported when it is chosen: transformers takes seconds to import, and the native backend does not need it.
+    load = cast(LoadEngine, importlib.import_module(entry.module).load)
+    return load(path, role, grid, options)

@@ -1,0 +1,91 @@
+"""Loading and saving transformers models: quietly, with nothing missing, and on the rank that is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and notes inside, which would run through our own progress."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_model(
+    auto_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    may_lack: str = "$^",
+    may_have: str = "$^",
+    **options: Any,
+) -> tuple[PreTrainedModel, list[str]]:
+    """`auto_class.from_pretrained` of a local folder, in evaluation mode; transformers itself only notes what is amiss.
+
+    Args:
+        auto_class: such as `AutoModelForCausalLM`.
+        path: the folder.
+        dtype: of the parameters; None: as stored.
+        may_lack: regular expression of parameters that the checkpoint may lack; they are left as initialised.
+        may_have: of tensors in the checkpoint that the model may do without.
+        **options: for `from_pretrained`.
+
+    Returns:
+        The model and the names of the parameters that the checkpoint lacked.
+
+    Raises:
+        ValueError: the checkpoint lacks tensors, has others, or has some of the wrong shape; names them.
+    """
+    with quiet():
+        model, info = auto_class.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True, **options
+        )
+    lacked = sorted(info["missing_keys"])
+    missing = [name for name in lacked if not re.fullmatch(may_lack, name)]
+    unexpected = [name for name in sorted(info["unexpected_keys"]) if not re.fullmatch(may_have, name)]
+    for problem, names in (
+        ("lacks", missing),
+        ("has unexpected", unexpected),
+        ("has the wrong shape for", sorted(map(str, info["mismatched_keys"]))),
+    ):
+        if names:
+            raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
+    return model.eval(), lacked
+
+
+def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """`model.save_pretrained(folder)` by this process, whatever its rank in the default group.
+
+    Args:
+        model: the model; `tensors` is its state dict where its own parameters are sharded.
+
+    Raises:
+        RuntimeError: transformers has written nothing.
+    """
+    # By itself transformers writes on global rank 0 alone, which need not be a rank of the model's grid.
+    model.__dict__["should_save_on_this_rank"] = lambda is_main_process: True
+    try:
+        with quiet():
+            model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
+    finally:
+        del model.__dict__["should_save_on_this_rank"]
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise RuntimeError(f"transformers has saved nothing to {folder}: save_pretrained skipped this rank")

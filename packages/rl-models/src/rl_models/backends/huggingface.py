@@ -1,0 +1,145 @@
+"""`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
+
+It is the reference that the native backend is compared with, and it runs whatever family hf-patches knows. Every rank
+reads the whole checkpoint. Generation has no KV cache here: each token costs a forward pass over the whole sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from ckpt.agree import agree
+from ckpt.atomic import FolderWriter
+from ckpt.files import copy_companions
+from hf_patches import Patch, patch
+from parallel_layers import LogProbs, PackedSequence
+from rl_models.backends.engine import EngineOptions, NextLogits, Role
+from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
+from rl_models.backends.hub import load_model, save_model
+from rl_models.grid import Grid
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a role is in transformers."""
+
+    auto_class: Any
+    value_head: bool
+    options: Mapping[str, Any]
+
+
+KINDS: dict[Role, _Kind] = {
+    "causal_lm": _Kind(AutoModelForCausalLM, False, {}),
+    # A causal language model's checkpoint serves as well: its head is left out, the value head is new.
+    "value": _Kind(
+        AutoModelForTokenClassification,
+        True,
+        {"num_labels": 1, "may_lack": r"score\.(weight|bias)", "may_have": r"lm_head\.weight"},
+    ),
+}
+
+
+class TransformersEngine:
+    """A patched transformers model, whole on every rank or sharded over dp by FSDP2."""
+
+    tokens_multiple_of = 1
+
+    def __init__(self, model: PreTrainedModel, patched: Patch, grid: Grid, source: str) -> None:
+        self.module: nn.Module = model
+        self.model, self.patch, self.grid, self.source = model, patched, grid, source
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+
+    def log_probs(self, packed: PackedSequence, *, temperature: float, entropy: bool) -> LogProbs:
+        """Of each token's successor inside its sequence."""
+        output = self.model(packed=packed, temperature=temperature, entropy=entropy)
+        return LogProbs(output.log_probs, output.entropy)
+
+    def values(self, packed: PackedSequence) -> Tensor:
+        """Of the state after each token."""
+        values: Tensor = self.model(packed=packed).values
+        return values
+
+    @contextmanager
+    def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
+        """Decode by running the whole sequences again for every token."""
+        head = self.model.get_output_embeddings()
+        scaling = self.patch.family.head_scaling(self.model.config.get_text_config())
+        so_far: list[Tensor] = []
+        captured: list[Tensor] = []
+
+        def next_logits(tokens: Sequence[Tensor]) -> Tensor:
+            so_far[:] = [torch.cat(pair) for pair in zip(so_far, tokens, strict=True)] if so_far else list(tokens)
+            packed = PackedSequence.from_sequences(so_far)
+            self.model(packed=packed, entropy=False)
+            hidden = captured.pop()[0][packed.cu_seqlens[1:].long() - 1]
+            logits = hidden.float() @ head.weight.float().T * scaling.factor
+            if scaling.softcap is not None:
+                logits = torch.tanh(logits / scaling.softcap) * scaling.softcap
+            return logits
+
+        # The patched head returns log-probs; what it was given is what the logits are made from.
+        hook = head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        try:
+            with gathered(self.model), torch.no_grad():
+                yield next_logits
+        finally:
+            hook.remove()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """The first rank writes what `save_pretrained` writes, into a folder that appears when it is complete."""
+        tensors = full_tensors(self.model)
+        group = self.grid.everyone
+
+        def write() -> None:
+            if group is not None and group.rank() != 0:
+                return
+            writer = FolderWriter(Path(path))
+            try:
+                save_model(self.model, writer.path, tensors)
+                copy_companions(Path(self.source), writer.path)
+                for file in writer.path.iterdir():
+                    with open(file, "rb") as written:
+                        os.fsync(written.fileno())
+                writer.commit()
+            except BaseException:
+                writer.discard()
+                raise
+
+        agree(write, group)
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> TransformersEngine:
+    """Load a checkpoint with transformers and patch it.
+
+    Raises:
+        ValueError: the family is unknown to hf-patches, or sequence parallelism is asked for; on every rank alike.
+    """
+    if options.sequence_parallel:
+        raise ValueError("backend='transformers' does not offer sequence_parallel=True; leave it out")
+
+    def build() -> tuple[PreTrainedModel, Patch]:
+        kind = KINDS[role]
+        # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
+        model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
+        model.to(grid.device)
+        patched = patch(model, value_head=kind.value_head)
+        with torch.no_grad():
+            # A value head that the checkpoint lacks starts at 0, as on the native backend.
+            for name in lacked:
+                model.get_parameter(name).zero_()
+        return model, patched
+
+    model, patched = agree(build, grid.everyone)
+    layers = patched.backbone.layers
+    assert isinstance(layers, nn.ModuleList)
+    shard_over_dp(model, layers, grid)
+    return TransformersEngine(model, patched, grid, path)

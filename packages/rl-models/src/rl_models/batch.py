@@ -1,0 +1,192 @@
+"""A batch of ragged sequences with named numbers per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from parallel_layers import PackedSequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N sequences, one after the other, and tensors aligned with their T tokens.
+
+    Everything per token belongs to the token at its place: `log_probs[t]` is log p(token t | the tokens before it),
+    zero for the first token of a sequence; `values[t]` is the value of the state before token t, zero for the first.
+    Nothing is padded, so a mean over tokens is a mean over tokens.
+
+    Attributes:
+        tokens: `[T]` int64.
+        lengths: of the N sequences; zero is allowed.
+        mask: `[T]` bool, the tokens that the policy chose, which are the ones that a loss averages over. The
+            first token of a sequence follows nothing, has no probability, and can not be one.
+        fields: further `[T]` tensors by name, such as `old_log_probs` or `advantages`; `batch["advantages"]` reads one.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    mask: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 1 or self.tokens.dtype != torch.int64:
+            raise ValueError(f"tokens must be [T] int64, got {list(self.tokens.shape)} {self.tokens.dtype}")
+        if sum(self.lengths) != len(self.tokens) or min(self.lengths, default=0) < 0:
+            raise ValueError(f"lengths {self.lengths} must be >= 0 and add up to the {len(self.tokens)} tokens given")
+        if self.mask.dtype != torch.bool:
+            raise ValueError(f"mask must be bool, got {self.mask.dtype}; use mask.bool()")
+        for name, tensor in {"mask": self.mask, **self.fields}.items():
+            if tensor.shape != self.tokens.shape:
+                raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
+        if chosen := [n for n, start in self._starts() if bool(self.mask[start])]:
+            raise ValueError(f"the first token of sequences {chosen} is in the mask, but nothing precedes it")
+        object.__setattr__(self, "fields", dict(self.fields))
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequence[Tensor | Sequence[int]],
+        *,
+        response_lengths: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        **fields: Sequence[Tensor | Sequence[float]],
+    ) -> Batch:
+        """Lay sequences of token ids one after the other.
+
+        Args:
+            sequences: N tensors `[L_i]` or lists of token ids.
+            response_lengths: the last so many tokens of each sequence are in the mask; None: all but the first.
+            device: where to put the tensors; default: where they are.
+            fields: by name, N tensors `[L_i]` or lists of numbers.
+
+        Raises:
+            ValueError: if a field or a response is not as long as its sequence allows.
+        """
+        rows = [torch.as_tensor(sequence, dtype=torch.int64, device=device).flatten() for sequence in sequences]
+        lengths = tuple(len(row) for row in rows)
+        if response_lengths is None:
+            response_lengths = [max(length - 1, 0) for length in lengths]
+        masks = []
+        for n, (length, response) in enumerate(zip(lengths, response_lengths, strict=True)):
+            if not 0 <= response <= max(length - 1, 0):
+                raise ValueError(
+                    f"sequence {n} has {length} tokens and a response of {response}; a response leaves at least one "
+                    "token before it"
+                )
+            masks.append(torch.arange(length) >= length - response)
+        flat: dict[str, Tensor] = {}
+        for name, values in fields.items():
+            parts = [torch.as_tensor(value, device=device) for value in values]
+            if tuple(len(part) for part in parts) != lengths:
+                raise ValueError(f"{name} has lengths {[len(part) for part in parts]}, the sequences {list(lengths)}")
+            flat[name] = _cat(parts, torch.float32, device)
+        tokens = _cat(rows, torch.int64, device)
+        return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[Batch]) -> Batch:
+        """The sequences of all batches in order, with the fields that all of them have."""
+        if not batches:
+            raise ValueError("concatenate needs at least one batch")
+        names = set.intersection(*(set(batch.fields) for batch in batches))
+        return cls(
+            torch.cat([batch.tokens for batch in batches]),
+            tuple(length for batch in batches for length in batch.lengths),
+            torch.cat([batch.mask for batch in batches]),
+            {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self.fields[name]
+        except KeyError:
+            known = ", ".join(sorted(self.fields)) or "none"
+            raise ValueError(
+                f"the batch has no field {name!r} (fields: {known}); add it with batch.with_fields({name}=...)"
+            ) from None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, of all sequences together."""
+        return len(self.tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.tokens.device
+
+    @property
+    def first(self) -> Tensor:
+        """`[T]` bool: the first token of each sequence."""
+        first = torch.zeros(len(self.tokens), dtype=torch.bool)
+        first[[start for _, start in self._starts()]] = True
+        return first.to(self.device)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """`[T]` int64: the number of each token's sequence."""
+        return torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64)).to(self.device)
+
+    def with_fields(self, **fields: Tensor) -> Batch:
+        """The same sequences with these `[T]` tensors added, or put in the place of those of the same name."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The sequences of these numbers, in this order, with their fields."""
+        if not indices:
+            empty = slice(0, 0)
+            fields = {name: tensor[empty] for name, tensor in self.fields.items()}
+            return Batch(self.tokens[empty], (), self.mask[empty], fields)
+        where = self.positions(indices)
+        fields = {name: tensor[where] for name, tensor in self.fields.items()}
+        return Batch(self.tokens[where], tuple(self.lengths[i] for i in indices), self.mask[where], fields)
+
+    def positions(self, indices: Sequence[int]) -> Tensor:
+        """`[sum of their lengths]` int64: where in this batch the tokens of these sequences stand."""
+        starts = dict(self._starts(empty=True))
+        parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
+        return _cat(parts, torch.int64, "cpu").to(self.device)
+
+    def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
+        """A `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field, as one tensor for each sequence."""
+        if isinstance(per_token, str):
+            own = {"tokens": self.tokens, "mask": self.mask}
+            per_token = own[per_token] if per_token in own else self[per_token]
+        return list(per_token.split(self.lengths)) if self.lengths else []
+
+    def responses(self) -> list[Tensor]:
+        """The tokens in the mask, for each sequence."""
+        return [tokens[mask] for tokens, mask in zip(self.split(), self.split("mask"), strict=True)]
+
+    def sum_by_sequence(self, per_token: Tensor) -> Tensor:
+        """`[N]`: the sum of a `[T]` tensor over the masked tokens of each sequence."""
+        masked = torch.where(self.mask, per_token, 0)
+        return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        fields = {name: tensor.to(device) for name, tensor in self.fields.items()}
+        return Batch(self.tokens.to(device), self.lengths, self.mask.to(device), fields)
+
+    def packed(self, *, multiple_of: int = 1) -> PackedSequence:
+        """The tokens as a model takes them, padded at the end (once) to a multiple."""
+        return PackedSequence.from_sequences(self.split(), multiple_of=multiple_of)
+
+    def _starts(self, *, empty: bool = False) -> Iterator[tuple[int, int]]:
+        """Number and first place of each sequence; those of no tokens only if asked for."""
+        start = 0
+        for n, length in enumerate(self.lengths):
+            if length or empty:
+                yield n, start
+            start += length
+
+
+def _cat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=dtype, device=device)

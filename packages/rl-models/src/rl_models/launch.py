@@ -1,0 +1,235 @@
+"""Run a function on ranks of this machine: own processes, a file store, and no way to hang.
+
+`rl-models quickstart` and `rl-models score` start their ranks with it. Programs on many machines use torchrun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
+_GRACE_SECONDS = 3.0
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where ranks run.
+
+    Attributes:
+        type: "cuda" or "cpu".
+        backend: "nccl" or "gloo".
+        count: CUDA devices; 0 on the CPU.
+    """
+
+    type: str
+    backend: str
+    count: int
+
+    @classmethod
+    def find(cls, device: str | None = None) -> Devices:
+        """CUDA with NCCL where there is a CUDA device, else the CPU with gloo; `device` asks for one of the two.
+
+        Raises:
+            ValueError: CUDA is asked for and there is none, or the device is another.
+        """
+        available = torch.cuda.device_count()
+        if device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device={device!r} must be cpu or cuda")
+        if device == "cuda" and not available:
+            raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
+        if available and device != "cpu":
+            return cls("cuda", "nccl", available)
+        return cls("cpu", "gloo", 0)
+
+    def require(self, ranks: int) -> None:
+        """Raise ValueError unless each rank can have a device of its own."""
+        if self.type == "cuda" and ranks > self.count:
+            raise ValueError(f"{ranks} ranks need as many CUDA devices, found {self.count}; use --device cpu or fewer")
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an exception, or its process ended; the message holds the rank's own words.
+
+    `mistake` is the text of a ValueError that the ranks raised, for a message without a traceback; else None.
+    """
+
+    def __init__(self, message: str, mistake: str | None = None) -> None:
+        super().__init__(message)
+        self.mistake = mistake
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank says of its end; `mistake` as in `RankFailed`."""
+
+    rank: int
+    text: str
+    mistake: str | None = None
+    died: bool = False
+
+
+def prepare(*modules: str) -> None:
+    """Start the server that forks the ranks, and let it import these modules while this process does other things.
+
+    It imports them once for all ranks, and once for all later calls of `run_on_ranks`. It starts no threads and touches
+    no device, so forking it is safe. A second call changes nothing.
+    """
+    forkserver.set_forkserver_preload(list(modules))
+    forkserver.ensure_running()
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    devices: Devices | None = None,
+    on_event: Callable[[Any], None] | None = None,
+) -> Any:
+    """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; returns rank 0's result.
+
+    Args:
+        fn: a function at the top level of a module. `send(value)` brings a picklable value to `on_event`, in this
+            process, while the ranks run.
+        world_size: number of ranks; rank r has CUDA device r or shares the CPU.
+        *args: picklable arguments.
+        devices: default `Devices.find()`.
+        on_event: called with what the ranks send.
+
+    Raises:
+        RankFailed: a rank raised or died. The others are ended within seconds.
+        ValueError: there are fewer CUDA devices than ranks.
+    """
+    devices = devices or Devices.find()
+    devices.require(world_size)
+    prepare(fn.__module__)
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="rl-models-") as folder:
+        processes: list[ForkServerProcess] = []
+        connections: dict[Connection, int] = {}
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                setup = (rank, world_size, devices, str(Path(folder) / "store"), theirs)
+                process = context.Process(target=_rank, args=(setup, fn, args), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                connections[ours] = rank
+            return _collect(connections, processes, on_event or (lambda event: None))
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(
+    connections: dict[Connection, int], processes: list[ForkServerProcess], on_event: Callable[[Any], None]
+) -> Any:
+    """Pass events on until every rank has returned; raise for the first that fails."""
+    failures: list[_Failure] = []
+    result: Any = None
+    deadline = float("inf")
+    while connections and time.monotonic() < deadline:
+        for ready in wait(list(connections), timeout=min(1.0, max(0.0, deadline - time.monotonic()))):
+            assert isinstance(ready, Connection)
+            rank = connections[ready]
+            try:
+                kind, value = pickle.loads(ready.recv_bytes())
+            except (EOFError, OSError):
+                processes[rank].join(timeout=_GRACE_SECONDS)
+                text = f"its process ended with exit code {processes[rank].exitcode}"
+                kind, value = "raised", _Failure(rank, text, died=True)
+            if kind == "event":
+                on_event(value)
+                continue
+            del connections[ready]
+            if kind == "raised":
+                failures.append(value)
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            elif rank == 0:
+                result = value
+    if failures:
+        raise _cause(failures)
+    return result
+
+
+def _cause(failures: list[_Failure]) -> RankFailed:
+    """The first failure to arrive, but a death or a caller's mistake before what they made other ranks run into."""
+    cause = min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
+    return RankFailed(f"rank {cause.rank} failed:\n{cause.text}", cause.mistake)
+
+
+def _rank(setup: tuple[int, int, Devices, str, Connection], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    rank, world_size, devices, store, connection = setup
+    # The parent hears of an interrupt and ends the ranks; here it would only print a traceback each.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_the_server()
+
+    def send(kind: str, value: Any) -> None:
+        connection.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        _join(rank, world_size, devices, store)
+        result = fn(lambda event: send("event", event), *args)
+        send("returned", result if rank == 0 else None)
+    except BaseException as error:
+        mistake = str(error) if isinstance(error, ValueError) else None
+        with suppress(OSError):
+            send("raised", _Failure(rank, "".join(traceback.format_exception(error)), mistake))
+    # The launcher ends this process. Leaving by itself, it would cut off peers that are still at work, and they would
+    # report that instead of the cause.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while True:
+        time.sleep(60)
+
+
+def _end_with_the_server() -> None:
+    """End this process when the server that forked it is gone (Linux); the server ends with the user's process."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _join(rank: int, world_size: int, devices: Devices, store: str) -> None:
+    # All ranks are on this machine: the loopback device needs neither a network nor a resolvable host name.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if devices.type == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    device_id = torch.device("cuda", rank) if devices.type == "cuda" else None
+    dist.init_process_group(
+        devices.backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device_id,
+    )

@@ -1,0 +1,32 @@
+"""Losses of reinforcement learning, as pure functions of per-token tensors.
+
+Every function takes flat `[T]` tensors aligned with the token they belong to (see `rl_models.Batch`) and returns one
+value per token. Which tokens count, and how they are averaged over micro-batches and data-parallel ranks, is the
+business of `Actor.update` and `Critic.update`; so no function here divides by a number of tokens.
+"""
+
+from rl_models.losses.advantages import Advantages, gae, token_rewards, whiten
+from rl_models.losses.group import discounted_returns, grpo_advantages, overlong_penalty, rloo_advantages
+from rl_models.losses.kl import KL_ESTIMATORS, kl_penalty
+from rl_models.losses.policy import entropy_bonus, gspo_clip, importance_weights, ppo_clip
+from rl_models.losses.terms import LossTerms
+from rl_models.losses.value import value_clip
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "Advantages",
+    "LossTerms",
+    "discounted_returns",
+    "entropy_bonus",
+    "gae",
+    "grpo_advantages",
+    "gspo_clip",
+    "importance_weights",
+    "kl_penalty",
+    "overlong_penalty",
+    "ppo_clip",
+    "rloo_advantages",
+    "token_rewards",
+    "value_clip",
+    "whiten",
+]

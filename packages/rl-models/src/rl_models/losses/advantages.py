@@ -1,0 +1,147 @@
+"""From rewards to advantages, over packed sequences.
+
+Tensors are `[T]`, the sequences one after the other; `lengths` says where they end. `mask` marks the tokens that the
+policy chose (its actions). Tokens outside the mask (the prompt, or a tool's answer between two turns) are no steps in
+time: the state after an action is the state before the next action of the same sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rl_models.losses.terms import same_shape
+
+
+class Advantages(NamedTuple):
+    """Both `[T]`; zero outside the mask."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def _check_lengths(lengths: Sequence[int], num_tokens: int) -> None:
+    if sum(lengths) != num_tokens or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {num_tokens} tokens given")
+
+
+def _action_grid(mask: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Row (sequence) and column (number of the action inside its sequence) of every masked token, in order."""
+    sequence = torch.repeat_interleave(torch.tensor(lengths, device=mask.device))[mask]
+    actions = torch.bincount(sequence, minlength=len(lengths))
+    start = actions.cumsum(0) - actions
+    return sequence, torch.arange(len(sequence), device=mask.device) - start[sequence]
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Sequence[int], *, gamma: float = 1.0, lam: float = 0.95
+) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16).
+
+    For the actions t = 1 .. n of one sequence, with V_{n+1} = 0 (the episode ends with its last action):
+
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lam A_{t+1},        R_t = A_t + V_t
+
+    Args:
+        rewards: `[T]`, received for the token.
+        values: `[T]`, of the state before the token (`Critic.values`).
+        mask: `[T]` bool, the tokens that are actions.
+        lengths: of the sequences.
+        gamma: discount of a step; lam: weight of longer returns (1: Monte Carlo, 0: one step).
+
+    Returns:
+        Advantages and returns `[T]` fp32 without gradient, zero outside the mask.
+
+    Raises:
+        ValueError: if the shapes or lengths disagree, or gamma or lam are outside [0, 1].
+    """
+    same_shape(rewards=rewards, values=values, mask=mask)
+    _check_lengths(lengths, len(mask))
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma={gamma} and lam={lam} must lie in [0, 1]")
+    rewards, values, mask = rewards.detach().float(), values.detach().float(), mask.bool()
+    row, column = _action_grid(mask, lengths)
+    steps = int(column.max()) + 1 if len(column) else 0
+    # Rows are sequences; one column more than the longest, which is the zero value and advantage after the end.
+    reward_NL = rewards.new_zeros(len(lengths), steps)
+    value_NL = rewards.new_zeros(len(lengths), steps + 1)
+    reward_NL[row, column], value_NL[row, column] = rewards[mask], values[mask]
+    delta_NL = reward_NL + gamma * value_NL[:, 1:] - value_NL[:, :-1]
+    advantage_NL = torch.zeros_like(value_NL)
+    for t in range(steps - 1, -1, -1):
+        advantage_NL[:, t] = delta_NL[:, t] + gamma * lam * advantage_NL[:, t + 1]
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    advantages[mask] = advantage_NL[row, column]
+    returns[mask] = advantages[mask] + values[mask]
+    return Advantages(advantages, returns)
+
+
+def token_rewards(
+    scores: Tensor, mask: Tensor, lengths: Sequence[int], *, penalty: Tensor | None = None, coefficient: float = 0.0
+) -> Tensor:
+    """One score per sequence, given to its last action, less a penalty at every action.
+
+    r_t = score [t is the last action] - coefficient * penalty_t   (Ouyang et al. 2022, arXiv:2203.02155, eq. 2)
+
+    Args:
+        scores: `[N]`.
+        mask: `[T]` bool, the actions.
+        lengths: of the N sequences.
+        penalty: `[T]`, usually `kl_penalty(log_probs, reference_log_probs, "k1")`.
+
+    Returns:
+        `[T]` fp32 without gradient, zero outside the mask.
+
+    Raises:
+        ValueError: if the shapes disagree, or a sequence that is scored has no action to receive its score.
+    """
+    _check_lengths(lengths, len(mask))
+    if len(scores) != len(lengths):
+        raise ValueError(f"{len(scores)} scores for {len(lengths)} sequences")
+    mask = mask.bool()
+    row, column = _action_grid(mask, lengths)
+    actions = torch.bincount(row, minlength=len(lengths))
+    if empty := torch.nonzero(actions == 0).flatten().tolist():
+        raise ValueError(f"sequences {empty} have a score and no action: their masks are empty")
+    rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
+    if penalty is not None:
+        same_shape(mask=mask, penalty=penalty)
+        rewards[mask] = -coefficient * penalty.detach().float()[mask]
+    last = torch.nonzero(mask).flatten()[column == actions[row] - 1]
+    rewards[last] += scores.detach().to(rewards)
+    return rewards
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, shift: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """Mean 0 and variance 1 over the masked tokens of all ranks of `group`; zero outside the mask.
+
+    The statistics are those of the whole data-parallel batch, whatever its division: two all-reduces of two numbers, in
+    fp64, the second around the mean so that a large mean costs no precision. The variance is the biased one.
+
+    Args:
+        values: `[T]`; mask: `[T]` bool.
+        group: the data-parallel group, or None for this rank's tokens alone.
+        shift: False keeps the mean and only divides by the deviation.
+    """
+    same_shape(values=values, mask=mask)
+    mask = mask.bool()
+    chosen = values.detach().double()[mask]
+    total = torch.stack([chosen.sum(), chosen.new_tensor(float(len(chosen)))])
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    mean = total[0] / total[1].clamp(min=1)
+    square = (chosen - mean).square().sum()
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    deviation = (square / total[1].clamp(min=1) + eps).sqrt()
+    white = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    white[mask] = (chosen - mean) / deviation + (0 if shift else mean / deviation)
+    return white.float()

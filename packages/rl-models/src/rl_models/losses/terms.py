@@ -1,0 +1,44 @@
+"""What a loss returns: one number per token to minimise, and named numbers per token to report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Per-token loss terms `[T]` and per-token metrics of the same shape (without gradient).
+
+    Both are averaged in the same way, over the same tokens, so a metric such as the clip fraction is exact whatever
+    the micro-batches. Terms add: `ppo_clip(...) + entropy_bonus(entropy, 0.01)`.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: LossTerms) -> LossTerms:
+        if twice := self.metrics.keys() & other.metrics.keys():
+            raise ValueError(f"two loss terms report the same metrics: {sorted(twice)}")
+        return LossTerms(self.loss + other.loss, {**self.metrics, **other.metrics})
+
+    def __mul__(self, scale: float) -> LossTerms:
+        return LossTerms(self.loss * scale, self.metrics)
+
+    __rmul__ = __mul__
+
+    def weighted(self, weights: Tensor) -> LossTerms:
+        """The terms times constants `[T]`, such as `importance_weights`, which are reported as `weight`."""
+        same_shape(loss=self.loss, weights=weights)
+        return LossTerms(self.loss * weights.detach(), {**self.metrics, "weight": weights.detach()})
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors have one shape: broadcasting `[T]` against `[T, 1]` is a silent mistake."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            "per-token tensors must have one shape, got " + ", ".join(f"{k}{v}" for k, v in shapes.items())
+        )

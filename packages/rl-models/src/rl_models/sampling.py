@@ -1,0 +1,65 @@
+"""Drawing tokens from logits: temperature, top-k, top-p. N sequences, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """Set the logits that may not be drawn to -inf.
+
+    top-k keeps the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); top-p the smallest set of most likely
+    tokens whose probability reaches p (Holtzman et al. 2020, arXiv:1904.09751), always at least one. Top-k comes first.
+
+    Raises:
+        ValueError: top_k is below 1 or top_p outside (0, 1].
+    """
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must lie in (0, 1]")
+    if top_k is not None and top_k < logits_NV.shape[-1]:
+        kept = logits_NV.topk(top_k, dim=-1)
+        logits_NV = torch.full_like(logits_NV, -torch.inf).scatter(-1, kept.indices, kept.values)
+    if top_p < 1:
+        ordered, order = logits_NV.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.softmax(dim=-1)
+        # A token stays when those before it have not yet reached p.
+        beyond = probability.cumsum(dim=-1) - probability >= top_p
+        logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return logits_NV
+
+
+def sample(
+    logits_NV: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row.
+
+    Args:
+        logits_NV: fp32.
+        temperature: the logits are divided by it; 0 takes the most likely token.
+        top_k, top_p: see `truncate`.
+        generator: ranks with equal logits and equally seeded generators draw the same tokens.
+
+    Returns:
+        Tokens `[N]` int64, and their log-probabilities `[N]` fp32 at this temperature (at 1 when it is 0), before the
+        truncation: those that a training step computes for the same tokens.
+
+    Raises:
+        ValueError: the temperature is negative.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must not be negative")
+    log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
+    if temperature == 0:
+        tokens = logits_NV.argmax(dim=-1)
+    else:
+        probabilities = truncate(log_probs_NV, top_k=top_k, top_p=top_p).softmax(dim=-1)
+        tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]

@@ -1,0 +1,105 @@
+"""PPO's clipped surrogate and the entropy bonus, against their definitions written out with Python floats."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_models.losses import LossTerms, entropy_bonus, gspo_clip, importance_weights, ppo_clip
+
+small = st.floats(-3, 3, allow_nan=False)
+
+
+@given(st.lists(st.tuples(small, small, small), min_size=1, max_size=8), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_ppo_clip_equals_the_definition(rows: list[tuple[float, float, float]], low: float, high: float) -> None:
+    new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
+    terms = ppo_clip(new, old, advantage, clip_low=low, clip_high=high)
+    for t, (lp, old_lp, a) in enumerate(rows):
+        ratio = math.exp(lp - old_lp)
+        clipped = min(max(ratio, 1 - low), 1 + high)
+        assert terms.loss[t].item() == pytest.approx(-min(ratio * a, clipped * a), rel=1e-9, abs=1e-12)
+        assert terms.metrics["approx_kl"][t].item() == pytest.approx(ratio - 1 - (lp - old_lp), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "has_gradient"),
+    [(0.0, 1.0, True), (0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False)],
+)
+def test_the_clip_stops_the_gradient_only_outside_the_trust_interval(
+    log_ratio: float, advantage: float, has_gradient: bool
+) -> None:
+    new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    old = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    terms = ppo_clip(new, old, torch.tensor([advantage], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), new)
+    assert gradient.item() == pytest.approx(-advantage * math.exp(log_ratio) if has_gradient else 0.0)
+    assert terms.metrics["clip_fraction"].item() == float(not has_gradient)
+
+
+def test_terms_add_and_scale_and_refuse_a_metric_reported_twice() -> None:
+    entropy = torch.tensor([0.5, 2.0])
+    policy = ppo_clip(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]))
+    both = policy + 2.0 * entropy_bonus(entropy, 0.1)
+    assert torch.allclose(both.loss, torch.tensor([-1.0, 1.0]) - 0.2 * entropy)
+    assert set(both.metrics) == {"clip_fraction", "approx_kl", "entropy"}
+    with pytest.raises(ValueError, match="approx_kl"):
+        policy + policy
+    assert isinstance(both, LossTerms)
+
+
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one shape.*old_log_probs\(2, 1\)"):
+        ppo_clip(torch.zeros(2), torch.zeros(2, 1), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"dual_clip=1\.0 must be above 1"):
+        ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), dual_clip=1.0)
+    with pytest.raises(ValueError, match="cap=0 must be positive"):
+        importance_weights(torch.zeros(2), torch.zeros(2), cap=0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip_low=-0.1)
+
+
+@given(st.lists(st.tuples(small, small), min_size=1, max_size=8), st.floats(1.01, 5))
+def test_dual_clip_bounds_the_term_of_negative_advantages(rows: list[tuple[float, float]], bound: float) -> None:
+    log_ratio, advantage = torch.tensor(rows, dtype=torch.float64).T
+    terms = ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, dual_clip=bound)
+    for t, (lr, a) in enumerate(rows):
+        ratio = math.exp(lr)
+        surrogate = min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
+        expected = max(surrogate, bound * a) if a < 0 else surrogate
+        assert terms.loss[t].item() == pytest.approx(-expected, rel=1e-9, abs=1e-12)
+
+
+def test_gspo_is_the_sequence_objective_and_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    lengths = [4, 1, 5, 3]
+    mask = torch.tensor([0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    old = torch.randn(13, dtype=torch.float64)
+    new = (old + 0.1 * torch.randn(13, dtype=torch.float64)).requires_grad_()
+    scores = torch.tensor([1.0, 9.0, -1.0, 0.5], dtype=torch.float64)
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    low, high = 0.02, 0.03
+    terms = gspo_clip(new, old, scores[sequence], mask, lengths, clip_low=low, clip_high=high)
+    counts = torch.stack([mask[sequence == n].sum() for n in range(4)])
+    (actual,) = torch.autograd.grad((terms.loss * mask / counts.clamp(min=1)[sequence]).sum(), new)
+    objective = new.new_zeros(())
+    for n in (0, 2, 3):  # sequence 1 has no action
+        here = (sequence == n) & mask
+        ratio = (new[here] - old[here]).mean().exp()
+        objective = objective - torch.minimum(ratio * scores[n], ratio.clamp(1 - low, 1 + high) * scores[n])
+    (expected,) = torch.autograd.grad(objective, new)
+    torch.testing.assert_close((terms.loss.detach() * mask / counts.clamp(min=1)[sequence]).sum(), objective.detach())
+    torch.testing.assert_close(actual, expected)
+    assert 0 < terms.metrics["clip_fraction"][mask].mean() < 1
+
+
+def test_importance_weights_are_truncated_and_constant() -> None:
+    old = torch.tensor([0.0, -1.0, 0.0], requires_grad=True)
+    weights = importance_weights(old, torch.tensor([-5.0, 0.0, 0.0]), cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([2.0, math.exp(-1), 1.0]))
+    assert not weights.requires_grad
+    terms = ppo_clip(old, old.detach(), torch.ones(3))
+    weighted = terms.weighted(weights)
+    torch.testing.assert_close(weighted.loss, terms.loss * weights)
+    assert torch.equal(weighted.metrics["weight"], weights)

@@ -1,0 +1,90 @@
+"""`Batch`: its layout, its selections, and the mistakes that it refuses."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_models.batch import Batch
+
+rows = st.lists(st.lists(st.integers(0, 99), max_size=6), min_size=1, max_size=5)
+
+
+def make(sequences: list[list[int]]) -> Batch:
+    numbers = [[token + 0.5 for token in sequence] for sequence in sequences]
+    return Batch.from_sequences(sequences, number=numbers)
+
+
+@given(rows, st.data())
+def test_select_and_positions_pick_the_sequences_in_the_order_asked_for(
+    sequences: list[list[int]], data: st.DataObject
+) -> None:
+    batch = make(sequences)
+    indices = data.draw(st.lists(st.integers(0, len(sequences) - 1), unique=True))
+    chosen = batch.select(indices)
+    assert [tokens.tolist() for tokens in chosen.split()] == [sequences[i] for i in indices]
+    assert [part.tolist() for part in chosen.split("number")] == [[t + 0.5 for t in sequences[i]] for i in indices]
+    assert torch.equal(batch.tokens[batch.positions(indices)], chosen.tokens)
+
+
+@given(rows, rows)
+def test_concatenate_is_the_batch_of_all_sequences(first: list[list[int]], second: list[list[int]]) -> None:
+    joined = Batch.concatenate([make(first), make(second)])
+    whole = make(first + second)
+    assert joined.lengths == whole.lengths
+    assert torch.equal(joined.tokens, whole.tokens)
+    assert torch.equal(joined.mask, whole.mask)
+    assert torch.equal(joined["number"], whole["number"])
+
+
+@given(rows)
+def test_sequence_ids_first_and_sums(sequences: list[list[int]]) -> None:
+    batch = make(sequences)
+    assert batch.sequence_ids.tolist() == [n for n, sequence in enumerate(sequences) for _ in sequence]
+    assert batch.first.tolist() == [i == 0 for sequence in sequences for i in range(len(sequence))]
+    expected = [sum(t + 0.5 for t in sequence[1:]) for sequence in sequences]
+    assert batch.sum_by_sequence(batch["number"]).tolist() == expected
+
+
+def test_responses_are_the_last_tokens() -> None:
+    batch = Batch.from_sequences([[1, 2, 3], [4], [5, 6]], response_lengths=[2, 0, 1])
+    assert [response.tolist() for response in batch.responses()] == [[2, 3], [], [6]]
+    assert batch.mask.tolist() == [False, True, True, False, False, True]
+    packed = batch.packed(multiple_of=4)
+    assert packed.num_tokens == 8
+    assert packed.num_sequences == 3
+    assert packed.padding == 2
+
+
+def test_an_empty_selection_keeps_the_fields() -> None:
+    empty = make([[1, 2], [3]]).select([])
+    assert len(empty) == 0
+    assert empty["number"].shape == (0,)
+
+
+def test_fields_can_be_added_and_replaced() -> None:
+    batch = make([[1, 2], [3]])
+    more = batch.with_fields(number=torch.zeros(3), other=torch.ones(3))
+    assert more["number"].tolist() == [0, 0, 0]
+    assert batch["number"].tolist() == [1.5, 2.5, 3.5]
+    assert set(batch.fields) == {"number"}
+
+
+def test_mistakes_are_refused() -> None:
+    batch = make([[1, 2], [3]])
+    with pytest.raises(ValueError, match=r"no field 'advantages' \(fields: number\)"):
+        batch["advantages"]
+    with pytest.raises(ValueError, match=r"other must be \[3\] like the tokens, got \[2\]"):
+        batch.with_fields(other=torch.zeros(2))
+    with pytest.raises(ValueError, match="sequence 1 has 1 tokens and a response of 1"):
+        Batch.from_sequences([[1, 2], [3]], response_lengths=[1, 1])
+    with pytest.raises(ValueError, match=r"number has lengths \[1\], the sequences \[2\]"):
+        Batch.from_sequences([[1, 2]], number=[[1.0]])
+    with pytest.raises(ValueError, match=r"first token of sequences \[1\] is in the mask"):
+        Batch(torch.zeros(3, dtype=torch.int64), (2, 1), torch.tensor([False, True, True]))
+    with pytest.raises(ValueError, match="add up to the 3 tokens"):
+        Batch(torch.zeros(3, dtype=torch.int64), (2,), torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask must be bool"):
+        Batch(torch.zeros(1, dtype=torch.int64), (1,), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"\[T\] int64"):
+        Batch(torch.zeros(1), (1,), torch.zeros(1, dtype=torch.bool))

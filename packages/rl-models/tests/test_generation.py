@@ -1,0 +1,136 @@
+"""Generation: the same tokens on every grid and backend, log-probs that `log_probs` confirms, stops, and lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 51,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+PROMPTS = [[1, 5, 7], [3], [9, 9, 9, 9, 2]]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / "llama")
+    Qwen2ForCausalLM(Qwen2Config(**SIZES, **window, tie_word_embeddings=True)).save_pretrained(folder / "qwen2")
+    return {"llama": folder / "llama", "qwen2": folder / "qwen2"}
+
+
+def load(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> Actor:
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
+
+
+def generate(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, options: dict[str, Any]) -> Batch:
+    actor = load(group, path, dims, backend)
+    batch = actor.generate(PROMPTS, **options)
+    computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
+    return batch.with_fields(computed=computed)
+
+
+CASES = {
+    "sampled": {"max_new_tokens": 9, "temperature": 0.7, "n": 2, "seed": 5, "stop_ids": [4, 8, 15, 16]},
+    "greedy": {"max_new_tokens": 6, "temperature": 0.0},
+    "truncated": {"max_new_tokens": 6, "top_k": 5, "top_p": 0.8, "seed": 1},
+}
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_grids_and_backends_draw_the_same_tokens(
+    ranks: RankPool, models: dict[str, Path], model: str, case: str
+) -> None:
+    options = CASES[case]
+    (first,) = ranks.run(generate, models[model], ParallelDims(), "parallel", options, world=1)
+    assert len(first) == len(PROMPTS) * options.get("n", 1)
+    prompts = [prompt for prompt in PROMPTS for _ in range(options.get("n", 1))]
+    for tokens, response, prompt in zip(first.split(), first.responses(), prompts, strict=True):
+        assert tokens.tolist() == prompt + response.tolist()
+        stops = [i for i, token in enumerate(response.tolist()) if token in options.get("stop_ids", [])]
+        assert len(response) == (stops[0] + 1 if stops else options["max_new_tokens"])
+    for dims, backend in (
+        (ParallelDims(tp=2), "parallel"),
+        (ParallelDims(tp=4), "parallel"),
+        (ParallelDims(), "transformers"),
+    ):
+        for batch in ranks.run(generate, models[model], dims, backend, options, world=dims.world_size):
+            assert torch.equal(batch.tokens, first.tokens), (dims, backend)
+            assert batch.lengths == first.lengths
+            drawn = torch.where(batch.mask, batch["computed"], 0)
+            torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=1e-5)
+
+
+def test_greedy_equals_transformers_own_generation(ranks: RankPool, models: dict[str, Path]) -> None:
+    (batch,) = ranks.run(generate, models["llama"], ParallelDims(), "parallel", CASES["greedy"], world=1)
+    model = LlamaForCausalLM.from_pretrained(models["llama"]).eval()
+    for prompt, tokens in zip(PROMPTS, batch.split(), strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert tokens.tolist() == expected[0].tolist()
+
+
+def generate_on_dp(group: ProcessGroup, path: Path, backend: str) -> list[Any]:
+    """One data-parallel rank has work for longer than the other; one has none at all."""
+    actor = load(group, path, ParallelDims(dp=2), backend)
+    rank = group.rank()
+    same = actor.generate(PROMPTS, max_new_tokens=6, seed=3)
+    uneven = actor.generate(PROMPTS[: 2 * rank], max_new_tokens=2 + 5 * rank, seed=3)
+    log_probs = actor.log_probs(uneven).log_probs
+    return [same, uneven.with_fields(computed=log_probs)]
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_data_parallel_ranks_draw_differently_and_need_not_run_in_step(
+    ranks: RankPool, models: dict[str, Path], backend: str
+) -> None:
+    (same_0, none), (same_1, two) = ranks.run(generate_on_dp, models["llama"], backend, world=2)
+    assert not torch.equal(same_0.tokens, same_1.tokens)
+    assert (len(none), len(two)) == (0, 2)
+    drawn = torch.where(two.mask, two["computed"], 0)
+    torch.testing.assert_close(two["log_probs"], drawn, rtol=0, atol=1e-5)
+
+
+def seeds(group: ProcessGroup, path: Path) -> list[Tensor]:
+    actor = load(group, path, ParallelDims(), "parallel")
+    return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, 0, 1)]
+
+
+def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path]) -> None:
+    ((first, again, other),) = ranks.run(seeds, models["llama"], world=1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_mistakes_are_refused(models: dict[str, Path]) -> None:
+    actor = Actor.from_pretrained(models["llama"], device="cpu")
+    for prompts, options, message in (
+        ([[1], []], {}, r"prompts \[1\] are empty"),
+        ([[1], [51]], {}, "token id 51 .* is outside the vocabulary"),
+        ([[1]], {"n": 0}, "n=0 must be at least 1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ([[1]], {"top_p": 1.5}, "top_p=1.5 must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            actor.generate(prompts, **{"max_new_tokens": 2, **options})

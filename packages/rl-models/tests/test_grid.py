@@ -1,0 +1,55 @@
+"""`Grid`: its groups, its places, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Grid
+
+
+def places(group: ProcessGroup, dims: ParallelDims) -> dict[str, Any]:
+    grid = Grid.build(dims, device="cpu", mesh=dims.build_mesh("cpu", list(range(group.size()))))
+    ranks = {}
+    for axis in ("dp", "tp"):
+        of_axis = grid.group(axis)
+        ranks[axis] = None if of_axis is None else dist.get_process_group_ranks(of_axis)
+    everyone = None if grid.everyone is None else dist.get_process_group_ranks(grid.everyone)
+    return {"groups": ranks, "place": (grid.rank("dp"), grid.rank("tp")), "everyone": everyone}
+
+
+def test_groups_of_a_grid_on_all_and_on_some_ranks(ranks: RankPool) -> None:
+    four = ranks.run(places, ParallelDims(dp=2, tp=2), world=4)
+    assert [result["place"] for result in four] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert four[2]["groups"] == {"dp": [0, 2], "tp": [2, 3]}
+    assert {tuple(result["everyone"]) for result in four} == {(0, 1, 2, 3)}
+    two = ranks.run(places, ParallelDims(tp=2), world=2)
+    assert two[1] == {"groups": {"dp": None, "tp": [0, 1]}, "place": (0, 1), "everyone": [0, 1]}
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    grid = Grid.build(ParallelDims(), device="cpu")
+    assert grid.group("tp") is grid.everyone is None
+    assert grid.rank("tp") == 0
+    assert grid.device == torch.device("cpu")
+
+
+def wrong_mesh(group: ProcessGroup) -> str:
+    mesh = ParallelDims(tp=2).build_mesh("cpu", [0, 1])
+    with pytest.raises(ValueError, match=r"the mesh has .* which is not ParallelDims\(dp=2") as error:
+        Grid.build(ParallelDims(dp=2), device="cpu", mesh=mesh)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
+    assert len(ranks.run(wrong_mesh, world=2)) == 2
+    with pytest.raises(ValueError, match="there is no process group; start the ranks with torchrun"):
+        Grid.build(ParallelDims(dp=2), device="cpu")
+    with pytest.raises(ValueError, match="backend='x' does not offer tp=2; it offers dp"):
+        Grid(ParallelDims(tp=2), torch.device("cpu")).require(("dp",), "x")

@@ -1,0 +1,59 @@
+"""Ranks of the command line: results, events, failures that reach the user, and no hang."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_models.launch import Devices, RankFailed, run_on_ranks
+
+CPU = Devices.find("cpu")
+
+
+def add_up(send: Callable[[Any], None], offset: int) -> int:
+    value = torch.tensor([dist.get_rank() + offset])
+    send(("rank", dist.get_rank()))
+    dist.all_reduce(value)
+    return int(value)
+
+
+def fail_on_rank_1(send: Callable[[Any], None], how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "exit":
+            os._exit(7)
+        raise {"mistake": ValueError, "bug": ZeroDivisionError}[how]("the reason")
+    dist.barrier()
+
+
+def test_results_and_events() -> None:
+    events: list[Any] = []
+    assert run_on_ranks(add_up, 2, 10, devices=CPU, on_event=events.append) == 21
+    assert sorted(events) == [("rank", 0), ("rank", 1)]
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "mistake"),
+    [
+        ("mistake", "ValueError: the reason", "the reason"),
+        ("bug", "ZeroDivisionError: the reason", None),
+        ("exit", "rank 1 failed:\nits process ended with exit code 7", None),
+    ],
+)
+def test_a_failing_rank_is_reported_while_its_peer_waits_for_it(how: str, message: str, mistake: str | None) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=message) as failure:
+        run_on_ranks(fail_on_rank_1, 2, how, devices=CPU)
+    assert failure.value.mistake == mistake
+    # Starting the ranks takes most of it; a hang would take ten minutes.
+    assert time.monotonic() - began < 60
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(ValueError, match="must be cpu or cuda"):
+        Devices.find("tpu")
+    with pytest.raises(ValueError, match="2 ranks need as many CUDA devices, found 1"):
+        run_on_ranks(add_up, 2, 0, devices=Devices("cuda", "nccl", 1))

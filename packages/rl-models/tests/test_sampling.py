@@ -1,0 +1,56 @@
+"""Sampling: the truncations against their definitions, the draws against their distribution."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_models.sampling import sample, truncate
+
+
+@given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0))
+def test_truncate_keeps_the_most_likely_tokens(seed: int, top_k: int, top_p: float) -> None:
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))
+    kept = truncate(logits, top_k=top_k, top_p=top_p)
+    for row, kept_row in zip(logits, kept, strict=True):
+        order = row.argsort(descending=True)[: min(top_k, 10)]
+        probability = row[order].softmax(0)
+        count = next(
+            n for n in range(1, len(order) + 1) if probability[:n].sum() >= min(top_p, 1) - 1e-6 or n == len(order)
+        )
+        allowed = set(order[:count].tolist())
+        actual = set(torch.nonzero(kept_row > -torch.inf).flatten().tolist())
+        if top_p == 1:
+            allowed = set(order.tolist())
+        # A sum that reaches p to the last bit may fall on either side.
+        assert actual == allowed or abs(probability[:count].sum() - top_p) < 1e-5
+        assert torch.equal(kept_row[list(actual)], row[list(actual)])
+
+
+def test_draws_follow_the_distribution_and_report_its_log_probs() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20000, 4)
+    tokens, log_probs = sample(logits, temperature=0.7, generator=torch.Generator().manual_seed(1))
+    expected = (logits[0] / 0.7).softmax(0)
+    frequency = torch.bincount(tokens, minlength=4) / len(tokens)
+    torch.testing.assert_close(frequency, expected, atol=0.015, rtol=0)
+    torch.testing.assert_close(log_probs, expected.log()[tokens])
+
+
+def test_log_probs_are_those_before_truncation_and_greedy_takes_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    tokens, log_probs = sample(logits, top_k=1)
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
+    greedy, greedy_log_probs = sample(logits, temperature=0.0)
+    assert tokens.tolist() == greedy.tolist() == [1]
+    torch.testing.assert_close(greedy_log_probs, log_probs)
+
+
+def test_mistakes_are_refused() -> None:
+    logits = torch.zeros(1, 3)
+    for options, message in (
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie in"),
+        ({"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample(logits, **options)  # type: ignore[arg-type]

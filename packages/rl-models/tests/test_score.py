@@ -1,0 +1,104 @@
+"""`rl-models score`: the same numbers as transformers, in the order of the data, and clear words for a bad line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForTokenClassification
+from typer.testing import CliRunner
+
+from rl_models.cli import app
+from rl_models.quickstart.task import MODEL, make_checkpoint
+from rl_models.score import read_sequences
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "actor"
+    make_checkpoint(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "critic"
+    LlamaForTokenClassification(LlamaConfig(**MODEL, num_labels=1)).save_pretrained(path)
+    return path
+
+
+def test_scores_equal_transformers_in_the_order_of_the_data(model: Path, critic: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    lines: list[dict[str, Any]] = [{"tokens": [1, 5, 9, 2]}, {"text": "hello"}, {"tokens": [7]}]
+    data.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    out = tmp_path / "scores.jsonl"
+    arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), "--tp", "2"]
+    options = ["--out", str(out), "--device", "cpu", "--temperature", "0.5", "--max-tokens", "7"]
+    result = CliRunner().invoke(app, arguments + options)
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2]
+    assert records[1]["tokens"] == [1, 11, 8, 15, 15, 18]
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    value_reference = LlamaForTokenClassification.from_pretrained(critic).eval()
+    for record in records:
+        tokens = torch.tensor(record["tokens"])
+        with torch.no_grad():
+            predicted = (reference(tokens[None]).logits[0] / 0.5).log_softmax(-1)
+            values = value_reference(tokens[None]).logits[0, :, 0]
+        log_probs = predicted[:-1].gather(-1, tokens[1:, None])[:, 0]
+        entropy = -(predicted.exp() * predicted).sum(-1)[:-1]
+        for name, expected in (("log_probs", log_probs), ("entropy", entropy), ("values", values[:-1])):
+            assert record[name][0] == 0
+            torch.testing.assert_close(torch.tensor(record[name][1:]), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[1]", 'line 2: expected an object with either "tokens" .* or "text"'),
+        ('{"tokens": [1], "text": "a"}', "line 2: expected an object with either"),
+        ('{"tokens": [1, 2.5]}', 'line 2: "tokens" must be a list of integers'),
+        ('{"tokens": [true]}', 'line 2: "tokens" must be a list of integers'),
+        ('{"tokens": []}', "line 2: no tokens"),
+        ('{"tokens": [1, 30, -1]}', r"line 2: token ids \[30, -1\] are outside the vocabulary of 30"),
+        ('{"text": 3}', 'line 2: "text" must be a string, got int'),
+        ('{"tokens": [1, 2, 3, 4, 5, 6]}', "line 2: 6 tokens are more than --max-tokens 5"),
+    ],
+)
+def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, message: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"tokens": [1, 2]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_sequences(data, model, max_tokens=5)
+
+
+def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    runner = CliRunner()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for arguments, message in (
+        (["--model", str(empty), "--data", str(data)], "config.json does not exist"),
+        (["--model", str(model), "--data", str(tmp_path / "none.jsonl")], "cannot read"),
+        (
+            ["--model", str(model), "--data", str(data), "--critic", str(empty), "--device", "cpu"],
+            "no checkpoint folder",
+        ),
+        (["--model", str(model), "--data", str(data), "--tp", "3"], "is not divisible by"),
+    ):
+        out = tmp_path / "out.jsonl"
+        result = runner.invoke(app, ["score", *arguments, "--out", str(out), "--device", "cpu"])
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert not out.exists()
+    data.write_text("\n")
+    result = runner.invoke(app, ["score", "--model", str(model), "--data", str(data)])
+    assert "has no lines to score" in result.stderr

@@ -1,0 +1,321 @@
+"""Actors and critics: results and updates do not depend on how the work was divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+import ckpt
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+
+LENGTHS = (11, 1, 17, 6, 0, 9)
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "llama"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def value_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("models") / "value"
+    LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(path)
+    return path
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
+    names = ("old_log_probs", "advantages", "old_values", "returns")
+    fields = {name: [torch.randn(length, generator=generator) for length in LENGTHS] for name in names}
+    return Batch.from_sequences(rows, response_lengths=[7, 0, 12, 5, 0, 3], **fields)
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    # The old log-probs are random: a wide clip keeps a gradient on most tokens.
+    surrogate = losses.ppo_clip(log_probs, batch["old_log_probs"] - 4, batch["advantages"], clip_low=0.9, clip_high=50)
+    return surrogate + losses.entropy_bonus(entropy, 0.1)
+
+
+def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.value_clip(values, batch["old_values"], batch["returns"])
+
+
+def my_part(group: ProcessGroup, dims: ParallelDims) -> list[int]:
+    """The sequences of this data-parallel rank; unequal parts, and more micro-batches on one rank than on the other."""
+    if dims.dp == 1:
+        return list(range(len(LENGTHS)))
+    return [[1, 3], [0, 2, 4, 5]][group.rank() // dims.tp]
+
+
+def update_once(
+    group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, max_tokens: int, aggregation: str
+) -> dict[str, Any]:
+    """One SGD-like look at the gradient: its norm, the metrics, and the parameters after a step of AdamW."""
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    worker_class = {"actor": Actor, "critic": Critic}[kind]
+    worker: Any = worker_class.from_pretrained(
+        path,
+        backend=backend,
+        dims=dims,
+        mesh=mesh,
+        device="cpu",
+        # A large epsilon makes AdamW's step follow the size of the gradient, not its sign alone.
+        optimizer=OptimizerOptions(learning_rate=0.1, eps=1.0, max_grad_norm=2.0, weight_decay=0.1),
+        max_tokens_per_micro_batch=max_tokens,
+    )
+    indices = my_part(group, dims)
+    part = make_batch().select(indices)
+    before = worker.log_probs(part).log_probs if kind == "actor" else worker.values(part)
+    loss = policy_loss if kind == "actor" else value_loss
+    metrics = worker.update(part, loss, aggregation=aggregation)
+    after = worker.log_probs(part).log_probs if kind == "actor" else worker.values(part)
+    return {"indices": indices, "before": before, "after": after, "metrics": metrics}
+
+
+def whole(results: list[dict[str, Any]], name: str) -> Tensor:
+    """A per-token result in the order of the whole batch."""
+    batch = make_batch()
+    out = torch.full((batch.num_tokens,), torch.nan)
+    for result in results:
+        out[batch.positions(result["indices"])] = result[name]
+    return out
+
+
+DIVISIONS = [
+    ("parallel", ParallelDims(), 17),
+    ("parallel", ParallelDims(dp=2), 1000),
+    ("parallel", ParallelDims(dp=2), 17),
+    ("parallel", ParallelDims(tp=2), 20),
+    ("parallel", ParallelDims(dp=2, tp=2), 17),
+    ("transformers", ParallelDims(), 17),
+    ("transformers", ParallelDims(dp=2), 17),
+]
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_an_update_is_the_same_however_the_batch_is_divided(
+    ranks: RankPool, model: Path, value_model: Path, kind: str, aggregation: str
+) -> None:
+    path = model if kind == "actor" else value_model
+    (one,) = ranks.run(update_once, path, kind, "parallel", ParallelDims(), 1000, aggregation, world=1)
+    assert one["metrics"]["grad_norm"] > 2.0, "the gradient is meant to be clipped"
+    assert (one["after"] - one["before"]).abs().max() > 1e-3
+    for backend, dims, max_tokens in DIVISIONS:
+        results = ranks.run(
+            update_once, path, kind, backend, dims, max_tokens, aggregation, world=dims.world_size, timeout=120
+        )
+        where = f"{backend} {dims} {max_tokens}"
+        for name in ("before", "after"):
+            torch.testing.assert_close(whole(results, name), one[name], rtol=1e-5, atol=2e-5, msg=f"{where} {name}")
+        for result in results:
+            assert result["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6), where
+
+
+def two_grids(group: ProcessGroup, path: Path) -> dict[str, Tensor]:
+    batch = make_batch()
+    found = {}
+    for name, dims, members in (("tp2", ParallelDims(tp=2), [1, 2]), ("tp4", ParallelDims(tp=4), [0, 1, 2, 3])):
+        if group.rank() in members:
+            mesh = dims.build_mesh("cpu", members)
+            actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu")
+            found[name] = actor.log_probs(batch).log_probs
+    return found
+
+
+def test_two_actors_on_different_grids_live_in_one_process_group(ranks: RankPool, model: Path) -> None:
+    results = ranks.run(two_grids, model, world=4)
+    (alone,) = ranks.run(two_grids_alone, model, world=1)
+    for result in results:
+        for log_probs in result.values():
+            torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-5)
+    assert [set(result) for result in results] == [{"tp4"}, {"tp2", "tp4"}, {"tp2", "tp4"}, {"tp4"}]
+
+
+def two_grids_alone(group: ProcessGroup, path: Path) -> Tensor:
+    return Actor.from_pretrained(path, device="cpu").log_probs(make_batch()).log_probs
+
+
+def perturb(group: ProcessGroup, path: Path, backend: str) -> list[dict[str, Any]]:
+    """Per sequence: its results, and the gradient of its own results, with and without another sequence changed."""
+    dims = ParallelDims(tp=group.size())
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    worker = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
+    found = []
+    for changed in (False, True):
+        batch = make_batch()
+        if changed:
+            tokens = batch.tokens.clone()
+            tokens[batch.positions([2])] = (tokens[batch.positions([2])] + 7) % 61
+            batch = Batch(tokens, batch.lengths, batch.mask, batch.fields)
+        packed = batch.packed(multiple_of=worker.engine.tokens_multiple_of)
+        result = worker.engine.log_probs(packed, temperature=1.0, entropy=True)
+        assert result.entropy is not None
+        # Sequences 0, 3 and 5 stand before and behind the one that is changed.
+        own = batch.positions([0, 3, 5])
+        numbers = torch.stack([result.log_probs[own], result.entropy[own]])
+        worker.engine.module.zero_grad()
+        numbers.sum().backward()
+        gradients = {name: p.grad for name, p in worker.engine.module.named_parameters()}
+        found.append({"numbers": numbers.detach(), "gradients": gradients})
+    return found
+
+
+@pytest.mark.parametrize(("backend", "tp"), [("parallel", 1), ("parallel", 2), ("transformers", 1)])
+def test_one_sequence_does_not_touch_another(ranks: RankPool, model: Path, backend: str, tp: int) -> None:
+    for before, after in ranks.run(perturb, model, backend, world=tp):
+        assert torch.equal(before["numbers"], after["numbers"])
+        for name, gradient in before["gradients"].items():
+            assert torch.equal(gradient, after["gradients"][name]), name
+
+
+def train_and_look(group: ProcessGroup, path: Path, out: Path) -> dict[str, Any]:
+    """Ten sequence-parallel steps, then what is replicated over tp, and a save."""
+    dims = ParallelDims(tp=group.size())
+    mesh = dims.build_mesh("cpu", list(range(group.size())))
+    critic = Critic.from_pretrained(
+        path, dims=dims, mesh=mesh, device="cpu", optimizer=OptimizerOptions(learning_rate=0.01)
+    )
+    for _ in range(10):
+        critic.update(make_batch(), value_loss)
+    critic.save_pretrained(out)
+    state = critic.engine.module.state_dict()
+    replicated = {name: tensor for name, tensor in state.items() if "norm" in name or name.startswith("score")}
+    return {"replicated": replicated, "values": critic.values(make_batch())}
+
+
+def test_replicated_parameters_stay_equal_to_the_bit_and_a_critic_is_saved_for_transformers(
+    ranks: RankPool, value_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "critic"
+    first, second = ranks.run(train_and_look, value_model, out, world=2)
+    assert len(first["replicated"]) == 2 * 2 + 1 + 2
+    for name, tensor in first["replicated"].items():
+        assert torch.equal(tensor, second["replicated"][name]), name
+    reloaded = LlamaForTokenClassification.from_pretrained(out).eval()
+    assert reloaded.num_labels == 1
+    with torch.no_grad():
+        sequences = [tokens for tokens in make_batch().split() if len(tokens)]
+        rows = [reloaded(tokens[None]).logits[0, :, 0] for tokens in sequences]
+    expected = torch.cat([torch.cat([torch.zeros(1), row[:-1]]) for row in rows])
+    torch.testing.assert_close(first["values"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_save_is_bit_identical_to_what_was_loaded(model: Path, tmp_path: Path) -> None:
+    Actor.from_pretrained(model, device="cpu").save_pretrained(tmp_path / "out")
+    before, after = (ckpt.open_checkpoint(path) for path in (model, tmp_path / "out"))
+    assert before.tensors.keys() == after.tensors.keys()
+    first, second = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def save_from_some_ranks(group: ProcessGroup, path: Path, out: Path, backend: str, dims: ParallelDims) -> None:
+    members = list(range(1, 1 + dims.world_size))
+    if group.rank() in members:
+        mesh = dims.build_mesh("cpu", members)
+        Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu").save_pretrained(out)
+
+
+@pytest.mark.parametrize(("backend", "dims"), [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims(dp=2))])
+def test_a_grid_without_the_first_rank_saves_what_it_loaded(
+    ranks: RankPool, model: Path, tmp_path: Path, backend: str, dims: ParallelDims
+) -> None:
+    out = tmp_path / "out"
+    ranks.run(save_from_some_ranks, model, out, backend, dims, world=4)
+    before, after = (load_file(path / "model.safetensors") for path in (model, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def raise_alike(group: ProcessGroup, path: Path, what: str) -> str:
+    dims = ParallelDims(tp=group.size())
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    try:
+        actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=8)
+        if what == "vocabulary":
+            actor.log_probs(Batch.from_sequences([[1, 2], [3, 61]]))
+        elif what == "budget":
+            actor.log_probs(Batch.from_sequences([[1] * 3, [1] * 9]))
+        elif what == "mask":
+            actor.update(Batch.from_sequences([[1], [2]]), policy_loss)
+        elif what == "loss":
+            actor.update(
+                Batch.from_sequences([[1, 2]]), lambda log_probs, entropy, batch: losses.LossTerms(log_probs.mean())
+            )
+        elif what == "nan":
+            actor.update(
+                Batch.from_sequences([[1, 2]]),
+                lambda log_probs, entropy, batch: losses.LossTerms(log_probs * float("nan")),
+            )
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("vocabulary", "token id 61 at index [3] is outside the vocabulary 0..60"),
+        ("budget", "sample 1 has 9 tokens, more than max_tokens=8"),
+        ("mask", "no token of the batch is in its mask"),
+        ("loss", "the loss must be one number per token, [2], got torch.Size([])"),
+        ("nan", "FloatingPointError: the gradient norm is nan"),
+    ],
+)
+def test_mistakes_raise_on_every_rank_alike(ranks: RankPool, model: Path, what: str, message: str, tp: int) -> None:
+    for said in ranks.run(raise_alike, model, what, world=tp, timeout=60):
+        assert message in said
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+def test_heads_that_do_not_divide_are_refused_on_every_rank(
+    ranks: RankPool, model: Path, tmp_path: Path, tp: int
+) -> None:
+    if tp == 4:
+        path = tmp_path / "six-heads"
+        LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 48, "num_attention_heads": 6})).save_pretrained(path)
+    else:
+        path = model
+    for said in ranks.run(raise_alike, path, "load", world=tp, timeout=60):
+        assert said.startswith("ValueError")
+        assert "is not divisible by" in said
+
+
+def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="backend='megatron' is not available; available: parallel, transformers"):
+        Actor.from_pretrained(model, backend="megatron")
+    with pytest.raises(ValueError, match="no process group"):
+        Actor.from_pretrained(model, dims=ParallelDims(tp=2))
+    with pytest.raises(ValueError, match="sequence_parallel=True needs tp > 1"):
+        Actor.from_pretrained(model, sequence_parallel=True)
+    with pytest.raises(ValueError, match="does not offer sequence_parallel"):
+        Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
+    with pytest.raises(ValueError, match="is no checkpoint folder"):
+        Actor.from_pretrained(tmp_path)
