@@ -1,0 +1,376 @@
+"""Memory-bound kernels: RMSNorm (plain, and with the residual added), rotary embedding, SwiGLU; forward and backward.
+
+    python benchmarks/elementwise.py [--json FILE] [--only NAME ...] [--sweep]
+
+Each row names the fewest bytes that the operation must move; its rate is those bytes over the measured time, and the
+ratio is that rate over a device-to-device copy's, measured in the same run (bytes read plus bytes written). Times are
+medians of CUDA-event times over replays of a CUDA graph that holds several calls on rotating buffers, so neither
+Python nor launch gaps are in them. Peers that are not installed are left out. `--sweep` times the kernels' own launch
+parameters instead.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.kernels import rms_norm, rotary, swiglu
+from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+
+TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
+Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128
+CALLS, REPLAYS = 9, 15
+Call = Callable[[], object]
+
+
+def median_us(calls: list[Call]) -> float:
+    """Microseconds of one call: the calls run one after another in a CUDA graph, whose replays are timed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls * 2:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # A peer's background threads may touch the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    graph.replay()
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / CALLS
+
+
+def copy_rate() -> float:
+    """Bytes a second that a device-to-device copy reads and writes."""
+    pairs = [(normal(2**29), normal(2**29)) for _ in range(2)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * REPLAYS)]
+    for i, event in enumerate(events):
+        pairs[i % 2][0].copy_(pairs[i % 2][1])
+        event.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) * 1e-3 for start, end in itertools.pairwise(events)]
+    return 2 * pairs[0][0].nbytes / statistics.median(times)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+@dataclass
+class Operation:
+    """One row group of the table.
+
+    Attributes:
+        name: Of the operation.
+        forward_bytes: Fewest bytes of its forward.
+        backward_bytes: Fewest bytes of its backward.
+        inputs: Makes one set of inputs; those that require gradients take part in the backward.
+        variants: Name -> function of the inputs; it returns a tensor or several.
+    """
+
+    name: str
+    forward_bytes: int
+    backward_bytes: int
+    inputs: Callable[[], list[Tensor]]
+    variants: dict[str, Callable[..., object]]
+
+
+def optional(module: str, name: str) -> Callable[..., object] | None:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        return None
+
+
+def present(variants: dict[str, Callable[..., object] | None]) -> dict[str, Callable[..., object]]:
+    return {name: function for name, function in variants.items() if function is not None}
+
+
+def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def norm_operation() -> Operation:
+    liger = optional("liger_kernel.transformers.functional", "liger_rms_norm")
+    quack = optional("quack", "rmsnorm")
+    return Operation(
+        f"RMSNorm [{TOKENS}, {HIDDEN}]",
+        2 * 2 * TOKENS * HIDDEN,
+        3 * 2 * TOKENS * HIDDEN,
+        lambda: [normal(TOKENS, HIDDEN).requires_grad_(), normal(HIDDEN).requires_grad_()],
+        present(
+            {
+                "ours": rms_norm.fused_rms_norm,
+                "torch": torch_norm,
+                "torch.compile": torch.compile(torch_norm),
+                "liger": liger and (lambda x, weight: liger(x, weight, 1e-6, in_place=False)),
+                "quack": quack and (lambda x, weight: quack(x, weight, eps=1e-6)),
+            }
+        ),
+    )
+
+
+def add_norm_operation(hidden: int = HIDDEN) -> Operation:
+    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return torch_norm(total, weight), total
+
+    liger = optional("liger_kernel.transformers.functional", "liger_fused_add_rms_norm")
+    quack = optional("quack", "rmsnorm")
+    return Operation(
+        f"RMSNorm + residual [{TOKENS}, {hidden}]",
+        4 * 2 * TOKENS * hidden,
+        4 * 2 * TOKENS * hidden,
+        lambda: [
+            normal(TOKENS, hidden).requires_grad_(),
+            normal(TOKENS, hidden).requires_grad_(),
+            normal(hidden).requires_grad_(),
+        ],
+        present(
+            {
+                "ours": rms_norm.fused_add_rms_norm,
+                "torch": plain,
+                "torch.compile": torch.compile(plain),
+                "liger": liger and (lambda x, residual, weight: liger(x, residual, weight, 1e-6, in_place=False)),
+                "quack": quack
+                and (lambda x, residual, weight: quack(x, weight, residual=residual, eps=1e-6, prenorm=True)),
+            }
+        ),
+    )
+
+
+def head_norm_operation() -> Operation:
+    size = TOKENS * Q_HEADS * HEAD_DIM
+    return Operation(
+        f"QK-norm [{TOKENS}, {Q_HEADS}, {HEAD_DIM}]",
+        2 * 2 * size,
+        3 * 2 * size,
+        lambda: [normal(TOKENS, Q_HEADS, HEAD_DIM).requires_grad_(), normal(HEAD_DIM).requires_grad_()],
+        {"ours": rms_norm.fused_rms_norm, "torch": torch_norm, "torch.compile": torch.compile(torch_norm)},
+    )
+
+
+def rotary_operation() -> Operation:
+    cos, sin = RotaryEmbedding(HEAD_DIM, device="cuda")(torch.arange(TOKENS, device="cuda") % 4096)
+
+    def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+    batched = optional("liger_kernel.transformers.functional", "liger_rope")
+
+    def liger(q: Tensor, k: Tensor) -> object:
+        assert batched is not None
+        return batched(q[None].transpose(1, 2), k[None].transpose(1, 2), cos[None], sin[None])
+
+    size = 2 * 2 * TOKENS * (Q_HEADS + K_HEADS) * HEAD_DIM + 2 * cos.nbytes // 2
+    return Operation(
+        f"rotary, {Q_HEADS} + {K_HEADS} heads of {HEAD_DIM}, {TOKENS} tokens",
+        size,
+        size,
+        lambda: [normal(TOKENS, heads, HEAD_DIM).requires_grad_() for heads in (Q_HEADS, K_HEADS)],
+        present(
+            {
+                "ours": lambda q, k: rotary.fused_rotary(q, k, cos, sin),
+                "torch": plain,
+                "torch.compile": torch.compile(plain),
+                "liger": batched and liger,
+            }
+        ),
+    )
+
+
+def swiglu_operation() -> Operation:
+    def plain(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    halves = optional("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+    size = TOKENS * INTERMEDIATE
+    return Operation(
+        f"SwiGLU [{TOKENS}, 2 x {INTERMEDIATE}]",
+        3 * 2 * size,
+        5 * 2 * size,
+        lambda: [normal(TOKENS, 2 * INTERMEDIATE).requires_grad_()],
+        present(
+            {
+                "ours": swiglu.fused_swiglu,
+                "torch": plain,
+                "torch.compile": torch.compile(plain),
+                "liger": halves and (lambda gate_up: halves.apply(*gate_up.chunk(2, dim=-1))),
+            }
+        ),
+    )
+
+
+OPERATIONS = {
+    "norm": norm_operation,
+    "add_norm": add_norm_operation,
+    "add_norm_2048": functools.partial(add_norm_operation, 2048),
+    "add_norm_5120": functools.partial(add_norm_operation, 5120),
+    "add_norm_8192": functools.partial(add_norm_operation, 8192),
+    "head_norm": head_norm_operation,
+    "rotary": rotary_operation,
+    "swiglu": swiglu_operation,
+}
+
+
+@dataclass
+class Row:
+    operation: str
+    variant: str
+    forward_us: float
+    forward_ratio: float
+    backward_us: float
+    backward_ratio: float
+    note: str = ""
+
+
+def as_tuple(outputs: object) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def backward_call(function: Callable[..., object], inputs: list[Tensor]) -> Call:
+    """One backward: gradients of all inputs, from fresh random gradients of all outputs; the graph is kept."""
+    outputs = as_tuple(function(*inputs))
+    gradients = [torch.randn_like(output) for output in outputs]
+    return functools.partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True)
+
+
+def measure(operation: Operation, ceiling: float) -> Iterator[Row]:
+    sets = [operation.inputs() for _ in range(3)]
+    for name, function in operation.variants.items():
+        try:
+            with torch.no_grad():
+                forward = median_us([functools.partial(function, *inputs) for inputs in sets])
+            backward = median_us([backward_call(function, inputs) for inputs in sets])
+        except Exception as error:
+            message = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            yield Row(operation.name, name, float("nan"), float("nan"), float("nan"), float("nan"), message)
+            continue
+        yield Row(
+            operation.name,
+            name,
+            forward,
+            operation.forward_bytes / (forward * 1e-6) / ceiling,
+            backward,
+            operation.backward_bytes / (backward * 1e-6) / ceiling,
+        )
+
+
+@dataclass
+class Trial:
+    """One launch of the sweep."""
+
+    kernel: str
+    ratio: float
+    microseconds: float
+    launch: str
+
+
+def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
+    """Launches of the norm's kernels at one row size, on the same number of elements."""
+    count = TOKENS * HIDDEN // size
+    tensors = [[normal(count, size) for _ in range(3)] for _ in range(2)]
+    weight, rstd, bytes_moved = normal(size), torch.ones(count, device="cuda"), 4 * 2 * count * size
+    base = rms_norm.forward_launch(size).rows
+    forwards = [(base * n, warps, None, 1) for n in (1, 2) for warps in (4, 8, 16)]
+    loops = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
+    backwards = [
+        (base * n, warps, *loop)
+        for n, warps, loop in itertools.product((1, 2, 4, 8), (4, 8, 16), loops)
+        if base * n * size <= 16384
+    ]
+    for cut in forwards + backwards:
+        launch = rms_norm.Launch(*cut)
+
+        def forward(x: Tensor, residual: Tensor, _: Tensor, launch: rms_norm.Launch = launch) -> object:
+            return rms_norm.launch_forward(x, residual, weight, 1e-6, False, launch)
+
+        def backward(x: Tensor, dy: Tensor, dtotal: Tensor, launch: rms_norm.Launch = launch) -> object:
+            return rms_norm.launch_backward(dy, dtotal, x, weight, rstd, False, launch)
+
+        name, function = ("forward", forward) if launch.programs is None else ("backward", backward)
+        try:
+            time = median_us([functools.partial(function, *t) for t in tensors])
+        except Exception as error:  # too many registers or too much shared memory
+            print(f"norm {size} {name} {launch}: {type(error).__name__}", file=sys.stderr)
+            continue
+        yield Trial(f"norm {size} {name}", bytes_moved / (time * 1e-6) / ceiling, time, str(launch))
+
+
+def sweep_swiglu(ceiling: float) -> Iterator[Trial]:
+    tensors = [(normal(TOKENS, 2 * INTERMEDIATE), normal(TOKENS, INTERMEDIATE)) for _ in range(2)]
+    size = 2 * TOKENS * INTERMEDIATE
+    for block, warps in itertools.product((512, 1024, 2048, 4096, 8192), (4, 8, 16)):
+        cut = {"max_block": block, "num_warps": warps}
+        forward = median_us([functools.partial(swiglu.launch_forward, x, **cut) for x, _ in tensors])
+        backward = median_us([functools.partial(swiglu.launch_backward, dy, x, **cut) for x, dy in tensors])
+        yield Trial("swiglu forward", 3 * size / (forward * 1e-6) / ceiling, forward, str(cut))
+        yield Trial("swiglu backward", 5 * size / (backward * 1e-6) / ceiling, backward, str(cut))
+
+
+def sweep_rotary(ceiling: float) -> Iterator[Trial]:
+    operation = rotary_operation()
+    cos, sin = RotaryEmbedding(HEAD_DIM, device="cuda")(torch.arange(TOKENS, device="cuda") % 4096)
+    tensors = [[x.detach() for x in operation.inputs()] for _ in range(2)]
+    for heads, warps in itertools.product((4, 8, 16, 32, 64), (1, 2, 4, 8, 16)):
+        cut = {"heads": heads, "num_warps": warps}
+        time = median_us([functools.partial(rotary.launch, q, k, cos, sin, False, **cut) for q, k in tensors])
+        yield Trial("rotary", operation.forward_bytes / (time * 1e-6) / ceiling, time, str(cut))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--only", nargs="*", choices=sorted(OPERATIONS), default=list(OPERATIONS))
+    parser.add_argument("--sweep", action="store_true", help="time launch parameters of our kernels")
+    parser.add_argument("--sizes", nargs="*", type=int, default=[4096, 128], help="row sizes of the norm's sweep")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch._functorch.config.donated_buffer = False  # backwards are replayed
+    ceiling = copy_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {ceiling / 1e12:.2f} TB/s", flush=True)
+    if options.sweep:
+        sweeps = [sweep_norm(size, ceiling) for size in options.sizes] + [sweep_swiglu(ceiling), sweep_rotary(ceiling)]
+        trials = sorted(itertools.chain(*sweeps), key=lambda trial: (trial.kernel, -trial.ratio))
+        for _, group in itertools.groupby(trials, key=lambda trial: trial.kernel):
+            for trial in list(group)[:8]:
+                print(f"{trial.kernel}: {trial.ratio:.3f} of copy, {trial.microseconds:.1f} us, {trial.launch}")
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump([asdict(trial) for trial in trials], file, indent=1)
+        return
+    rows: list[Row] = []
+    print("| operation | variant | forward us | of copy | backward us | of copy |\n|---|---|---|---|---|---|")
+    for name in options.only:
+        for row in measure(OPERATIONS[name](), ceiling):
+            rows.append(row)
+            print(
+                f"| {row.operation} | {row.variant} | {row.forward_us:.1f} | {row.forward_ratio:.2f} "
+                f"| {row.backward_us:.1f} | {row.backward_ratio:.2f} |",
+                flush=True,
+            )
+            if row.note:
+                print(f"{row.variant}: {row.note}", file=sys.stderr)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"copy_bytes_per_second": ceiling, "rows": [asdict(row) for row in rows]}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

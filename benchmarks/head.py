@@ -1,0 +1,312 @@
+"""The language-model head: hidden states to log-probs and entropies, forward and backward, beside its peers.
+
+    python benchmarks/head.py [--shape TOKENS HIDDEN VOCABULARY ...] [--json FILE] [--only NAME ...] [--rounds N]
+
+bf16 random data, logits of standard deviation 2. Every round runs each variant once, so that a clock that drifts drifts
+for all; a time is the median over the rounds of CUDA-event times. The weight is larger than any cache. The ceilings are
+measured first: a large matrix product, and a device-to-device copy counting bytes read and written. Errors are against
+fp64 over the first tokens: the largest absolute one of log-prob and entropy, the relative norm of the hidden states'
+gradient. Extra memory is the peak above the inputs over a forward and backward, the returned gradients included, and
+also without them, as a share of the bf16 logits. Peers that are not installed are left out.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_layers import linear_log_probs, linear_policy_loss
+
+SHAPES = [(8192, 4096, 128256), (16384, 4096, 151936), (8192, 2560, 151936)]
+CHECKED_TOKENS = 512
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class Problem:
+    """Inputs, upstream gradients, and the truth for the first tokens."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    grad_log_probs: Tensor
+    grad_entropy: Tensor
+
+    @classmethod
+    def random(cls, tokens: int, hidden: int, vocabulary: int) -> "Problem":
+        weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16) * (2 / math.sqrt(hidden))
+        return cls(
+            torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_(),
+            weight.requires_grad_(),
+            torch.randint(vocabulary, (tokens,), device="cuda"),
+            torch.randn(tokens, device="cuda"),
+            torch.randn(tokens, device="cuda"),
+        )
+
+    def truth(self, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and gradient of the hidden states of the first tokens, in fp64."""
+        first = slice(CHECKED_TOKENS)
+        hidden = self.hidden.detach()[first].double().requires_grad_()
+        log_softmax = torch.log_softmax(hidden @ self.weight.detach().double().T, -1)
+        log_probs = log_softmax.gather(-1, self.labels[first, None])[:, 0]
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        outputs, upstream = [log_probs], [self.grad_log_probs[first].double()]
+        if entropy:
+            outputs, upstream = [*outputs, entropies], [*upstream, self.grad_entropy[first].double()]
+        (gradient,) = torch.autograd.grad(outputs, hidden, upstream)
+        return log_probs.detach(), entropies.detach(), gradient
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    return linear_log_probs(hidden, weight, labels)
+
+
+def ours_keeping(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
+        kept.append((log_probs, entropy))
+        return log_probs
+
+    linear_policy_loss(hidden, weight, labels, loss)
+    return kept[0]
+
+
+def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    log_softmax = torch.log_softmax((hidden @ weight.T).float(), -1)
+    return log_softmax.gather(-1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def verl() -> Forward:
+    """verl's kernel package alone: the rest of verl would import half a training system."""
+    root = importlib.util.find_spec("verl")
+    if root is None or not root.submodule_search_locations:
+        raise ImportError("verl")
+    folder = root.submodule_search_locations[0]
+    for name, path in (
+        ("verl", folder),
+        ("verl.utils", f"{folder}/utils"),
+        ("verl.utils.kernel", f"{folder}/utils/kernel"),
+    ):
+        module = types.ModuleType(name)
+        module.__path__ = [path]
+        sys.modules[name] = module
+    device = types.ModuleType("verl.utils.device")
+    device.__dict__.update(
+        is_cuda_available=True,
+        get_device_capability=torch.cuda.get_device_capability,
+        get_device_name=lambda: "cuda",
+        get_torch_device=lambda: torch.cuda,
+    )
+    sys.modules["verl.utils.device"] = device
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, labels: function(hidden, weight, labels, 1.0, "none")
+
+
+def liger_scaled() -> Forward:
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    importlib.import_module("cutlass.cute")  # without it this is another, slower implementation
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        outputs = module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, labels, 1.0, -100, 1, True)
+        return -outputs[0], outputs[1]
+
+    return forward
+
+
+def liger_loss() -> Forward:
+    function = importlib.import_module(
+        "liger_kernel.ops.fused_linear_cross_entropy"
+    ).LigerFusedLinearCrossEntropyFunction
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = function.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum")
+        return -(loss[0] if isinstance(loss, tuple) else loss), None
+
+    return forward
+
+
+def cut_cross_entropy() -> Forward:
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, labels: (-function(hidden, weight, labels, reduction="none"), None)
+
+
+VARIANTS: dict[str, Callable[[], Forward]] = {
+    "ours: linear_log_probs": lambda: ours,
+    "ours: linear_policy_loss": lambda: ours_keeping,
+    "Liger fused_linear_scaled_cross_entropy": liger_scaled,
+    "verl linear_cross_entropy": verl,
+    "cut-cross-entropy (no entropy)": cut_cross_entropy,
+    "Liger fused_linear_cross_entropy (scalar loss)": liger_loss,
+    "materialised torch": lambda: materialised,
+}
+
+
+@dataclass
+class Row:
+    """One variant at one shape."""
+
+    name: str
+    forward_ms: list[float] = field(default_factory=list)
+    both_ms: list[float] = field(default_factory=list)
+    extra_gib: float = 0.0
+    extra_share: float = 0.0
+    log_prob_error: float | None = None
+    entropy_error: float | None = None
+    grad_hidden_error: float | None = None
+
+    def medians(self) -> tuple[float, float]:
+        return statistics.median(self.forward_ms), statistics.median(self.both_ms)
+
+
+def backward(outputs: tuple[Tensor, Tensor | None], problem: Problem) -> list[Tensor]:
+    pairs = [(outputs[0], problem.grad_log_probs), (outputs[1], problem.grad_entropy)]
+    used = [(output, gradient if output.ndim else None) for output, gradient in pairs if output is not None]
+    return list(
+        torch.autograd.grad(
+            [output for output, _ in used],
+            (problem.hidden, problem.weight),
+            [None if gradient is None else gradient.to(output.dtype) for output, gradient in used],
+        )
+    )
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    result = function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), result
+
+
+def one_round(row: Row, forward: Forward, problem: Problem) -> None:
+    """Time a forward alone, then a forward and backward."""
+    milliseconds, outputs = timed(lambda: forward(problem.hidden, problem.weight, problem.labels))
+    row.forward_ms.append(milliseconds)
+    del outputs
+    milliseconds, _ = timed(lambda: backward(forward(problem.hidden, problem.weight, problem.labels), problem))
+    row.both_ms.append(milliseconds)
+
+
+def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = forward(problem.hidden, problem.weight, problem.labels)
+    gradients = backward(outputs, problem)
+    extra = torch.cuda.max_memory_allocated() - before
+    row.extra_gib = extra / 2**30
+    returned = sum(gradient.nbytes for gradient in gradients)
+    row.extra_share = (extra - returned) / (2 * len(problem.hidden) * len(problem.weight))
+    log_probs, entropy = outputs
+    if not log_probs.ndim:
+        return
+    truth = problem.truth(entropy=entropy is not None)
+    first = slice(CHECKED_TOKENS)
+    row.log_prob_error = (log_probs[first].double() - truth[0]).abs().max().item()
+    if entropy is not None:
+        row.entropy_error = (entropy[first].double() - truth[1]).abs().max().item()
+    row.grad_hidden_error = ((gradients[0][first].double() - truth[2]).norm() / truth[2].norm()).item()
+
+
+def measure(shape: tuple[int, int, int], forwards: dict[str, Forward], rounds: int) -> list[Row]:
+    problem = Problem.random(*shape)
+    rows = []
+    for name, forward in forwards.items():
+        row = Row(name)
+        try:
+            for _ in range(2):  # compiles and tunes
+                one_round(row, forward, problem)
+            measure_memory_and_errors(row, forward, problem)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            torch.cuda.empty_cache()
+            continue
+        row.forward_ms, row.both_ms = [], []
+        rows.append(row)
+    for _ in range(rounds):
+        for row in rows:
+            one_round(row, forwards[row.name], problem)
+    return rows
+
+
+def ceilings() -> dict[str, float]:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    runs = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    seconds = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        seconds[name] = statistics.median(timed(run)[0] for _ in range(20)) * 1e-3
+    return {
+        "product_tflops": 2 * 8192**3 / seconds["product"] * 1e-12,
+        "copy_tb_per_s": 2 * source.nbytes / seconds["copy"] * 1e-12,
+    }
+
+
+def markdown(shape: tuple[int, int, int], rows: list[Row], tflops: float) -> str:
+    """The table of performance figures, the four products at the measured ceiling first."""
+    product = 2 * math.prod(shape) / tflops * 1e-9
+    lines = [
+        f"| tokens, hidden, vocabulary: {', '.join(map(str, shape))} | fwd ms | fwd+bwd ms | extra GiB "
+        "| beyond gradients, share of bf16 logits | log-prob error | entropy error | dX error |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| products at the measured ceiling ({tflops:.0f} TFLOP/s) | {product:.1f} | {4 * product:.1f} | | | | | |",
+    ]
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.5f}"
+
+    for row in rows:
+        forward, both = row.medians()
+        errors = " | ".join(map(number, (row.log_prob_error, row.entropy_error, row.grad_hidden_error)))
+        lines.append(
+            f"| {row.name} | {forward:.1f} | {both:.1f} | {row.extra_gib:.2f} | {row.extra_share:.1%} | {errors} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs=3, type=int, action="append", metavar=("TOKENS", "HIDDEN", "VOCABULARY"))
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", help="also write every figure to this file")
+    options = parser.parse_args()
+    forwards: dict[str, Forward] = {}
+    for name in options.only or VARIANTS:
+        with contextlib.suppress(ImportError):
+            forwards[name] = VARIANTS[name]()
+    measured = ceilings()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {json.dumps(measured)}", flush=True)
+    results = []
+    for shape in options.shape or SHAPES:
+        rows = measure(tuple(shape), forwards, options.rounds)
+        print("\n" + markdown(tuple(shape), rows, measured["product_tflops"]), flush=True)
+        results.append({"shape": shape, "rows": [asdict(row) for row in rows]})
+        torch.cuda.empty_cache()
+    if options.json:
+        with open(options.json, "w") as sink:
+            json.dump(
+                {"ceilings": measured, "device": torch.cuda.get_device_name(), "results": results}, sink, indent=1
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""An actor on dp 2 x tp 2 and its critic on tp 4, on the same four ranks of one process group.
+
+    torchrun --nproc-per-node 4 examples/critic_on_another_grid.py CHECKPOINT
+
+CHECKPOINT is a folder with a Llama or Qwen2 checkpoint; without one, a small random model is made. The task: say the
+token 7 (the reward of a response is its share of that token).
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_layers import ParallelDims
+from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models.quickstart.task import make_checkpoint
+
+
+def share_of_sevens(batch: Batch) -> Tensor:
+    """The reward of every sequence, `[N]`."""
+    return torch.stack([(response == 7).float().mean() for response in batch.responses()])
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
+
+
+def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.value_clip(values, batch["old_values"], batch["returns"])
+
+
+def all_parts(part: Batch, dp: int) -> list[Batch]:
+    """The batches of all data-parallel ranks, in order, on every rank."""
+    parts: list[Batch | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.to("cpu"))
+    tp = len(parts) // dp
+    return [batch for batch in parts[::tp] if batch is not None]
+
+
+def main(checkpoint: Path, steps: int) -> None:
+    optimizer = OptimizerOptions(learning_rate=5e-3)
+    actor = Actor.from_pretrained(checkpoint, dims=ParallelDims(dp=2, tp=2), optimizer=optimizer)
+    critic = Critic.from_pretrained(checkpoint, dims=ParallelDims(tp=4), optimizer=optimizer)
+    dp_rank = actor.grid.rank("dp")
+    for step in range(steps):
+        # Each data-parallel rank of the actor continues prompts of its own.
+        mine = actor.generate([[1, 4 + dp_rank]] * 32, max_new_tokens=8, seed=step)
+        mine = mine.with_fields(old_log_probs=actor.log_probs(mine).log_probs)
+
+        # The critic's one group of four ranks sees all of them.
+        parts = all_parts(mine, dp=2)
+        batch = Batch.concatenate(parts).to(critic.device)
+        values = critic.values(batch)
+        scores = share_of_sevens(batch)
+        rewards = losses.token_rewards(scores, batch.mask, batch.lengths)
+        advantages, returns = losses.gae(rewards, values, batch.mask, batch.lengths, lam=1.0)
+        batch = batch.with_fields(old_values=values, returns=returns, advantages=losses.whiten(advantages, batch.mask))
+        critic_metrics = critic.update(batch, value_loss)
+
+        # Back to the actor: this rank's sequences, where they stand in the whole batch.
+        first = sum(len(part) for part in parts[:dp_rank])
+        metrics = actor.update(batch.select(range(first, first + len(mine))), policy_loss)
+        if dist.get_rank() == 0:
+            print(
+                f"step {step}: reward {scores.mean():.3f}, gradient norm {metrics['grad_norm']:.3f}, "
+                f"value error {critic_metrics['value_error']:.4f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    cuda = torch.cuda.device_count() >= 4
+    dist.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(dist.get_rank())
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]), steps=20)
+    else:
+        # Every rank makes the same small model, in a folder of its own.
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(Path(folder), seed=0)
+            main(Path(folder), steps=20)
+    dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""The README's table of families is the code's, and an actor of every cell in it scores like transformers."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_patches import supported_model_types
+from hf_patches.testing import one_by_one, random_sequences, tiny_model
+from rl_models import Actor, Batch
+from rl_models.backends import BACKENDS
+from rl_models.families import FAMILIES
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+# Families with images are patched by hf-patches, but the actor loads text models alone.
+CLAIMED: dict[str, Callable[[str], bool]] = {
+    "parallel": FAMILIES.__contains__,
+    "transformers": lambda family: family in supported_model_types() and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
+ALL = sorted({*FAMILIES, *supported_model_types()})
+CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in ALL if claimed(family)]
+
+
+def table() -> str:
+    """A row for each family that some backend has; a cell says which forms of parallelism it has there."""
+    assert set(CLAIMED) == set(BACKENDS)
+    heads = ["family", *(f'`backend="{name}"`' for name in BACKENDS)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for family in sorted({family for family, _ in CELLS}):
+        cells = [", ".join(BACKENDS[name].axes) if (family, name) in CELLS else "-" for name in BACKENDS]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_table_is_the_codes() -> None:
+    printed = re.search(r"<!-- families: begin -->\n(.*?)<!-- families: end -->", README.read_text(), re.DOTALL)
+    assert printed
+    assert printed[1] == table(), "replace the table in README.md by the one above"
+
+
+@pytest.mark.parametrize(("family", "backend"), CELLS)
+def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family: str, backend: str) -> None:
+    model = tiny_model(family).eval()
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences((7, 1, 12), model.config.get_text_config().vocab_size)
+    batch = Batch.from_sequences(sequences)
+    with torch.no_grad():
+        expected = one_by_one(model, sequences)
+    scored = Actor.from_pretrained(tmp_path, backend=backend, device="cpu").log_probs(batch)
+    # transformers scores the next token; an actor's batch holds each token's own.
+    starts = batch.first
+    torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored.entropy[~starts], expected.entropy[(~starts).roll(-1)], rtol=0, atol=3e-5)

@@ -1,0 +1,129 @@
+"""Weights reach Megatron-Core models through ckpt's "megatron" layout, and come back bit-identical."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.testing import RankPool, shared_pool
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-biased": ("Llama", {"attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+}
+GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
+    "one": (ParallelDims(), None),
+    "tp2": (ParallelDims(tp=2), None),
+    "tp4, more ranks than key-value heads": (ParallelDims(tp=4), None),
+    "tp2 pp2": (ParallelDims(tp=2, pp=2), None),
+    "pp2 vpp2": (ParallelDims(pp=2), 2),
+    "dp2 ep2": (ParallelDims(dp=2, ep=2), None),
+    "tp2 dp2 ep2": (ParallelDims(tp=2, dp=2, ep=2), None),
+    "tp2 ep2": (ParallelDims(tp=2, ep=2), None),
+}
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    return shared_pool()
+
+
+def save_transformers(name: str, folder: Path) -> None:
+    import transformers
+
+    kind, extra = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES, **extra))
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+
+
+def there_and_back_on(
+    group: ProcessGroup, source: str, target: str, dims: ParallelDims, virtual_stages: int | None
+) -> None:
+    import transformers
+
+    from ckpt import Place, layout_for, load_hf, save_hf
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.manual_seed(1)
+    sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in (11, 1, 17, 6)]
+    micro_batches = [PackedSequence.from_sequences(sequences[:2], multiple_of=dims.tp)]
+    micro_batches.append(PackedSequence.from_sequences(sequences[2:], multiple_of=dims.tp))
+    with (
+        cpu_stand_in(),
+        megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid,
+    ):
+        chunks = build_gpt(source, grid)
+        layout = layout_for(source, target="megatron")
+        axes = {
+            "tp": grid.groups.tp,
+            "pp": grid.groups.pp,
+            "ep": grid.groups.ep,
+            "etp": grid.groups.expt_tp,
+        }
+        place = {axis: (part.rank(), part.size()) for axis, part in axes.items()}
+        places = [Place(**place, vpp=(number, len(chunks))) for number in range(len(chunks))]
+        for chunk, where in zip(chunks, places, strict=True):
+            into = {name: parameter.data for name, parameter in chunk.named_parameters()}
+            assert load_hf(source, layout, where, into=into, group=group).keys() == into.keys()
+        outputs = run_schedule(chunks, micro_batches, grid, labels=[next_token_labels(part) for part in micro_batches])
+        log_probs = [
+            rows for part, output in zip(micro_batches, outputs, strict=True) for rows in part.split(output[0])
+        ]
+        for ids, rows in zip(sequences, log_probs, strict=True):
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(rows[:-1], expected, rtol=1e-5, atol=1e-5)
+        tensors = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
+        save_hf(target, tensors, layout, places, group=group)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(ranks: RankPool, tmp_path: Path, name: str, grid: str, request: pytest.FixtureRequest) -> None:
+    dims, virtual_stages = GRIDS[grid]
+    if dims.ep > 1 and name not in ("qwen3-moe", "mixtral"):
+        pytest.skip("no experts")
+    plain = {("llama", "tp2"), ("qwen2-tied", "tp2 pp2"), ("qwen3", "pp2 vpp2"), ("qwen3-moe", "dp2 ep2")}
+    if (name, grid) not in plain and not request.config.getoption("--slow"):
+        pytest.skip("slow: run with --slow")
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_transformers(name, source)
+    ranks.run(there_and_back_on, str(source), str(target), dims, virtual_stages, world=dims.world_size)
+    before, after = (
+        {
+            key: value
+            for file in folder.glob("*.safetensors")
+            for key, value in safetensors.torch.load_file(file).items()
+        }
+        for folder in (source, target)
+    )
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype
+        assert torch.equal(value, after[key]), key

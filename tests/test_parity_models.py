@@ -1,0 +1,173 @@
+"""The native models against transformers: log-probs, entropies, values and every gradient, over tensor-parallel grids.
+
+Packed ragged batches, whose total no tp divides, against transformers run on one sequence at a time, from the same
+checkpoint files; gradients come back through ckpt's layouts, as if they were weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import ckpt
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool, shared_pool
+from rl_models import Actor, Batch, Critic
+
+LENGTHS = (11, 1, 17, 6)
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama-tied-llama3-rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3)
+    ),
+    "llama-biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2-window-tied": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "llama-value": lambda: LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=1, attention_bias=True)),
+}
+GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def checkpoint(folder: Path, name: str) -> tuple[Path, PreTrainedModel]:
+    """The model and its files; no parameter is 0 or 1, as the biases and norms of a new model are."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.15 * noise)
+    path = folder / name
+    if not path.exists():
+        model.save_pretrained(path)
+    return path, model
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+    weights = {name: [torch.randn(length, generator=generator) for length in LENGTHS] for name in ("a", "b")}
+    return Batch.from_sequences(rows, **weights)
+
+
+def reference(model: PreTrainedModel, batch: Batch, temperature: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """transformers, one sequence at a time: results `[T]` aligned with their own token, and gradients."""
+    columns: list[list[Tensor]] = []
+    for tokens in batch.split():
+        output = model(tokens[None]).logits[0].double()
+        if output.shape[-1] == 1:
+            columns.append([torch.cat([output.new_zeros(1), output[:-1, 0]])])
+            continue
+        predicted = (output / temperature).log_softmax(-1)
+        log_probs = predicted[:-1].gather(-1, tokens[1:, None])[:, 0]
+        entropy = -(predicted.exp() * predicted).sum(-1)[:-1]
+        columns.append([torch.cat([output.new_zeros(1), column]) for column in (log_probs, entropy)])
+    results = [torch.cat(column) for column in zip(*columns, strict=True)]
+    weighted = zip(results, (batch["a"], batch["b"]), strict=False)
+    torch.stack([(result * weight).sum() for result, weight in weighted]).sum().backward()
+    return [result.detach() for result in results], {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def run_native(
+    group: ProcessGroup, path: Path, sequence_parallel: bool, temperature: float, gradients: Path
+) -> list[Tensor]:
+    """Results `[T]`, and the gradients written as a checkpoint."""
+    tp = group.size()
+    dims = ParallelDims(tp=tp)
+    mesh = dims.build_mesh("cpu", list(range(tp)))
+    kind = Critic if "value" in path.name else Actor
+    worker = kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", sequence_parallel=sequence_parallel)
+    batch = make_batch()
+    packed = batch.packed(multiple_of=worker.engine.tokens_multiple_of)
+    if isinstance(worker, Actor):
+        after = worker._model(temperature, packed)
+    else:
+        assert isinstance(worker, Critic)
+        after = worker._model(packed)
+    from rl_models.worker import shift_to_own_token
+
+    results = [shift_to_own_token(column, batch) for column in after]
+    weighted = zip(results, (batch["a"], batch["b"]), strict=False)
+    torch.stack([(result * weight).sum() for result, weight in weighted]).sum().backward()
+    model = worker.engine.module
+    local = {name: parameter.grad for name, parameter in model.named_parameters()}
+    layout = ckpt.layout_for(path, role=worker.role)
+    ckpt.save_hf(gradients, local, layout, ckpt.Place(tp=(group.rank(), tp)), group=group)
+    return results
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"tp{grid[0]}{'-sp' * grid[1]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_native_models_equal_transformers(
+    ranks: RankPool, folder: Path, tmp_path: Path, name: str, grid: tuple[int, bool]
+) -> None:
+    path, model = checkpoint(folder, name)
+    tp, sequence_parallel = grid
+    temperature = 0.8
+    batch = make_batch()
+    expected, expected_gradients = reference(model, batch, temperature)
+    gathered = tmp_path / "gradients"
+    per_rank = ranks.run(run_native, path, sequence_parallel, temperature, gathered, world=tp, timeout=120)
+    for results in per_rank:
+        for actual, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(results, per_rank[0], strict=True))
+    actual_gradients = load_file(gathered / "model.safetensors")
+    assert actual_gradients.keys() == expected_gradients.keys()
+    for parameter, wanted in expected_gradients.items():
+        difference = (actual_gradients[parameter] - wanted).norm() / wanted.norm()
+        assert difference <= 1e-5, f"{parameter}: relative difference {difference:.2e}"
+        torch.testing.assert_close(
+            actual_gradients[parameter], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=parameter
+        )
