@@ -31,6 +31,7 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models import Actor, Batch, Critic
+from rl_models.worker import shift_to_own_token
 
 LENGTHS = (11, 1, 17, 6)
 VOCAB = 97
@@ -130,16 +131,14 @@ def run_native(
     worker = kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", sequence_parallel=sequence_parallel)
     batch = make_batch()
     packed = batch.packed(multiple_of=worker.engine.tokens_multiple_of)
-    if isinstance(worker, Actor):
-        after = worker._model(temperature, packed)
-    else:
-        assert isinstance(worker, Critic)
-        after = worker._model(packed)
-    from rl_models.worker import shift_to_own_token
+    results: list[Tensor] = []
 
-    results = [shift_to_own_token(column, batch) for column in after]
-    weighted = zip(results, (batch["a"], batch["b"]), strict=False)
-    torch.stack([(result * weight).sum() for result, weight in weighted]).sum().backward()
+    def loss(number: int, outputs: tuple[Tensor, ...]) -> Tensor:
+        results[:] = [shift_to_own_token(output, batch) for output in outputs]
+        weighted = zip(results, (batch["a"], batch["b"]), strict=False)
+        return torch.stack([(result * weight).sum() for result, weight in weighted]).sum()
+
+    worker.engine.forward_backward([packed], loss, temperature=temperature)
     model = worker.engine.module
     local = {name: parameter.grad for name, parameter in model.named_parameters()}
     layout = ckpt.layout_for(path, role=worker.role)

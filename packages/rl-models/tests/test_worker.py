@@ -166,24 +166,27 @@ def perturb(group: ProcessGroup, path: Path, backend: str) -> list[dict[str, Any
     dims = ParallelDims(tp=group.size())
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     worker = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
-    found = []
-    for changed in (False, True):
-        batch = make_batch()
-        if changed:
-            tokens = batch.tokens.clone()
-            tokens[batch.positions([2])] = (tokens[batch.positions([2])] + 7) % 61
-            batch = Batch(tokens, batch.lengths, batch.mask, batch.fields)
-        packed = batch.packed(multiple_of=worker.engine.tokens_multiple_of)
-        result = worker.engine.log_probs(packed, temperature=1.0, entropy=True)
-        assert result.entropy is not None
-        # Sequences 0, 3 and 5 stand before and behind the one that is changed.
-        own = batch.positions([0, 3, 5])
-        numbers = torch.stack([result.log_probs[own], result.entropy[own]])
-        worker.engine.module.zero_grad()
-        numbers.sum().backward()
-        gradients = {name: p.grad for name, p in worker.engine.module.named_parameters()}
-        found.append({"numbers": numbers.detach(), "gradients": gradients})
-    return found
+    batch = make_batch()
+    tokens = batch.tokens.clone()
+    tokens[batch.positions([2])] = (tokens[batch.positions([2])] + 7) % 61
+    changed = Batch(tokens, batch.lengths, batch.mask, batch.fields)
+    # Sequences 0, 3 and 5 stand before and behind the one that is changed.
+    return [look_at(worker, each, [0, 3, 5]) for each in (batch, changed)]
+
+
+def look_at(worker: Actor, batch: Batch, sequences: list[int]) -> dict[str, Any]:
+    """The log-probs and entropies of some sequences, and the gradients of their sum."""
+    own = batch.positions(sequences)
+    seen: list[Tensor] = []
+
+    def loss(number: int, outputs: tuple[Tensor, ...]) -> Tensor:
+        seen.append(torch.stack([output[own] for output in outputs]))
+        return seen[-1].sum()
+
+    worker.optimizer.zero_grad()
+    worker.engine.forward_backward([batch.packed(multiple_of=worker.engine.tokens_multiple_of)], loss)
+    gradients = {name: parameter.grad for name, parameter in worker.engine.module.named_parameters()}
+    return {"numbers": seen[0].detach(), "gradients": gradients}
 
 
 @pytest.mark.parametrize(("backend", "tp"), [("parallel", 1), ("parallel", 2), ("transformers", 1)])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rl_models.critic import Critic
     from rl_models.grid import Grid
     from rl_models.models import CausalLM, ValueModel
-    from rl_models.worker import OptimizerOptions
+    from rl_models.optimizer import OptimizerOptions
 
 __all__ = [
     "Actor",
@@ -34,7 +34,7 @@ _HOME = {
     "Critic": "rl_models.critic",
     "Grid": "rl_models.grid",
     "ModelConfig": "rl_models.config",
-    "OptimizerOptions": "rl_models.worker",
+    "OptimizerOptions": "rl_models.optimizer",
     "TokenLogProbs": "rl_models.actor",
     "ValueModel": "rl_models.models",
 }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from parallel_layers import PackedSequence
 from rl_models.backends import Role
 from rl_models.batch import Batch
 from rl_models.generation import SamplingOptions, generate
@@ -39,7 +37,7 @@ class Actor(Worker):
         Raises:
             ValueError: a token is outside the vocabulary; on every rank alike.
         """
-        return TokenLogProbs(*self.predict(batch, partial(self._model, temperature)))
+        return TokenLogProbs(*self.predict(batch, temperature=temperature))
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
@@ -60,8 +58,9 @@ class Actor(Worker):
             ValueError: there is nothing to learn from, or the loss is not one number per token.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
         """
-        model = partial(self._model, temperature)
-        return self.step(batch, model, lambda part, own: loss(own[0], own[1], part), aggregation)
+        return self.step(
+            batch, lambda part, own: loss(own[0], own[1], part), aggregation=aggregation, temperature=temperature
+        )
 
     def generate(
         self,
@@ -94,8 +93,3 @@ class Actor(Worker):
         """
         options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
         return generate(self.engine, prompts, options)
-
-    def _model(self, temperature: float, packed: PackedSequence) -> tuple[Tensor, ...]:
-        result = self.engine.log_probs(packed, temperature=temperature, entropy=True)
-        assert result.entropy is not None
-        return result.log_probs, result.entropy

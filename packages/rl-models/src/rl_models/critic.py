@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from parallel_layers import PackedSequence
 from rl_models.backends import Role
 from rl_models.batch import Batch
 from rl_models.losses import LossTerms
@@ -24,12 +23,9 @@ class Critic(Worker):
 
     def values(self, batch: Batch) -> Tensor:
         """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
-        (values,) = self.predict(batch, self._model)
+        (values,) = self.predict(batch)
         return values
 
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
         """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
-        return self.step(batch, self._model, lambda part, own: loss(own[0], part), aggregation)
-
-    def _model(self, packed: PackedSequence) -> tuple[Tensor, ...]:
-        return (self.engine.values(packed),)
+        return self.step(batch, lambda part, own: loss(own[0], part), aggregation=aggregation)

@@ -5,50 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt.agree import agree
 from megatron_utils.pipeline_parallel import split_micro_batches
-from parallel_layers import PackedSequence, ParallelDims, clip_grad_norm_
+from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.embedding import check_token_ids
 from rl_models.aggregation import token_weights
-from rl_models.backends import Engine, EngineOptions, Role, load_engine
-from rl_models.backends.fsdp import sync_gradients
+from rl_models.backends import Engine, EngineOptions, Outputs, Role, load_engine
 from rl_models.batch import Batch
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping.
-
-    Attributes:
-        learning_rate, betas, eps: AdamW's.
-        weight_decay: of matrices; vectors (norms, biases) are not decayed.
-        max_grad_norm: the gradient of the whole model is scaled down to this norm; infinity: never.
-    """
-
-    learning_rate: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def build(self, module: nn.Module) -> torch.optim.AdamW:
-        """The optimizer of a module's parameters."""
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], self.learning_rate, self.betas, self.eps)
+from rl_models.optimizer import OptimizerOptions
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
@@ -74,7 +47,7 @@ class Worker:
         self.engine = engine
         self.options = options
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.optimizer = options.build(engine.module)
+        self.optimizer = engine.build_optimizer(options)
 
     @classmethod
     def from_pretrained(
@@ -133,38 +106,41 @@ class Worker:
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """The sequences of each micro-batch: at most `max_tokens_per_micro_batch` tokens, equally many on all dp ranks.
 
+        There are as many as the engine wants; some may be empty.
+
         Raises:
             ValueError: a sequence is longer than the budget.
         """
-        return split_micro_batches(batch.lengths, self.max_tokens_per_micro_batch, group=self.grid.group("dp"))
+        return split_micro_batches(
+            batch.lengths,
+            self.max_tokens_per_micro_batch,
+            group=self.grid.group("dp"),
+            count_multiple_of=self.engine.micro_batches_multiple_of,
+        )
 
-    def predict(self, batch: Batch, model: Callable[[PackedSequence], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Run the model over the micro-batches, without gradients; results `[T]` in the batch's order.
-
-        `model` returns tensors "after each token"; they come back aligned with their own token.
-        """
+    def predict(self, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, ...]:
+        """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order."""
         batch = self._own(batch)
-        results: tuple[Tensor, ...] | None = None
-        with torch.no_grad():
-            for indices in self.micro_batches(batch):
-                part = self._part(batch, indices)
-                outputs = model(self._pack(part))
-                if results is None:
-                    results = tuple(torch.zeros(batch.num_tokens, device=self.device) for _ in outputs)
-                if indices:
-                    where = batch.positions(indices)
-                    for result, output in zip(results, outputs, strict=True):
-                        result[where] = shift_to_own_token(output, part)
-        if results is None:
+        indices = self.micro_batches(batch)
+        if not indices:
             raise ValueError("the batch has no sequences, on any rank")
+        parts = [self._part(batch, chosen) for chosen in indices]
+        outputs = self.engine.forward([self._pack(part) for part in parts], temperature=temperature)
+        results = tuple(torch.zeros(batch.num_tokens, device=self.device) for _ in outputs[0])
+        for chosen, part, output in zip(indices, parts, outputs, strict=True):
+            if chosen:
+                where = batch.positions(chosen)
+                for result, column in zip(results, output, strict=True):
+                    result[where] = shift_to_own_token(column, part)
         return results
 
     def step(
         self,
         batch: Batch,
-        model: Callable[[PackedSequence], tuple[Tensor, ...]],
-        loss: Callable[[Batch, tuple[Tensor, ...]], LossTerms],
+        loss: Callable[[Batch, Outputs], LossTerms],
+        *,
         aggregation: str,
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """One optimizer step on the whole batch: gradients add up over micro-batches and data-parallel ranks.
 
@@ -175,38 +151,31 @@ class Worker:
             ValueError: the batch has nothing to learn from, or the loss is not one number per token.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
         """
-        metrics = self._backward(self._own(batch), model, loss, aggregation)
-        norm = self._clip()
+        metrics = self._backward(self._own(batch), loss, aggregation, temperature)
+        norm = self.optimizer.step()
         if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return {**metrics, "grad_norm": norm}
 
     def _backward(
-        self,
-        batch: Batch,
-        model: Callable[[PackedSequence], tuple[Tensor, ...]],
-        loss: Callable[[Batch, tuple[Tensor, ...]], LossTerms],
-        aggregation: str,
+        self, batch: Batch, loss: Callable[[Batch, Outputs], LossTerms], aggregation: str, temperature: float
     ) -> dict[str, float]:
         batch = batch.with_fields(_weight=token_weights(batch, aggregation, self.grid.group("dp")))
+        parts = [self._part(batch, indices) for indices in self.micro_batches(batch)]
         sums: dict[str, Tensor] = {}
-        micro_batches = self.micro_batches(batch)
-        for number, indices in enumerate(micro_batches):
-            sync_gradients(self.engine.module, last=number == len(micro_batches) - 1)
-            part = self._part(batch, indices)
-            outputs = model(self._pack(part))
+
+        def total(number: int, outputs: Outputs) -> Tensor:
+            part = parts[number]
             # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
             own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
             terms = loss(part, own)
             if terms.loss.shape != part.tokens.shape:
                 raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
-            total = _weighted_sum(terms.loss, part)
-            total.backward()
             for name, value in {"loss": terms.loss, **terms.metrics}.items():
                 sums[name] = sums.get(name, 0) + _weighted_sum(value.detach(), part)
+            return _weighted_sum(terms.loss, part)
+
+        self.engine.forward_backward([self._pack(part) for part in parts], total, temperature=temperature)
         return self._reduce(sums)
 
     def _own(self, batch: Batch) -> Batch:
@@ -230,11 +199,6 @@ class Worker:
         if (group := self.grid.group("dp")) is not None:
             dist.all_reduce(values, group=group)
         return dict(zip(sums, values.tolist(), strict=True))
-
-    def _clip(self) -> float:
-        """Scale the gradients down to `max_grad_norm`; returns the norm of the whole model's gradient before."""
-        groups = [self.grid.group("tp")]
-        return float(clip_grad_norm_(self.engine.module, self.options.max_grad_norm, groups=groups))
 
 
 def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:

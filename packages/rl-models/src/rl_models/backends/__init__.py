@@ -6,10 +6,10 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from rl_models.backends.engine import Engine, EngineOptions, LoadEngine, NextLogits, Role
+from rl_models.backends.engine import Engine, EngineOptions, LoadEngine, Loss, NextLogits, Outputs, Role
 from rl_models.grid import Grid
 
-__all__ = ["BACKENDS", "Backend", "Engine", "EngineOptions", "NextLogits", "Role", "load_engine"]
+__all__ = ["BACKENDS", "Backend", "Engine", "EngineOptions", "Loss", "NextLogits", "Outputs", "Role", "load_engine"]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,19 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel_layers import LogProbs, PackedSequence
+from parallel_layers import PackedSequence
 from rl_models.grid import Grid
+from rl_models.optimizer import Optimizer, OptimizerOptions
 
 Role = Literal["causal_lm", "value"]
+
+# What a model says after each token of a packed batch, each [T] fp32, padding included: a language model the
+# log-probability of the token's successor inside its sequence (0 where there is none) and the entropy of that choice, a
+# value model the value of the state.
+Outputs = tuple[Tensor, ...]
+
+# (number of the micro-batch, its outputs) -> scalar, of which the gradient is taken.
+Loss = Callable[[int, Outputs], Tensor]
 
 # The tokens that follow what each sequence already has, [L_i] each -> logits [N, V] fp32 after each one's last.
 NextLogits = Callable[[Sequence[Tensor]], Tensor]
@@ -34,26 +43,42 @@ class EngineOptions:
 
 
 class Engine(Protocol):
-    """A loaded model on a grid. Per-token results are fp32, in the order of the packed batch, padding included.
+    """A loaded model on a grid. Every rank of the grid calls each method, in the same order.
+
+    Ranks that differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, and
+    equally many.
 
     Attributes:
-        module: its parameters are trained; after a backward each `.grad` is complete on its tensor-parallel rank.
+        module: its parameters, as far as this rank holds them.
         grid: where it stands.
         vocab_size: without padding.
         tokens_multiple_of: what the number of tokens of a packed batch must be a multiple of.
+        micro_batches_multiple_of: what the number of micro-batches of a call must be a multiple of.
     """
 
     module: nn.Module
     grid: Grid
     vocab_size: int
     tokens_multiple_of: int
+    micro_batches_multiple_of: int
 
-    def log_probs(self, packed: PackedSequence, *, temperature: float, entropy: bool) -> LogProbs:
-        """Of each token's successor inside its sequence, `[T]`; 0 where there is none."""
+    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
+        """The outputs of every micro-batch, on every rank, without a graph."""
         ...
 
-    def values(self, packed: PackedSequence) -> Tensor:
-        """Of the state after each token, `[T]`."""
+    def forward_backward(
+        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
+    ) -> None:
+        """Add the gradient of the sum of the losses over all micro-batches and all data-parallel ranks.
+
+        The loss is called once for each micro-batch, on the ranks that have its outputs: those of the last pipeline
+        stage. All its inputs are whole (`[T]`, also under sequence and context parallelism), so each of these ranks
+        computes the same loss. When the call returns, every gradient is complete.
+        """
+        ...
+
+    def build_optimizer(self, options: OptimizerOptions) -> Optimizer:
+        """The optimizer of its parameters."""
         ...
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
@@ -61,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face checkpoint, atomically; every rank of the grid calls it."""
+        """Write a Hugging Face checkpoint, atomically."""
         ...
 
 

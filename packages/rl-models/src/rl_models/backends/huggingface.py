@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from ckpt.agree import agree
 from ckpt.atomic import FolderWriter
 from ckpt.files import copy_companions
 from hf_patches import Patch, patch
-from parallel_layers import LogProbs, PackedSequence
-from rl_models.backends.engine import EngineOptions, NextLogits, Role
+from parallel_layers import PackedSequence
+from rl_models.backends.accumulate import backward_each, forward_each
+from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
 from rl_models.backends.hub import load_model, save_model
 from rl_models.grid import Grid
+from rl_models.optimizer import AdamW, OptimizerOptions
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,32 @@ class TransformersEngine:
     """A patched transformers model, whole on every rank or sharded over dp by FSDP2."""
 
     tokens_multiple_of = 1
+    micro_batches_multiple_of = 1
 
-    def __init__(self, model: PreTrainedModel, patched: Patch, grid: Grid, source: str) -> None:
+    def __init__(self, model: PreTrainedModel, patched: Patch, role: Role, grid: Grid, source: str) -> None:
         self.module: nn.Module = model
-        self.model, self.patch, self.grid, self.source = model, patched, grid, source
+        self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
-    def log_probs(self, packed: PackedSequence, *, temperature: float, entropy: bool) -> LogProbs:
-        """Of each token's successor inside its sequence."""
-        output = self.model(packed=packed, temperature=temperature, entropy=entropy)
-        return LogProbs(output.log_probs, output.entropy)
+    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
+        """The outputs of every micro-batch, without a graph."""
+        return forward_each(partial(self._outputs, temperature), micro_batches)
 
-    def values(self, packed: PackedSequence) -> Tensor:
-        """Of the state after each token."""
-        values: Tensor = self.model(packed=packed).values
-        return values
+    def forward_backward(
+        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
+    ) -> None:
+        """Add the gradient of the losses."""
+        backward_each(partial(self._outputs, temperature), self.model, micro_batches, loss)
+
+    def _outputs(self, temperature: float, packed: PackedSequence) -> Outputs:
+        if self.role == "value":
+            return (self.model(packed=packed).values,)
+        output = self.model(packed=packed, temperature=temperature, entropy=True)
+        return output.log_probs, output.entropy
+
+    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
+        """AdamW on this rank's shards."""
+        return AdamW(self.model, options)
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
@@ -142,4 +156,4 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     layers = patched.backbone.layers
     assert isinstance(layers, nn.ModuleList)
     shard_over_dp(model, layers, grid)
-    return TransformersEngine(model, patched, grid, path)
+    return TransformersEngine(model, patched, role, grid, path)

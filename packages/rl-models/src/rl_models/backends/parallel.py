@@ -6,18 +6,21 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import ckpt
 from ckpt.agree import agree
-from parallel_layers import LogProbs, PackedSequence
-from rl_models.backends.engine import EngineOptions, NextLogits, Role
+from parallel_layers import PackedSequence
+from rl_models.backends.accumulate import backward_each, forward_each
+from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
 from rl_models.config import ModelConfig
 from rl_models.grid import Grid
 from rl_models.models import CausalLM, ValueModel
+from rl_models.optimizer import AdamW, OptimizerOptions
 
 MODELS: dict[Role, type[CausalLM] | type[ValueModel]] = {"causal_lm": CausalLM, "value": ValueModel}
 
@@ -25,21 +28,34 @@ MODELS: dict[Role, type[CausalLM] | type[ValueModel]] = {"causal_lm": CausalLM, 
 class ParallelEngine:
     """A `CausalLM` or `ValueModel` sharded over tp, and over dp by FSDP2."""
 
+    micro_batches_multiple_of = 1
+
     def __init__(self, model: CausalLM | ValueModel, layout: ckpt.Layout, grid: Grid, source: str) -> None:
         self.module = self.model = model
         self.layout, self.grid, self.source = layout, grid, source
         self.vocab_size = model.config.vocab_size
         self.tokens_multiple_of = model.tokens_multiple_of
 
-    def log_probs(self, packed: PackedSequence, *, temperature: float, entropy: bool) -> LogProbs:
-        """Of each token's successor inside its sequence."""
-        assert isinstance(self.model, CausalLM)
-        return self.model.log_probs(packed, temperature=temperature, entropy=entropy)
+    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
+        """The outputs of every micro-batch, without a graph."""
+        return forward_each(partial(self._outputs, temperature), micro_batches)
 
-    def values(self, packed: PackedSequence) -> Tensor:
-        """Of the state after each token."""
-        assert isinstance(self.model, ValueModel)
-        return self.model.values(packed)
+    def forward_backward(
+        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
+    ) -> None:
+        """Add the gradient of the losses."""
+        backward_each(partial(self._outputs, temperature), self.model, micro_batches, loss)
+
+    def _outputs(self, temperature: float, packed: PackedSequence) -> Outputs:
+        if isinstance(self.model, ValueModel):
+            return (self.model.values(packed),)
+        result = self.model.log_probs(packed, temperature=temperature)
+        assert result.entropy is not None
+        return result.log_probs, result.entropy
+
+    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
+        """AdamW on this rank's shards."""
+        return AdamW(self.model, options, groups=[self.grid.group("tp")])
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:

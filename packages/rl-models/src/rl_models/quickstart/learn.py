@@ -19,8 +19,8 @@ from rl_models import losses
 from rl_models.actor import Actor
 from rl_models.batch import Batch
 from rl_models.critic import Critic
+from rl_models.optimizer import OptimizerOptions
 from rl_models.quickstart.task import RESPONSE_LENGTH, correct, make_prompts, show
-from rl_models.worker import OptimizerOptions
 
 
 @dataclass(frozen=True)
