@@ -55,6 +55,10 @@ class Family:
     name: str
     ours: DecoderConfig
     options: dict[str, Any] = field(default_factory=dict)
+    rotary_dim: int | None = None  # of a head's dims; None: all
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return RotaryEmbedding(self.rotary_dim or self.ours.head_dim)(positions)
 
     def build(self) -> nn.Module:
         module = re.sub("(?<=.)Moe", "_moe", self.name).lower()
@@ -82,6 +86,12 @@ SINKS = {
 }
 FAMILIES = {
     "llama": Family("Llama", LLAMA),
+    "glm": Family(
+        "Glm",
+        replace(LLAMA, attention_bias=True, rotary_interleaved=True),
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        rotary_dim=HEAD_DIM // 2,
+    ),
     "llama with biases": Family(
         "Llama",
         replace(LLAMA, attention_bias=True, output_bias=True, mlp_bias=True),
@@ -122,8 +132,8 @@ FAMILIES = {
 }
 
 
-def packed_rotary(head_dim: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    return RotaryEmbedding(head_dim)(torch.cat([torch.arange(length) for length in lengths]))
+def positions_of(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
 
 
 def cu_seqlens_of(lengths: list[int]) -> Tensor:
@@ -139,7 +149,7 @@ def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -
     outs = []
     for part in x.split(lengths):
         if len(part):
-            cos, sin = RotaryEmbedding(family.ours.head_dim)(torch.arange(len(part)))
+            cos, sin = family.rotary(torch.arange(len(part)))
             if family.ours.attention_sinks:  # its tables are one half: both are the same
                 cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
             distance = torch.arange(len(part))[:, None] - torch.arange(len(part))
@@ -171,7 +181,10 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
             local[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts).flatten(0, 1)
         names = [f"mlp.{name}_proj.{kind}" for name in ("gate", "up")]
         if names[0] in full:
-            local[f"mlp.gate_up_proj.{kind}"] = torch.cat([full.pop(name).chunk(size)[rank] for name in names])
+            full[f"mlp.gate_up_proj.{kind}"] = torch.cat([full.pop(name) for name in names])
+        name = f"mlp.gate_up_proj.{kind}"
+        if name in full:
+            local[name] = torch.cat([half.chunk(size)[rank] for half in full.pop(name).chunk(2)])
     for name, dim in (("self_attn.o_proj.weight", 1), ("mlp.down_proj.weight", 1), ("mlp.experts.down_proj", 2)):
         if name in full:
             local[name] = full.pop(name).chunk(size, dim=dim)[rank]
@@ -186,6 +199,7 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
 def run_ours(
     group: ProcessGroup | None,
     config: DecoderConfig,
+    rotary: tuple[Tensor, Tensor],
     weights: dict[str, Tensor],
     x: Tensor,
     seed: Tensor,
@@ -193,7 +207,7 @@ def run_ours(
 ) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """This rank's output and gradients without and with sequence parallelism."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    rotary, cu_seqlens = packed_rotary(config.head_dim, lengths), cu_seqlens_of(lengths)
+    cu_seqlens = cu_seqlens_of(lengths)
     results = []
     for sequence_parallel in (False, True):
         layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel)
@@ -216,7 +230,8 @@ def test_equals_transformers(ranks: RankPool, name: str, tp: int) -> None:
     lengths = [*LENGTHS, PADDING]
     padded_x = torch.cat((x, torch.randn(PADDING, HIDDEN)))
     padded_seed = torch.cat((seed, torch.zeros(PADDING, HIDDEN)))
-    arguments = (family.ours, expected["weights"], padded_x, padded_seed, lengths)
+    rotary = family.rotary(positions_of(lengths))
+    arguments = (family.ours, rotary, expected["weights"], padded_x, padded_seed, lengths)
     results = [run_ours(None, *arguments)] if tp == 1 else ranks.run(run_ours, *arguments, world=tp)
     for sequence_parallel in (False, True):
         outs, d_xs, d_weights = zip(*(result[sequence_parallel] for result in results), strict=True)
@@ -234,14 +249,19 @@ def test_equals_transformers(ranks: RankPool, name: str, tp: int) -> None:
 
 
 def run_with_context_parallel(
-    group: ProcessGroup, config: DecoderConfig, weights: dict[str, Tensor], x: Tensor, seed: Tensor, lengths: list[int]
+    group: ProcessGroup,
+    config: DecoderConfig,
+    rotary: tuple[Tensor, Tensor],
+    weights: dict[str, Tensor],
+    x: Tensor,
+    seed: Tensor,
+    lengths: list[int],
 ) -> tuple[int, Tensor, Tensor, dict[str, Tensor]]:
     """On a grid of cp 2 and tp 2 with sequence parallelism: the tp rank, the gathered tensors, its gradients."""
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
     cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
     layout = "zigzag" if config.context_parallel == "ring" else "contiguous"
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    rotary = RotaryEmbedding(config.head_dim)(split_sequence(positions, cp, layout=layout))
+    rotary = tuple(split_sequence(table, cp, layout=layout) for table in rotary)
     layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
     layer.load_state_dict(shard(weights, config, tp.rank(), 2))
     leaf, mine = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
@@ -260,7 +280,8 @@ def test_context_parallel_equals_transformers(ranks: RankPool, attention: str) -
     x, seed = torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
     expected = run_reference(family, x, seed, lengths)
     config = replace(family.ours, context_parallel=attention)
-    results = ranks.run(run_with_context_parallel, config, expected["weights"], x, seed, lengths, world=4)
+    rotary = family.rotary(positions_of(lengths))
+    results = ranks.run(run_with_context_parallel, config, rotary, expected["weights"], x, seed, lengths, world=4)
     for _, out, d_x, _ in results:
         torch.testing.assert_close(out, expected["out"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(d_x, expected["d_x"], rtol=1e-5, atol=1e-5)
@@ -283,7 +304,7 @@ def test_bf16_error_is_that_of_plain_bf16(name: str) -> None:
         nn.init.normal_(parameter, std=0.3)
     length = 64
     x, seed = torch.randn(2, length, HIDDEN).bfloat16()
-    cos, sin = RotaryEmbedding(family.ours.head_dim)(torch.arange(length))
+    cos, sin = family.rotary(torch.arange(length))
     distance = torch.arange(length)[:, None] - torch.arange(length)
     hidden = (distance < 0) | (distance >= (family.ours.window or length))
 
@@ -308,7 +329,7 @@ def test_bf16_error_is_that_of_plain_bf16(name: str) -> None:
 def test_a_sequence_never_feels_another_bit_for_bit() -> None:
     torch.manual_seed(0)
     lengths = [11, 1, 17, 6]
-    rotary, cu_seqlens = packed_rotary(HEAD_DIM, lengths), cu_seqlens_of(lengths)
+    rotary, cu_seqlens = FAMILIES["llama"].rotary(positions_of(lengths)), cu_seqlens_of(lengths)
     layer = DecoderLayer(LLAMA)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -337,14 +358,14 @@ def test_a_sequence_never_feels_another_bit_for_bit() -> None:
     ],
 )
 def test_compiles_without_a_graph_break(name: str) -> None:
-    config = FAMILIES[name].ours
-    layer = DecoderLayer(config)
+    family = FAMILIES[name]
+    layer = DecoderLayer(family.ours)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for lengths in ([5, 2, 9], [3, 8, 0, 1, 11]):
-        arguments = (packed_rotary(config.head_dim, lengths), cu_seqlens_of(lengths), max(lengths))
+        arguments = (family.rotary(positions_of(lengths)), cu_seqlens_of(lengths), max(lengths))
         x = torch.randn(sum(lengths), HIDDEN, requires_grad=True)
         seed = torch.randn(sum(lengths), HIDDEN)
         out, ours = layer(x, *arguments), compiled(x, *arguments)

@@ -6,7 +6,13 @@ from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from parallel_layers.rotary import ROPE_TYPES, RotaryEmbedding, apply_rotary
+from parallel_layers.rotary import (
+    ROPE_TYPES,
+    RotaryEmbedding,
+    apply_rotary,
+    rotate_queries_and_keys,
+    yarn_softmax_scale,
+)
 
 HEAD_DIM = 16
 MAX_POSITION = 64
@@ -161,10 +167,28 @@ def test_rotation_equals_transformers() -> None:
     torch.testing.assert_close(apply_rotary(k, cos, sin), their_k[0], rtol=1e-6, atol=1e-6)
 
 
-def test_rotation_is_computed_in_fp32_and_rounded_once() -> None:
+@pytest.mark.parametrize(("family", "partial"), [("glm", 0.5), ("glm", 1.0), ("cohere", 1.0)])
+def test_interleaved_rotation_equals_transformers(family: str, partial: float) -> None:
+    cos, sin = ours_of(LLAMA3 | {"partial_rotary_factor": partial})(torch.arange(12))
+    q, k = torch.randn(12, 4, HEAD_DIM), torch.randn(12, 2, HEAD_DIM)
+    tables = (cos, sin)
+    if family == "cohere":
+        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply
+
+        tables = tuple(table[:, : HEAD_DIM // 2].repeat_interleave(2, dim=-1) for table in tables)
+    else:
+        from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as apply
+    theirs = apply(q[None], k[None], *(table[None] for table in tables), unsqueeze_dim=2)
+    for mine, expected in zip(rotate_queries_and_keys(q, k, cos, sin, interleaved=True), theirs, strict=True):
+        torch.testing.assert_close(mine, expected[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_is_computed_in_fp32_and_rounded_once(interleaved: bool) -> None:
     cos, sin = ours_of(LLAMA3)(torch.arange(100, 112))
     x = torch.randn(12, 4, HEAD_DIM, dtype=torch.bfloat16)
-    assert torch.equal(apply_rotary(x, cos, sin), apply_rotary(x.float(), cos, sin).bfloat16())
+    rounded = apply_rotary(x.float(), cos, sin, interleaved=interleaved).bfloat16()
+    assert torch.equal(apply_rotary(x, cos, sin, interleaved=interleaved), rounded)
     assert apply_rotary(x.double(), cos, sin).dtype == torch.float64
 
 
@@ -202,7 +226,32 @@ def test_from_config(config: dict) -> None:
     assert torch.equal(rotary.inv_freq, ours_of(LLAMA3).inv_freq)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {"rope_type": "default"},
+        YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+        YARN | {"factor": 0.5, "mscale_all_dim": 1.0},
+        YARN,
+    ],
+)
+def test_deepseek_scale_and_rotary_dims(parameters: dict | None) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Config
+
+    config = DeepseekV3Config(
+        hidden_size=8, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=4,
+        qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=4, rope_parameters=parameters and dict(parameters),
+    )  # fmt: skip
+    assert yarn_softmax_scale(16, parameters) == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
+    as_in_file = {name: value for name, value in config.to_dict().items() if name != "head_dim"}
+    assert RotaryEmbedding.from_config(as_in_file).spec.head_dim == 4
+
+
 def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"mscale_all_dim=1.0 needs the rope parameter 'factor'"):
+        yarn_softmax_scale(16, {"rope_type": "yarn", "mscale_all_dim": 1.0})
     with pytest.raises(ValueError, match=r"rope_type='nope' is unknown; known types: default, dynamic"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "nope"})
     with pytest.raises(ValueError, match=r"rope_type='linear' needs 'factor'"):

@@ -59,6 +59,7 @@ class DecoderConfig:
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim).
         attention_softcap: Bound of the scores (Gemma 2); None: no bound.
         attention_sinks: Learned sink scores (gpt-oss).
+        rotary_interleaved: Rotate pairs of neighbouring dims (GLM); see `apply_rotary`.
         attention_backend: See `packed_attention`.
         context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
@@ -83,6 +84,7 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    rotary_interleaved: bool = False
     attention_backend: str = "auto"
     context_parallel: ContextParallel = "ulysses"
     moe: MoEConfig | None = None
@@ -167,6 +169,7 @@ class DecoderLayer(nn.Module):
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             sinks=config.attention_sinks,
+            rotary_interleaved=config.rotary_interleaved,
             backend=config.attention_backend,
             context_parallel=config.context_parallel,
             context_group=context_group,

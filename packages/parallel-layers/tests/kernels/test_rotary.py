@@ -13,6 +13,7 @@ def angles(lengths: list[int], dim: int, device: torch.device) -> tuple[torch.Te
     return cos.to(device), sin.to(device)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("q_heads", "k_heads", "head_dim", "dim"),
@@ -26,18 +27,19 @@ def test_rotation_and_gradients(
     head_dim: int,
     dim: int,
     dtype: torch.dtype,
+    interleaved: bool,
 ) -> None:
     torch.manual_seed(1)
     cos, sin = angles([5, 0, 1, 7], dim, device)
     q = torch.randn(13, q_heads, head_dim, device=device).to(dtype).requires_grad_()
     k = torch.randn(13, k_heads, head_dim, device=device).to(dtype).requires_grad_()
-    rotated = fused_rotary(q, k, cos, sin)
+    rotated = fused_rotary(q, k, cos, sin, interleaved=interleaved)
     grads = [torch.randn_like(x) for x in rotated]
     torch.autograd.backward(rotated, grads)
 
     for x, actual, grad in zip((q, k), rotated, grads, strict=True):
         x64 = x.detach().double().requires_grad_()
-        expected = apply_rotary(x64, cos.double(), sin.double())
+        expected = apply_rotary(x64, cos.double(), sin.double(), interleaved=interleaved)
         expected.backward(grad.double())
         for ours, truth in ((actual, expected), (x.grad, x64.grad)):
             assert ours.dtype == dtype

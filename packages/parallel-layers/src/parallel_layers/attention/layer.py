@@ -69,6 +69,7 @@ class ParallelAttention(nn.Module):
         scale: Of the scores; None: 1/sqrt(D).
         softcap: Bound of the scores; None: no bound.
         sinks: A learned score a head that takes part in the softmax without a value: parameter `sinks [Q]`.
+        rotary_interleaved: See `apply_rotary`.
         backend: See `packed_attention`.
         context_parallel: Which attention works on tokens that are sharded over `context_group`: "ulysses" (contiguous
             layout) or "ring" (zigzag layout); see `parallel_layers.context_parallel`.
@@ -99,6 +100,7 @@ class ParallelAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        rotary_interleaved: bool = False,
         backend: str = "auto",
         context_parallel: ContextParallel = "ulysses",
         context_group: ProcessGroup | None = None,
@@ -111,7 +113,7 @@ class ParallelAttention(nn.Module):
         self.q_norm: RMSNorm | HeadShardedRMSNorm | None
         self.k_norm: RMSNorm | HeadShardedRMSNorm | None
         self.sinks: nn.Parameter | None
-        self.head_dim = head_dim
+        self.head_dim, self.rotary_interleaved = head_dim, rotary_interleaved
         if context_parallel not in CONTEXT_PARALLEL:
             raise ValueError(
                 f"context_parallel={context_parallel!r} is unknown; use one of {', '.join(CONTEXT_PARALLEL)}"
@@ -172,7 +174,7 @@ class ParallelAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotate_queries_and_keys(q, k, *rotary)
+            q, k = rotate_queries_and_keys(q, k, *rotary, interleaved=self.rotary_interleaved)
         options: AttentionOptions = {
             "window": self.window,
             "scale": self.scale,

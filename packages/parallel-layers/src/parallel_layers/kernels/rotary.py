@@ -1,6 +1,7 @@
 """Rotary embedding of queries and keys in one kernel, from each token's own cos and sin.
 
-    (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D rotary dims of a head
+    (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D rotary dims of a head, or its even and
+                                                odd dims (interleaved)
 
 Dims past D are copied. Packed positions cost nothing: cos and sin are rows per token. The map is orthogonal up to its
 scale, so backward is the same kernel with -sin, and nothing but cos and sin is saved. Arithmetic is fp32, rounded once.
@@ -22,7 +23,9 @@ HEADS = 8
 NUM_WARPS = 4
 
 
-def fused_rotary(q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+def fused_rotary(
+    q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' angles.
 
     Args:
@@ -30,11 +33,12 @@ def fused_rotary(q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -
         k_TKD: `[T, K, head_dim]`, likewise.
         cos_TD: `[T, D]` fp32 from `RotaryEmbedding`, D <= head_dim; its two halves are equal, the first is read.
         sin_TD: `[T, D]`, likewise.
+        interleaved: Pairs are neighbouring dims; False: they are D/2 apart.
 
     Returns:
         The rotated queries and keys, contiguous, in their own dtype.
     """
-    return rotary_op(q_TQD, k_TKD, cos_TD, sin_TD, False)
+    return rotary_op(q_TQD, k_TKD, cos_TD, sin_TD, interleaved, False)
 
 
 @triton.jit
@@ -51,17 +55,20 @@ def _rotate(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Rotate heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
     head = first + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (dim < HALF)
-    source = x_ptr + head * x_stride + dim
-    target = out_ptr + head * HEAD_DIM + dim
+    first_of_pair = 2 * dim if INTERLEAVED else dim
+    to_second = 1 if INTERLEAVED else HALF
+    source = x_ptr + head * x_stride + first_of_pair
+    target = out_ptr + head * HEAD_DIM + first_of_pair
     a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + to_second, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + HALF, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + to_second, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
         dim = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         mask = (head < heads) & (dim < HEAD_DIM)
@@ -90,6 +97,7 @@ def _rotary_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     token = (tl.program_id(0) // blocks).to(tl.int64)
@@ -113,6 +121,7 @@ def _rotary_kernel(
             BLOCK_HALF,
             BLOCK_REST,
             HEADS,
+            INTERLEAVED,
         )
     else:
         _rotate(
@@ -128,6 +137,7 @@ def _rotary_kernel(
             BLOCK_HALF,
             BLOCK_REST,
             HEADS,
+            INTERLEAVED,
         )
 
 
@@ -144,7 +154,15 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def launch(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, *, heads: int = HEADS, num_warps: int = NUM_WARPS
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inverse: bool,
+    *,
+    heads: int = HEADS,
+    num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor]:
     """The kernel, with at most `heads` heads of one token a program."""
     _check(q, k, cos, sin)
@@ -175,6 +193,7 @@ def launch(
             BLOCK_HALF=next_power_of_2(dims // 2),
             BLOCK_REST=0 if dims == head_dim else next_power_of_2(head_dim - dims),
             HEADS=heads,
+            INTERLEAVED=interleaved,
             INVERSE=inverse,
             num_warps=num_warps,
         )
@@ -182,25 +201,27 @@ def launch(
 
 
 @torch.library.custom_op("parallel_layers::rotary", mutates_args=())
-def rotary_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def rotary_op(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
     """`fused_rotary` as an operator; `inverse` turns the other way."""
-    return launch(q, k, cos, sin, inverse)
+    return launch(q, k, cos, sin, interleaved, inverse)
 
 
 @rotary_op.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, ctx.inverse = inputs
+    _, _, cos, sin, ctx.interleaved, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    dq, dk = rotary_op(dq, dk, cos, sin, not ctx.inverse)
-    return dq, dk, None, None, None
+    dq, dk = rotary_op(dq, dk, cos, sin, ctx.interleaved, not ctx.inverse)
+    return dq, dk, None, None, None, None
 
 
 rotary_op.register_autograd(_backward, setup_context=_context)

@@ -1,0 +1,15 @@
+"""Rotary position embedding: the table of rope types, the module that makes cos and sin, and the rotation by them."""
+
+from parallel_layers.rotary.embedding import RotaryEmbedding
+from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec, RopeType, yarn_softmax_scale
+from parallel_layers.rotary.rotation import apply_rotary, rotate_queries_and_keys
+
+__all__ = [
+    "ROPE_TYPES",
+    "RopeSpec",
+    "RopeType",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "rotate_queries_and_keys",
+    "yarn_softmax_scale",
+]

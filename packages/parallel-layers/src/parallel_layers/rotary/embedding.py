@@ -1,0 +1,173 @@
+"""`RotaryEmbedding`: cos and sin of every token's rotation angles, computed in fp32 from explicit position ids.
+
+Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), S sequences.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
+
+
+def _frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
+    """Which of the position axes (time, height, width) turns each frequency: `[D/2]` int64.
+
+    Contiguous (Qwen2-VL): the sections one after another. Interleaved (Qwen3-VL): axes alternate t h w t h w ... while
+    a spatial axis has some of its section left; the rest is time.
+    """
+    if not interleaved:
+        return torch.cat([torch.full((size,), i % 3, dtype=torch.int64) for i, size in enumerate(sections)])
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every token's rotation angles, from its position id; one module for a whole model.
+
+    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies are a function
+    of the constructor's arguments and, for `dynamic` and `longrope`, of each sequence's own length: never of earlier
+    calls. They stay fp32 when the model is cast, and are recomputed when it is moved or materialised.
+
+    Args:
+        head_dim: Size of a head.
+        theta: Base; None takes `rope_theta` from the parameters, or 10000.
+        parameters: A Hugging Face config's `rope_parameters` (or `rope_scaling`) mapping: `rope_type` and that type's
+            options, `partial_rotary_factor`, `mrope_section`, `mrope_interleaved`. None: the default type.
+        max_position_embeddings: Needed by `dynamic`, and by `yarn` and `longrope` without a `factor`.
+        device: Where the table lives.
+
+    Raises:
+        ValueError: An unknown rope type, a missing option of a type, two thetas, an odd number of rotary dims, or
+            multi-axis sections that do not fill the frequencies.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        max_position_embeddings: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parameters = dict(parameters or {})
+        name = parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if name not in ROPE_TYPES:
+            raise ValueError(f"rope_type={name!r} is unknown; known types: {', '.join(sorted(ROPE_TYPES))}")
+        in_parameters = parameters.get("rope_theta")
+        if theta is not None and in_parameters is not None and theta != in_parameters:
+            raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give only one")
+        self.rope_type = ROPE_TYPES[name]
+        partial = 1.0 if self.rope_type.whole_head else parameters.get("partial_rotary_factor") or 1.0
+        dim = int(head_dim * partial)
+        if dim % 2 or dim == 0:
+            raise ValueError(
+                f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"
+            )
+        self.spec = RopeSpec(
+            dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
+        )
+        with torch.device(
+            "cpu"
+        ):  # the same bits everywhere, also when the model is built on another or the meta device
+            self._table = self.rope_type.frequencies(self.spec).reshape(-1, dim // 2)
+            sections = parameters.get("mrope_section")
+            self._axes = None
+            if sections is not None:
+                if sum(sections) != dim // 2:
+                    raise ValueError(
+                        f"mrope_section={list(sections)} sums to {sum(sections)}, not to {dim // 2} frequencies"
+                    )
+                self._axes = _frequency_axes(list(sections), bool(parameters.get("mrope_interleaved", False)))
+        self.attention_factor = self.rope_type.attention_factor(self.spec)
+        if self.rope_type.by_length is not None:  # a missing option is an error now, not at the first long sequence
+            self.rope_type.by_length(self.spec, self._table, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        self.register_buffer(
+            "inv_freq", self._table.to("cpu" if target.type == "meta" else target, copy=True), persistent=False
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, layer_type: str | None = None, device: torch.device | str | None = None
+    ) -> Self:
+        """Build from a Hugging Face config as a mapping (`config.to_dict()` or a parsed config.json).
+
+        `layer_type` picks one of several sets of rope parameters, e.g. `sliding_attention` of Gemma 3.
+        """
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        if layer_type is not None and layer_type in parameters:
+            parameters = dict(parameters[layer_type])
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if config.get(name) is not None:
+                parameters.setdefault(name, config[name])
+        return cls(
+            # Under multi-head latent attention only a part of a head is rotated, and it is all that this module knows.
+            config.get("qk_rope_head_dim")
+            or config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
+            parameters=parameters,
+            max_position_embeddings=config.get("max_position_embeddings"),
+            device=device,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the module to its device, but keep the table's dtype and values (a cast or `to_empty` spoils them)."""
+        super()._apply(fn, recurse)
+        if self.inv_freq.device.type != "meta":
+            self.inv_freq = self._table.to(self.inv_freq.device, copy=True)
+        return self
+
+    @torch.no_grad()
+    def forward(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The rotation of each token.
+
+        Args:
+            position_ids_T: `[T]`, or `[3, T]` (time, height, width) for a multi-axis model.
+            cu_seqlens: `[S+1]` boundaries of the packed sequences. Only `dynamic` and `longrope` look at it: their
+                frequencies depend on the length of the token's own sequence (its largest position + 1). None: all
+                tokens belong to one sequence.
+
+        Returns:
+            cos, sin: `[T, D]` fp32.
+        """
+        inv_freq = self.inv_freq.to(position_ids_T.device)
+        if self.rope_type.by_length is None:
+            rates = inv_freq[0]
+        else:
+            rates = self.rope_type.by_length(self.spec, inv_freq, _sequence_lengths(position_ids_T, cu_seqlens))
+        angles = position_ids_T[..., None].float() * rates
+        if angles.dim() == 3:
+            if self._axes is None:
+                raise ValueError(
+                    f"position_ids have {angles.shape[0]} axes, but the rope parameters have no mrope_section; pass [T]"
+                )
+            index = self._axes.to(angles.device).expand(1, *angles.shape[1:])
+            angles = angles.gather(0, index)[0]
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.spec.dim} of {self.spec.head_dim}, theta={self.spec.theta}, {self.spec.parameters['rope_type']}"
+
+
+def _sequence_lengths(position_ids_T: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Largest position + 1 in each token's own sequence: `[T]`, without a host synchronisation."""
+    positions = position_ids_T if position_ids_T.dim() == 1 else position_ids_T.amax(0)
+    if positions.numel() == 0:
+        return positions
+    if cu_seqlens is None:
+        return (positions.amax() + 1).expand_as(positions)
+    tokens = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
+    segment = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    largest = positions.new_zeros(cu_seqlens.shape[0]).scatter_reduce(0, segment, positions, "amax")
+    return largest[segment] + 1

@@ -1,0 +1,225 @@
+"""The table of rope types: what each computes its frequencies from, and the attention factor that goes with them.
+
+Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), R tables of a type.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """What a rope type computes its frequencies from.
+
+    Attributes:
+        dim: D, the rotated dims of a head; even.
+        head_dim: All dims of a head.
+        theta: Base of the geometric progression of frequencies.
+        max_position: `max_position_embeddings` of the model; None when the type does not need it.
+        parameters: The `rope_parameters` (formerly `rope_scaling`) mapping of a Hugging Face config.
+    """
+
+    dim: int
+    head_dim: int
+    theta: float
+    max_position: int | None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """The parameter `name`; raises ValueError when the config lacks it."""
+        value = self.parameters.get(name)
+        if value is None:
+            raise ValueError(
+                f"rope_type={self.parameters.get('rope_type')!r} needs {name!r}, which is not among the rope "
+                f"parameters {sorted(self.parameters)}; add it to the config's rope_parameters"
+            )
+        return value
+
+    def maximum(self) -> int:
+        """`max_position_embeddings`; raises ValueError when it was not given."""
+        if self.max_position is None:
+            raise ValueError(
+                f"rope_type={self.parameters.get('rope_type')!r} needs max_position_embeddings; "
+                "pass RotaryEmbedding(..., max_position_embeddings=...)"
+            )
+        return self.max_position
+
+    def powers(self) -> Tensor:
+        """theta^(2i/D) for i in [0, D/2), fp32."""
+        return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+
+
+def _default(spec: RopeSpec) -> Tensor:
+    """RoFormer, https://arxiv.org/abs/2104.09864."""
+    return 1.0 / spec.powers()
+
+
+def _linear(spec: RopeSpec) -> Tensor:
+    """Position interpolation, https://arxiv.org/abs/2306.15595: every frequency divided by the factor."""
+    return _default(spec) / spec["factor"]
+
+
+def _proportional(spec: RopeSpec) -> Tensor:
+    """The first `partial_rotary_factor` of the frequencies of a whole head; the others are zero (no rotation)."""
+    rotated = int(spec.parameters.get("partial_rotary_factor", 1.0) * spec.head_dim // 2)
+    inv_freq = _default(spec)
+    inv_freq[rotated:] = 0.0
+    return inv_freq / spec.parameters.get("factor", 1.0)
+
+
+def _llama3(spec: RopeSpec) -> Tensor:
+    """Llama 3.1: wavelengths beyond the original context are stretched by the factor, with a linear ramp between.
+
+    With r = original / wavelength and a = (r - low) / (high - low):
+    frequency / factor for r < low, frequency for r > high, and (1 - a) frequency / factor + a frequency between.
+    """
+    inv_freq = _default(spec)
+    factor, original = spec["factor"], spec["original_max_position_embeddings"]
+    low, high = spec["low_freq_factor"], spec["high_freq_factor"]
+    wavelength = 2 * math.pi / inv_freq
+    ramp = (original / wavelength - low) / (high - low)
+    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
+    stretched = torch.where(wavelength > original / low, inv_freq / factor, between)
+    return torch.where(wavelength < original / high, inv_freq, stretched)
+
+
+def _yarn_factor(spec: RopeSpec) -> float:
+    return float(spec.parameters.get("factor") or spec.maximum() / spec["original_max_position_embeddings"])
+
+
+def _yarn(spec: RopeSpec) -> Tensor:
+    """YaRN, https://arxiv.org/abs/2309.00071: interpolate the dims that turn less than beta_slow times in the original
+    context, keep those that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
+    """
+    original = spec["original_max_position_embeddings"]
+
+    def dim_that_turns(times: float) -> float:
+        return spec.dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low = dim_that_turns(spec.parameters.get("beta_fast") or 32)
+    high = dim_that_turns(spec.parameters.get("beta_slow") or 1)
+    if spec.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    width = high - low or 0.001  # a ramp of no width is a step
+    keep = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    powers = spec.powers()
+    return (1.0 / (_yarn_factor(spec) * powers)) * (1 - keep) + (1.0 / powers) * keep
+
+
+def _magnitude(factor: float, m: float) -> float:
+    """0.1 m ln(factor) + 1: how much YaRN sharpens the attention to a context that is `factor` times as long."""
+    return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    """0.1 m ln(factor) + 1 with m = 1, or the ratio of that at `mscale` and at `mscale_all_dim` (DeepSeek)."""
+    given = spec.parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = _yarn_factor(spec)
+    scale, scale_all = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
+    if scale and scale_all:
+        return _magnitude(factor, scale) / _magnitude(factor, scale_all)
+    return _magnitude(factor, 1.0)
+
+
+def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> float:
+    """The factor of DeepSeek's attention scores: (0.1 mscale_all_dim ln(factor) + 1)² / sqrt(head_dim).
+
+    YaRN's temperature belongs to whole queries and keys. Where a part of a head is not rotated (multi-head latent
+    attention), `mscale_all_dim` says how much of it the scores carry; cos and sin then carry the rest, mscale over
+    mscale_all_dim. https://arxiv.org/abs/2405.04434, and the modelling code of DeepSeek-V3.
+
+    Args:
+        head_dim: Of queries and keys, the part without rotation included.
+        parameters: The `rope_parameters` (or `rope_scaling`) of a Hugging Face config; without `mscale_all_dim` the
+            scale is 1 / sqrt(head_dim).
+
+    Raises:
+        ValueError: `mscale_all_dim` without a `factor`.
+    """
+    parameters = parameters or {}
+    mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
+    if not mscale or parameters.get("rope_type", parameters.get("type", "default")) == "default":
+        return head_dim**-0.5
+    if factor is None:
+        raise ValueError(f"mscale_all_dim={mscale} needs the rope parameter 'factor'; got {sorted(parameters)}")
+    return head_dim**-0.5 * _magnitude(factor, mscale) ** 2
+
+
+def _longrope(spec: RopeSpec) -> Tensor:
+    """LongRoPE, https://arxiv.org/abs/2402.13753: two tables of factors, `[2, D/2]` (short, long)."""
+    factors = [spec["short_factor"], spec["long_factor"]]
+    if any(len(row) != spec.dim // 2 for row in factors):
+        raise ValueError(
+            f"longrope needs {spec.dim // 2} factors for {spec.dim} rotary dims, but short_factor has "
+            f"{len(factors[0])} and long_factor {len(factors[1])}"
+        )
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.powers())
+
+
+def _longrope_attention_factor(spec: RopeSpec) -> float:
+    """sqrt(1 + ln(factor) / ln(original))."""
+    given = spec.parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    original = spec["original_max_position_embeddings"]
+    factor = spec.parameters.get("factor") or spec.maximum() / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
+    """The long table for sequences longer than the original context, the short one for the others."""
+    is_long = (length > spec["original_max_position_embeddings"])[..., None]
+    return torch.where(is_long, inv_freq[1], inv_freq[0])
+
+
+def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
+    """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
+    factor, maximum = spec["factor"], spec.maximum()
+    stretch = factor * length.clamp(min=maximum) / maximum - (factor - 1)
+    theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=length.device) / spec.dim
+    return torch.where((length > maximum)[..., None], 1.0 / theta[..., None] ** exponent, inv_freq[0])
+
+
+def _one(spec: RopeSpec) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class RopeType:
+    """One row of the table of rope types.
+
+    Attributes:
+        frequencies: spec -> inverse frequencies `[D/2]`, or `[R, D/2]` for several tables.
+        attention_factor: spec -> what cos and sin are multiplied by.
+        by_length: (spec, tables `[R, D/2]`, length of each token's sequence `[T]`) -> `[T, D/2]`, for the types whose
+            frequencies depend on how long a sequence is; None for the others.
+        whole_head: All head dims are in the tables, whatever the partial rotary factor.
+    """
+
+    frequencies: Callable[[RopeSpec], Tensor]
+    attention_factor: Callable[[RopeSpec], float] = _one
+    by_length: Callable[[RopeSpec, Tensor, Tensor], Tensor] | None = None
+    whole_head: bool = False
+
+
+ROPE_TYPES: dict[str, RopeType] = {
+    "default": RopeType(_default),
+    "linear": RopeType(_linear),
+    "dynamic": RopeType(_default, by_length=_dynamic_by_length),
+    "llama3": RopeType(_llama3),
+    "yarn": RopeType(_yarn, _yarn_attention_factor),
+    "longrope": RopeType(_longrope, _longrope_attention_factor, _longrope_by_length),
+    "proportional": RopeType(_proportional, whole_head=True),
+}
+# Names of older configs.
+ROPE_TYPES["mrope"] = ROPE_TYPES["default"]
+ROPE_TYPES["su"] = ROPE_TYPES["longrope"]

@@ -1,0 +1,57 @@
+"""The rotation itself, of queries and keys by their tokens' cos and sin.
+
+Two layouts of the rotary dims are in use; frequency i turns the pair
+
+    halves          (x_i, x_{i + D/2})        Llama, Qwen, Mistral, Gemma, gpt-oss: Hugging Face's usual one
+    interleaved     (x_{2i}, x_{2i + 1})      GLM, DeepSeek, Cohere: that of the RoFormer paper
+
+Shape legend: T tokens, D rotary dims of a head, N heads, Q query heads, K key heads.
+"""
+
+import torch
+from torch import Tensor
+
+from parallel_layers.kernels.rotary import fused_rotary
+from parallel_layers.kernels.runtime import use_triton
+
+
+def apply_rotary(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first D dims of every head; the rest passes through.
+
+        (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D dims, or its even and odd dims
+
+    Computed in fp32 (fp64 for fp64 input), rounded once to x's dtype. https://arxiv.org/abs/2104.09864
+
+    Args:
+        x_TND: Queries or keys `[T, N, head_dim]`.
+        cos_TD: `[T, D]` from `RotaryEmbedding`, D <= head_dim; its two halves are equal.
+        sin_TD: `[T, D]`, likewise.
+        interleaved: Pairs are neighbouring dims (GLM, DeepSeek, Cohere); False: they are D/2 apart.
+
+    Returns:
+        `[T, N, head_dim]` in x's dtype and layout.
+    """
+    dim = cos_TD.shape[-1]
+    wide = torch.promote_types(x_TND.dtype, cos_TD.dtype)
+    rotated, rest = (x_TND, None) if dim == x_TND.shape[-1] else (x_TND[..., :dim], x_TND[..., dim:])
+    rotated = rotated.to(wide)
+    if interleaved:
+        pairs = rotated.unflatten(-1, (-1, 2))
+        cos, sin = cos_TD[:, None, : dim // 2], sin_TD[:, None, : dim // 2]
+        first, second = pairs.unbind(-1)
+        out = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        out = rotated * cos_TD[:, None] + torch.cat((-second, first), dim=-1) * sin_TD[:, None]
+    out = out.to(x_TND.dtype)
+    return out if rest is None else torch.cat((out, rest), dim=-1)
+
+
+def rotate_queries_and_keys(
+    q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of both, `[T, Q, head_dim]` and `[T, K, head_dim]`; on CUDA one kernel each way."""
+    if use_triton(q_TQD, k_TKD, cos_TD, sin_TD):
+        return fused_rotary(q_TQD, k_TKD, cos_TD, sin_TD, interleaved=interleaved)
+    q, k = (apply_rotary(x, cos_TD, sin_TD, interleaved=interleaved) for x in (q_TQD, k_TKD))
+    return q, k
