@@ -90,3 +90,33 @@ def test_intersections_carry_every_element_from_one_partition_to_another(
                 held[at] = taken if not stack else taken.unsqueeze(0)
         result[tuple(slice(a, b) for a, b in other)] = held[2] if stack else held
     assert torch.equal(result, canonical)
+
+
+@given(partitions(), st.data())
+def test_the_part_of_a_block_holds_what_slicing_the_tensor_gives(
+    partition: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = partition
+    shift = data.draw(st.integers(0, 3))
+    drop = data.draw(st.booleans()) and shape[0] == 1 and len(shape) > 1
+    pieces = []
+    for number, box in enumerate(boxes):
+        canonical = tuple((a + shift, b + shift) for a, b in box)[1 if drop else 0 :]
+        padding = number == 0 and len(boxes) > 1
+        pieces.append(Piece.padding("w", box) if padding else Piece("w", canonical, box))
+    wanted = tuple(tuple(sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))) for size in shape)
+    part = Block(shape, tuple(pieces)).part(wanted)
+    assert part.shape == tuple(b - a for a, b in wanted)
+    canonical_shape = [size + shift for size in shape][1 if drop else 0 :]
+    source = torch.arange(1, 1 + torch.Size(canonical_shape).numel()).reshape(canonical_shape)
+
+    def assemble(block: Block) -> torch.Tensor:
+        out = torch.zeros(block.shape, dtype=torch.int64)
+        for piece in block.pieces:
+            if piece.canonical_range is not None:
+                values = source[tuple(slice(a, b) for a, b in piece.canonical_range)]
+                out[tuple(slice(a, b) for a, b in piece.local_range)] = values
+        return out
+
+    whole = assemble(Block(shape, tuple(pieces)))
+    assert torch.equal(assemble(part), whole[tuple(slice(a, b) for a, b in wanted)])

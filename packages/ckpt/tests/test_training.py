@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import (
     IOCounter,
@@ -60,7 +62,7 @@ def save_on(group: Any, source: str, root: str, target: Any, place: list[dict[st
 
 
 def load_on(group: Any, source: str, root: str, target: Any, place: list[dict[str, Any]]) -> dict[str, Any]:
-    layout, at = layout_for(source, target), Place(**place[group.rank()])
+    layout, at = layout_for(source, target), Place(**place[0 if group is None else group.rank()])
     state = load_training(root, layout, at, group=group)
     expected = load_hf(source, layout, at)
     moments = optimizer_state(expected)
@@ -115,6 +117,47 @@ def test_a_run_saved_on_one_grid_resumes_on_another(
         assert result["extra"] == {"scheduler": {"last_epoch": 11}, "data": [1, 2.5, None]}
         torch.manual_seed(100 + rank)
         assert result["drawn"] == float(torch.rand(()))
+
+
+def sharded(tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """What FSDP2 makes of a place's tensors: rows of each on every rank, none on some."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
+
+
+def save_sharded(group: Any, source: str, root: str) -> int:
+    layout = layout_for(source)
+    tensors = sharded(load_hf(source, layout), group)
+    moments = optimizer_state(tensors)
+    for slots in moments.values():
+        # An optimizer may hold its moments as DTensors, or as the local parts alone.
+        slots["exp_avg"] = slots["exp_avg"].to_local()
+    counter = IOCounter()
+    save_training(root, 3, tensors, layout, optimizer=moments, group=group, counter=counter)
+    return counter.data_bytes
+
+
+def load_sharded(group: Any, source: str, root: str) -> bool:
+    layout = layout_for(source)
+    expected = sharded(load_hf(source, layout), group)
+    into = {name: tensor * 0 for name, tensor in expected.items()}
+    state = load_training(root, layout, into=into, group=group)
+    moments = optimizer_state(expected)
+    return all(
+        torch.equal(into[name].to_local(), tensor.to_local())
+        and torch.equal(state.optimizer[name]["exp_avg"], moments[name]["exp_avg"].to_local())
+        and torch.equal(state.optimizer[name]["exp_avg_sq"], moments[name]["exp_avg_sq"].to_local())
+        for name, tensor in expected.items()
+    )
+
+
+def test_dtensors_are_saved_and_loaded_by_their_parts(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    # 3 ranks do not divide the rows of anything, and a vector of 1 leaves two of them without.
+    source = str(checkpoint("qwen3-moe"))
+    written = ranks.run(save_sharded, source, str(tmp_path), world=3)
+    assert max(written) < 0.5 * sum(written)
+    assert all(ranks.run(load_sharded, source, str(tmp_path), world=2))
+    assert load_on(None, source, str(tmp_path), "parallel", [{"tp": (0, 1)}])["weights"]
 
 
 def save_async(group: Any, source: str, root: str) -> None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 
+# What a local tensor is called where it is itself cut into parts.
+LOCAL = "local"
+
 
 def full_box(shape: Sequence[int]) -> Box:
     """The box that is the whole of a tensor of `shape`."""
@@ -142,6 +145,20 @@ class Block:
     def names(self) -> tuple[str, ...]:
         """The canonical tensors that this one is made of, in order of first appearance."""
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
+
+    def part(self, box: Box) -> "Block":
+        """The block of the tensor `tensor[box]`, which FSDP2 leaves on a data-parallel rank."""
+        # To a piece seen the other way round, the local tensor is what both it and the box are parts of.
+        wanted = None if math.prod(extents(box)) == 0 else Piece(LOCAL, box, relative(box, box))
+        pieces = []
+        for piece in self.pieces if wanted is not None else ():
+            assert wanted is not None
+            there = piece.local_range if piece.canonical_range is None else piece.canonical_range
+            copy = intersect(Piece(LOCAL, piece.local_range, there), wanted)
+            if copy is not None:
+                canonical = None if piece.is_padding else copy.source_range
+                pieces.append(Piece(piece.name, canonical, copy.destination_range))
+        return Block(extents(box), tuple(pieces))
 
 
 def cover_problem(boxes: Sequence[Box], shape: Shape) -> str | None:

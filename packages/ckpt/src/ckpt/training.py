@@ -3,7 +3,8 @@
 `ROOT/step-00000100/` holds weights, optimizer state, random-number states and whatever JSON the caller adds;
 `ROOT/latest` names the newest complete one and is replaced in one step. Weights and optimizer state are boxes of
 canonical tensors, stored through torch.distributed.checkpoint (`ckpt.dcp`), so each rank writes its own part and reads
-what its new place needs.
+what its new place needs. Of a DTensor, as FSDP2 makes of a place's tensors, a rank holds a box; it is saved and loaded
+as such, without a gather.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpt.agree import agree, all_gather_json
 from ckpt.atomic import FolderWriter
@@ -30,10 +33,13 @@ from ckpt.dcp import BoxLoadPlanner, BoxOf, BoxSavePlanner, SafetensorsReader, S
 from ckpt.files import write_json
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
-from ckpt.pieces import Block, extents
+from ckpt.pieces import Block, Box, extents
 from ckpt.place import Place
 from ckpt.rng import capture_rng
 from ckpt.runs import STATE, latest_step, point_to, prune, saved_steps
+
+# Where a rank stands; one place for each pipeline chunk that it holds.
+Places = Place | Sequence[Place] | None
 
 
 @dataclass
@@ -42,8 +48,8 @@ class TrainingState:
 
     Attributes:
         step: the step it was saved at.
-        tensors: local name -> weights.
-        optimizer: local name -> slot -> tensor.
+        tensors: local name -> weights; of a DTensor, the part that is on this rank.
+        optimizer: local name -> slot -> tensor, divided like the weights.
         extra: what the caller saved beside them.
         rng: this rank's random-number states, for `restore_rng`.
     """
@@ -87,7 +93,7 @@ def save_training(
     step: int,
     tensors: Mapping[str, Tensor],
     layout: Layout,
-    place: Place | None = None,
+    place: Places = None,
     *,
     optimizer: OptimizerState | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -105,10 +111,11 @@ def save_training(
     Args:
         root: the run's folder of checkpoints.
         step: the step that is complete.
-        tensors: this rank's weights by local name.
+        tensors: this rank's weights by local name; DTensors where data parallelism has divided them further.
         layout: from `layout_for`.
-        place: this rank's place; None: everything.
-        optimizer: local name -> slot -> tensor: shaped like the parameter, or one element.
+        place: this rank's place, or those of its pipeline chunks, where no two use one local name; None: everything.
+        optimizer: local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
+            element.
         extra: JSON values, the same on every rank (rank 0's are kept): scheduler, data position, configuration.
         group: the ranks that together hold the model.
         keep: how many checkpoints to keep, the newest; None: all.
@@ -124,8 +131,7 @@ def save_training(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
-    where = Place() if place is None else place
-    boxes = agree(lambda: _all_boxes(tensors, optimizer or {}, layout, where), group)
+    boxes = agree(lambda: _all_boxes(tensors, optimizer or {}, layout, place), group)
     rngs = all_gather_json(capture_rng(), group)
     state = {"step": step, "extra": dict(extra or {}), "rng": rngs}
     count = IOCounter() if counter is None else counter
@@ -146,8 +152,28 @@ def save_training(
     return pending
 
 
-def _all_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout: Layout, place: Place) -> list[BoxOf]:
-    blocks = layout.at(place)
+def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
+    """The local tensors of all of a rank's chunks."""
+    places = [Place()] if place is None else [place] if isinstance(place, Place) else place
+    blocks: dict[str, Block] = {}
+    for at in places:
+        if both := sorted(blocks.keys() & layout.at(at).keys()):
+            raise ValueError(f"several chunks of {list(map(str, places))} have {both[:3]}; save each chunk by itself")
+        blocks |= layout.at(at)
+    return blocks
+
+
+def _on_this_rank(tensor: Tensor, block: Block) -> tuple[Tensor, Block]:
+    """A place's tensor and its block, or a DTensor's part and the part of its block."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), block
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box: Box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    return tensor.to_local().detach(), block.part(box)
+
+
+def _all_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout: Layout, place: Places) -> list[BoxOf]:
+    blocks = _blocks(layout, place)
     unknown = [name for name in (*tensors, *optimizer) if name not in blocks]
     missing = [
         name
@@ -156,16 +182,20 @@ def _all_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout:
     ]
     if unknown or missing:
         raise ValueError(
-            f"the tensors at {place} do not match the layout: missing {missing[:3]}, unknown {unknown[:3]}"
+            f"the tensors at {place or Place()} do not match the layout: missing {missing[:3]}, unknown {unknown[:3]}"
         )
     boxes: list[BoxOf] = []
+    parts: dict[str, Block] = {}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != blocks[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {blocks[name].shape}")
-        boxes += _boxes("model", tensor, blocks[name], layout)
+        local, parts[name] = _on_this_rank(tensor, blocks[name])
+        boxes += _boxes("model", local, parts[name], layout)
     for name, slots in optimizer.items():
         for slot, tensor in slots.items():
-            boxes += _slot_boxes(slot, tensor, name, blocks[name], layout)
+            whole = blocks[name] if isinstance(tensor, DTensor) else parts.get(name, blocks[name])
+            local, part = _on_this_rank(tensor, whole)
+            boxes += _slot_boxes(slot, local, name, part, layout)
     return boxes
 
 
@@ -176,7 +206,7 @@ def _boxes(kind: str, tensor: Tensor, block: Block, layout: Layout) -> list[BoxO
             f"{kind}/{piece.name}",
             layout.canonical[piece.name].shape,
             piece.canonical_range,
-            view_of(tensor.detach(), piece.local_range).view(extents(piece.canonical_range)),
+            view_of(tensor, piece.local_range).view(extents(piece.canonical_range)),
         )
         for piece in block.pieces
         if piece.canonical_range is not None
@@ -191,7 +221,7 @@ def _slot_boxes(slot: str, tensor: Tensor, name: str, block: Block, layout: Layo
             f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's {block.shape} or one element"
         )
     # A count goes with each canonical tensor, so that it finds its way into any other fusion of them.
-    return [BoxOf(f"optimizer/{slot}/{source}", (), (), tensor.detach().view(())) for source in block.names]
+    return [BoxOf(f"optimizer/{slot}/{source}", (), (), tensor.view(())) for source in block.names]
 
 
 def _write(
@@ -260,7 +290,7 @@ def _torch_checkpoint(group: ProcessGroup | None) -> Iterator[None]:
 def load_training(
     root: str | os.PathLike[str],
     layout: Layout,
-    place: Place | None = None,
+    place: Places = None,
     *,
     step: int | None = None,
     into: Mapping[str, Tensor] | None = None,
@@ -273,9 +303,10 @@ def load_training(
     Args:
         root: the run's folder of checkpoints.
         layout: of this run: the same model, on any target.
-        place: this rank's place; None: everything.
+        place: this rank's place, or those of its pipeline chunks; None: everything.
         step: which checkpoint; None: the latest.
-        into: weights to fill instead of new tensors, by local name.
+        into: weights to fill instead of new tensors, by local name; of DTensors the part on this rank is loaded, and
+            that of their optimizer state.
         device: where new tensors go.
         group: the ranks that load together.
         counter: is given the bytes that this rank reads.
@@ -287,10 +318,9 @@ def load_training(
     Raises:
         ValueError: there is no such checkpoint, it is broken, or it is of another model; on every rank.
     """
-    where = Place() if place is None else place
     rank = 0 if group is None else group.rank()
     folder, state = agree(lambda: _open(Path(root), step), group)
-    wanted = agree(lambda: _destinations(folder, layout, where, into, torch.device(device)), group)
+    wanted = agree(lambda: _destinations(folder, layout, place, into, torch.device(device)), group)
     with _torch_checkpoint(group):
         load(
             {},
@@ -338,25 +368,25 @@ class _Wanted:
 
 
 def _destinations(
-    folder: Path, layout: Layout, place: Place, into: Mapping[str, Tensor] | None, device: torch.device
+    folder: Path, layout: Layout, place: Places, into: Mapping[str, Tensor] | None, device: torch.device
 ) -> _Wanted:
     stored = stored_tensors(folder)
     slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
     wanted = _Wanted()
-    for name, block in layout.at(place).items():
+    for name, block in _blocks(layout, place).items():
         if all(layout.canonical[source].optional and f"model/{source}" not in stored for source in block.names):
             continue
-        wanted.tensors[name] = _weight(name, block, stored, into, device)
-        wanted.boxes += _boxes("model", wanted.tensors[name], block, layout)
+        wanted.tensors[name], part = _weight(name, block, stored, into, device)
+        wanted.boxes += _boxes("model", wanted.tensors[name], part, layout)
         for slot in slots:
             keys = [f"optimizer/{slot}/{source}" for source in block.names]
             if not all(key in stored for key in keys):
                 continue
             dtype, shape = stored[keys[0]]
             if shape == layout.canonical[block.names[0]].shape:
-                moment = torch.zeros(block.shape, dtype=dtype, device=device)
+                moment = torch.zeros(part.shape, dtype=dtype, device=device)
                 wanted.optimizer.setdefault(name, {})[slot] = moment
-                wanted.boxes += _boxes(f"optimizer/{slot}", moment, block, layout)
+                wanted.boxes += _boxes(f"optimizer/{slot}", moment, part, layout)
             else:
                 values = torch.zeros(len(keys), dtype=dtype)
                 wanted.counts[name, slot] = values
@@ -370,17 +400,17 @@ def _weight(
     stored: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     into: Mapping[str, Tensor] | None,
     device: torch.device,
-) -> Tensor:
+) -> tuple[Tensor, Block]:
     absent = [source for source in block.names if f"model/{source}" not in stored]
     if absent:
         raise ValueError(f"the training checkpoint is of another model: it lacks {absent[:3]}")
     if into is None:
-        return torch.zeros(block.shape, dtype=stored[f"model/{block.names[0]}"][0], device=device)
+        return torch.zeros(block.shape, dtype=stored[f"model/{block.names[0]}"][0], device=device), block
     if name not in into or tuple(into[name].shape) != block.shape:
         found = "is missing" if name not in into else f"has shape {tuple(into[name].shape)}"
         raise ValueError(f"into[{name!r}] {found}; the layout has {block.shape}")
-    tensor = into[name].detach()
-    for piece in block.pieces:
+    tensor, part = _on_this_rank(into[name], block)
+    for piece in part.pieces:
         if piece.is_padding:
             view_of(tensor, piece.local_range).zero_()
-    return tensor
+    return tensor, part
