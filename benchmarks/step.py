@@ -1,0 +1,223 @@
+"""A whole packed training step, forward and backward: a Llama-3-8B-shaped stack beside Megatron-Core.
+
+    torchrun --nproc-per-node TP benchmarks/step.py [--json FILE] [--rounds N] [--tiny]
+
+Eight layers of Llama 3 8B with its vocabulary, 16384 tokens as 4 x 4096, bf16, no recompute, tensor parallel over all
+ranks, sequence parallel when there are several. Both models are built from the same config with random weights; the
+loss is the sum of the tokens' log-probabilities. Model FLOPs are 6 for each weight and token (the embedding is no
+product) plus causal attention once. Every round runs each variant once, the slowest rank counts. Peak memory is that
+of a step with the weights and gradients, of the worst rank. Megatron-Core takes Transformer Engine's layers where it is
+installed and is left out where it is not; a CPU runs ours alone.
+"""
+
+import argparse
+import gc
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
+from torch import Tensor, nn
+
+from parallel_layers import PackedSequence, next_token_labels
+from rl_models.config import ModelConfig
+from rl_models.models import CausalLM
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+}
+TINY = LLAMA_3_8B | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 515,
+}  # fmt: skip
+Step = Callable[[], None]
+
+
+@dataclass
+class Task:
+    """What both models are built from and fed with."""
+
+    hf: dict[str, Any]
+    packed: PackedSequence
+    length: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def random(cls, hf: dict[str, Any], count: int, length: int, group: dist.ProcessGroup | None) -> "Task":
+        generator = torch.Generator().manual_seed(0)  # all ranks take the same tokens
+        rows = [torch.randint(hf["vocab_size"], (length,), generator=generator) for _ in range(count)]
+        return cls(hf, PackedSequence.from_sequences([row.to(DEVICE) for row in rows]), length, group)
+
+    def flops(self) -> float:
+        """Of a forward and backward, all ranks together."""
+        hf = self.hf
+        hidden, heads = hf["hidden_size"], hf["num_attention_heads"] * hf["head_dim"]
+        attention = hidden * (2 * heads + 2 * hf["num_key_value_heads"] * hf["head_dim"])
+        layer = attention + 3 * hidden * hf["intermediate_size"]
+        weights = hf["num_hidden_layers"] * layer + hidden * hf["vocab_size"]
+        tokens = self.packed.num_tokens
+        scores = 6 * hf["num_hidden_layers"] * heads * self.length * tokens
+        return 6 * weights * tokens + scores
+
+
+def randomise(module: nn.Module) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+
+def ours(task: Task) -> tuple[nn.Module, Step]:
+    model = CausalLM(
+        ModelConfig.from_hf(task.hf), group=task.group, sequence_parallel=task.group is not None,
+        dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    labels = next_token_labels(task.packed)
+
+    def step() -> None:
+        model.log_probs(task.packed, labels=labels, entropy=False).log_probs.sum().backward()
+
+    return model, step
+
+
+def megatron(task: Task) -> tuple[nn.Module, Step]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    tp = 1 if task.group is None else task.group.size()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model_parallel_cuda_manual_seed(0)
+    hf = task.hf
+    config = TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf["rms_norm_eps"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        bias_activation_fusion=True,
+        apply_rope_fusion=True,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_with_transformer_engine_spec(),
+        vocab_size=-(-hf["vocab_size"] // tp) * tp,
+        max_sequence_length=hf["max_position_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=500000,
+    ).to(DEVICE)
+    packed = task.packed
+    bounds = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+    labels = next_token_labels(packed).clamp(min=0)[None]
+
+    def step() -> None:
+        losses: Tensor = model(
+            packed.input_ids[None], packed.position_ids[None], None, labels=labels, packed_seq_params=bounds
+        )
+        losses.sum().backward()
+
+    return model, step
+
+
+def peak(model: nn.Module, step: Step) -> float:
+    """GiB held at most in a step, the weights and gradients included, of the worst rank; 0 on a CPU."""
+    if not CUDA:
+        return 0.0
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    synchronize()
+    own = sum(p.nbytes for p in model.parameters())
+    held = torch.tensor(float(torch.cuda.max_memory_allocated() - before + own), device=DEVICE)
+    if dist.is_initialized():
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+    return float(held) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write every figure to this file")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
+    options = parser.parse_args()
+    rank, world = join_ranks()
+    measured = ceilings()
+    hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)
+    task = Task.random(hf, count, length, dist.group.WORLD if world > 1 else None)
+    builders = {"parallel_layers": ours}
+    if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
+        builders["Megatron-Core + Transformer Engine"] = megatron
+    steps: dict[str, Step] = {}
+    peaks: dict[str, float] = {}
+    for name, build in builders.items():
+        model, step = build(task)
+        randomise(model)
+        step()
+        peaks[name] = peak(model, step)
+        steps[name] = step
+    timings = side_by_side(steps, rounds=options.rounds)
+    rows: list[list[object]] = []
+    for name, timing in timings.items():
+        seconds = timing.median * 1e-3
+        rate = task.flops() / seconds / world * 1e-12
+        per_gpu = task.packed.num_tokens / seconds / world
+        rows.append([name, world, timing.median, rate, per_gpu, peaks[name]])
+    if rank == 0:
+        print(machine(), measured)
+        print(table(["model", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU"], rows))
+        if len(timings) == 2:
+            first, second = timings.values()
+            print(f"ours is {second.median / first.median:.3f}x as fast")
+        write_json(options.json, ceilings=measured, tp=world, timings=list(timings.values()), peaks=peaks)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
