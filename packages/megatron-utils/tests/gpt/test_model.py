@@ -30,9 +30,41 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+DEEPSEEK = {"model_type": "deepseek_v3", **LATENT}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama3-biased": ("Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "head_dim": 6}),
+    "llama3-biased": (
+        "Llama",
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "head_dim": 6},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "rope_parameters": YARN_ROPE, "rms_norm_eps": 1e-5}),
+    "deepseek-v3-full-query": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "mistral-window": ("Mistral", {"sliding_window": 4}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 8}),
@@ -47,10 +79,10 @@ def transformers_model(name: str) -> torch.nn.Module:
 
     kind, extra = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **extra, attn_implementation="eager")
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **extra}, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2)
+    for tensor in model.state_dict().values():
+        tensor.normal_(0, 0.2)
     return model
 
 
@@ -76,7 +108,8 @@ def parity_on(
     model = transformers_model(name)
     sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in LENGTHS]
     packed = [
-        PackedSequence.from_sequences([sequences[i] for i in indices], multiple_of=dims.tp) for indices in MICRO_BATCHES
+        PackedSequence.from_sequences([sequences[i] for i in indices], multiple_of=dims.tp * 2 * dims.cp)
+        for indices in MICRO_BATCHES
     ]
     log_probs, entropies = reference(model, sequences)
     weights = [torch.randn(n) for n in LENGTHS]
@@ -122,6 +155,8 @@ PLAIN = [
     ("qwen3", ParallelDims(tp=2, pp=2), None),
     ("llama", ParallelDims(pp=2), 2),
     ("qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), None),
+    ("deepseek-v3", ParallelDims(tp=2), None),
+    ("llama", ParallelDims(cp=2), None),
     *((name, ParallelDims(), None) for name in MODELS),
 ]
 SLOW = [
@@ -136,8 +171,12 @@ SLOW = [
         (ParallelDims(tp=2, pp=2), 2),
         (ParallelDims(tp=2, dp=2, ep=2), None),
         (ParallelDims(tp=2, ep=2), None),
+        (ParallelDims(cp=2), None),
+        (ParallelDims(cp=2, tp=2), None),
+        (ParallelDims(cp=2, ep=2), None),
+        (ParallelDims(cp=2, pp=2), None),
     ]
-    if dims.ep == 1 or "moe" in name or name == "mixtral"
+    if dims.ep == 1 or "moe" in name or name in ("mixtral", "deepseek-v3")
     if (name, dims, stages) not in PLAIN
 ]
 
@@ -206,7 +245,7 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
             {"model_type": "gpt2"},
             ParallelDims(),
             {},
-            "model_type='gpt2' is not supported on Megatron-Core; known: llama",
+            "model_type='gpt2' is not supported on Megatron-Core; known: deepseek_v3, llama",
         ),
         (
             {"num_attention_heads": 6},
@@ -228,9 +267,18 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
         ),
         ({}, ParallelDims(pp=2), {"layers_per_stage": [4]}, r"layers_per_stage=\[4\] must be 2 numbers that sum to 4"),
         ({}, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
-        ({"mlp_bias": True}, ParallelDims(), {}, "mlp_bias=True is not supported"),
+        ({"model_type": "qwen2", "mlp_bias": True}, ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),
         ({"hidden_act": "gelu"}, ParallelDims(), {}, "hidden_act='gelu' is not supported"),
-        ({}, ParallelDims(cp=2), {}, "cp=2"),
+        ({}, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
+        (
+            {"model_type": "mistral", "sliding_window": 4},
+            ParallelDims(cp=2),
+            {"cp_comm_type": "p2p"},
+            "cp_comm_type='p2p' has no sliding_window=4; use cp_comm_type='a2a'",
+        ),
+        ({**DEEPSEEK, "topk_group": 1}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=1 is not supported"),
+        ({**DEEPSEEK, "norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),
+        ({**DEEPSEEK, "attention_bias": True}, ParallelDims(), {}, "attention_bias=True is not supported with latent"),
         (
             {},
             ParallelDims(pp=2),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from parallel_layers import ParallelDims
 
@@ -28,7 +28,10 @@ class Family:
     qk_norm: bool = False
     qkv_bias: Callable[[HfConfig], bool] = lambda hf: bool(hf.get("attention_bias", False))
     output_bias: Callable[[HfConfig], bool] = lambda hf: False
+    mlp_bias: Callable[[HfConfig], bool] = lambda hf: False
     window: Callable[[HfConfig], int | None] = lambda hf: None
+    latent: Callable[[HfConfig], dict[str, Any]] | None = None
+    """Fields of multi-head latent attention, for families that have it."""
     moe: Callable[[HfConfig], dict[str, Any]] | None = None
 
 
@@ -71,8 +74,59 @@ def _moe_layers(hf: HfConfig) -> list[int]:
     return [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
 
 
+def _latent_attention(hf: HfConfig) -> dict[str, Any]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): sizes, and the factor of yarn in the scale."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return {
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        # The rotation itself is `LatentAttention`'s; of Megatron's own remains (0.1 mscale log(factor) + 1)^2.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope.get("factor", 1.0) if scaled else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def _sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3's mixture (arXiv:2412.19437): sigmoid scores, a bias that only chooses, groups, shared experts."""
+    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    top_k, groups, top_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if groups > 1 and top_k != 2 * top_groups:
+        raise ValueError(
+            f"num_experts_per_tok={top_k} with topk_group={top_groups} is not supported: Megatron ranks a group by the "
+            f"sum of its num_experts_per_tok // topk_group best scores, transformers by the sum of its two best"
+        )
+    if top_k == 1 or not hf.get("norm_topk_prob", True):
+        raise ValueError(
+            f"num_experts_per_tok={top_k} with norm_topk_prob={hf.get('norm_topk_prob')} is not supported: Megatron "
+            "divides sigmoid scores by their sum exactly where there are several; use several and norm_topk_prob=True"
+        )
+    return {
+        "num_moe_experts": hf["n_routed_experts"],
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0) or None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        # The bias is part of the checkpoint; fine-tuning leaves it alone unless told otherwise.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": top_groups if groups > 1 else None,
+    }
+
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family(output_bias=lambda hf: bool(hf.get("attention_bias", False))),
+    "deepseek_v3": Family(latent=_latent_attention, moe=_sigmoid_experts),
+    "llama": Family(
+        output_bias=lambda hf: bool(hf.get("attention_bias", False)),
+        mlp_bias=lambda hf: bool(hf.get("mlp_bias", False)),
+    ),
     "mistral": Family(window=lambda hf: hf.get("sliding_window")),
     "qwen2": Family(qkv_bias=lambda hf: True, window=_qwen_window),
     "qwen3": Family(qk_norm=True, output_bias=lambda hf: bool(hf.get("attention_bias", False)), window=_qwen_window),
@@ -99,7 +153,9 @@ def family_of(hf: HfConfig) -> Family:
 
 
 def head_dim(hf: HfConfig) -> int:
-    """D, explicit or hidden_size / num_attention_heads."""
+    """D, explicit or hidden_size / num_attention_heads; of latent attention the part that is rotated."""
+    if family_of(hf).latent is not None:
+        return int(hf["qk_rope_head_dim"])
     return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
@@ -124,7 +180,8 @@ def transformer_config(
         expert_tp: tensor parallelism inside an expert (`MegatronGrid.expert_tp`).
         sequence_parallel: default: with tp > 1.
         layers_per_stage: layers of each of the `pp * virtual_stages` chunks in order of depth; default equal parts.
-        options: any further field of `TransformerConfig` (recompute, offload, ...).
+        options: any further field of `TransformerConfig` (recompute, offload, ...). `cp_comm_type` is "p2p" (ring
+            attention, the default where no layer has a window) or "a2a" (Ulysses).
 
     Raises:
         ValueError: an unknown family or option, a field that Megatron cannot express, or sizes that do not divide:
@@ -133,9 +190,9 @@ def transformer_config(
     hf = hf_config(config)
     family = family_of(hf)
     _check(hf, dims, (virtual_stages or 1) * dims.pp, layers_per_stage)
-    known = TransformerConfig.__dataclass_fields__
-    if unknown := sorted(options.keys() - known.keys()):
-        raise ValueError(f"TransformerConfig of this megatron-core has no field {', '.join(unknown)}")
+    kind = TransformerConfig if family.latent is None else MLATransformerConfig
+    if unknown := sorted(options.keys() - kind.__dataclass_fields__.keys()):
+        raise ValueError(f"{kind.__name__} of this megatron-core has no field {', '.join(unknown)}")
     heads = hf["num_attention_heads"]
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
@@ -162,6 +219,7 @@ def transformer_config(
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": virtual_stages,
         "context_parallel_size": dims.cp,
+        "cp_comm_type": "p2p" if family.window(hf) is None else "a2a",
         "expert_model_parallel_size": dims.ep,
         "sequence_parallel": dims.tp > 1 if sequence_parallel is None else sequence_parallel,
         # Packed micro-batches differ in length; for interleaving `run_schedule` evens them out, and says why.
@@ -181,6 +239,9 @@ def transformer_config(
     }
     if layers_per_stage is not None:
         fields["pipeline_model_parallel_layout"] = _layout(layers_per_stage)
+    if family.latent is not None:
+        # Every head has keys and values of its own, whatever num_key_value_heads says.
+        fields |= {"num_query_groups": heads, "kv_channels": hf["v_head_dim"], **family.latent(hf)}
     if window := family.window(hf):
         fields["window_size"] = (window - 1, 0)
         if types := hf.get("layer_types"):
@@ -198,7 +259,11 @@ def transformer_config(
         raise ValueError(
             f"batch_p2p_comm=True with virtual_stages={virtual_stages} gives wrong gradients; leave it False"
         )
-    return TransformerConfig(**fields)
+    if fields["cp_comm_type"] not in ("p2p", "a2a"):
+        raise ValueError(f"cp_comm_type={fields['cp_comm_type']!r} must be 'p2p' (ring attention) or 'a2a' (Ulysses)")
+    if dims.cp > 1 and fields["cp_comm_type"] == "p2p" and (window := family.window(hf)):
+        raise ValueError(f"cp_comm_type='p2p' has no sliding_window={window}; use cp_comm_type='a2a'")
+    return kind(**fields)
 
 
 def _layout(layers_per_stage: list[int]) -> list[list[str]]:
@@ -215,7 +280,10 @@ def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list
             fits = [n for n in range(1, hf[name] + 1) if hf[name] % n == 0 and n <= 64]
             raise ValueError(f"{name}={hf[name]} is not divisible by tp={dims.tp}; use tp in {fits}")
     groups = hf.get("num_key_value_heads") or heads
-    if groups % dims.tp and dims.tp % groups:
+    if family_of(hf).latent is not None:
+        if hf.get("attention_bias"):
+            raise ValueError("attention_bias=True is not supported with latent attention; known checkpoints have none")
+    elif groups % dims.tp and dims.tp % groups:
         raise ValueError(f"num_key_value_heads={groups} and tp={dims.tp}: one must divide the other")
     if layers_per_stage is None and layers % chunks:
         raise ValueError(
@@ -226,7 +294,5 @@ def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list
         raise ValueError(f"layers_per_stage={layers_per_stage} must be {chunks} numbers that sum to {layers}")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; these families use 'silu'")
-    if hf.get("mlp_bias"):
-        raise ValueError("mlp_bias=True is not supported: Megatron has one switch for the biases of MLP and attention")
-    if dims.cp > 1:
-        raise ValueError(f"cp={dims.cp}: packed attention on this backend does not split sequences; use cp=1")
+    if hf.get("mlp_bias") and not family_of(hf).mlp_bias(hf):
+        raise ValueError(f"mlp_bias=True is not known of model_type={hf['model_type']!r}; leave it out")

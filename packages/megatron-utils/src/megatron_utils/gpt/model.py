@@ -5,47 +5,45 @@ Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_utils.gpt.config import family_of, head_dim, hf_config, transformer_config
-from megatron_utils.gpt.modules import BiasedRowParallelLinear, Norm, PackedCoreAttention, PackedParams, ValueHead
+from megatron_utils.gpt.config import head_dim, hf_config, transformer_config
+from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
+from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, PackedSequence, linear_log_probs
+from parallel_layers.context_parallel import gather_sequence, split_sequence
 from parallel_layers.rotary import RotaryEmbedding
 
 Role = Literal["causal_lm", "value"]
-LayerSpec = Literal["local", "transformer_engine"]
 
 
 class PackedGPTModel(GPTModel):
     """One pipeline stage (or chunk of one) of a decoder, called with a packed batch.
 
-    What `forward` returns depends on the stage: hidden states `[T / tp, 1, H]` before the last; on the last,
+    What `forward` returns depends on the stage: hidden states `[T / (cp tp), 1, H]` before the last; on the last,
     `LogProbs` when labels are given, else logits `[T, V]` (this rank's columns); `[T]` fp32 values for a value model.
+    Under context parallelism every rank is given the whole batch, computes its part, and returns the whole result.
     """
 
     def __init__(
-        self, config: TransformerConfig, hf: dict[str, Any], spec: Any, role: Role, padded_vocab: int, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        hf: dict[str, Any],
+        spec: Any,
+        role: Role,
+        padded_vocab: int,
+        **kwargs: Any,
     ) -> None:
         self.role = role
+        _, self.layout = CONTEXT_PARALLEL[config.cp_comm_type]
         self.true_vocab_size = hf["vocab_size"]
         super().__init__(
             config,
@@ -60,6 +58,13 @@ class PackedGPTModel(GPTModel):
         if role == "value" and self.post_process:
             self.output_layer = ValueHead(config, bias=bool(hf.get("score_bias")))
 
+    @property
+    def tokens_multiple_of(self) -> int:
+        """What the number of tokens of a packed batch must be a multiple of."""
+        tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        cp = self.config.context_parallel_size
+        return tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
+
     def forward(
         self,
         packed: PackedSequence,
@@ -71,33 +76,50 @@ class PackedGPTModel(GPTModel):
         """Run this stage on a packed batch; a stage that is not the first takes `set_input_tensor`'s hidden states.
 
         Args:
-            packed: the batch, its number of tokens a multiple of tp under sequence parallelism.
+            packed: the batch, its number of tokens a multiple of `tokens_multiple_of`.
             labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
             temperature: divides the logits; a number or `[T]`.
             entropy: whether to return the entropy with the log-probs.
+
+        Raises:
+            ValueError: the number of tokens is no such multiple.
         """
-        hidden = self.embedding(packed.input_ids[None], None) if self.pre_process else None
-        hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, packed_seq_params=PackedParams.of(packed, self.rotary)
-        )
+        if packed.num_tokens % self.tokens_multiple_of:
+            raise ValueError(
+                f"{packed.num_tokens} tokens are not a multiple of {self.tokens_multiple_of} (tp under sequence "
+                f"parallelism, cp); pack with multiple_of={self.tokens_multiple_of}"
+            )
+        cp = self.pg_collection.cp
+        params = PackedParams.of(packed, self.rotary, cp, self.layout)
+        hidden = self.embedding(self._part(packed.input_ids)[None], None) if self.pre_process else None
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=params)
         if not self.post_process:
             return hidden
         if self.role == "value":
-            return self.output_layer(hidden)[0][:, 0, 0]
+            return self._whole(self.output_layer(hidden)[0][:, 0, 0])
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is None:
-            return self.output_layer(hidden, weight=tied)[0][:, 0]
+            return self._whole(self.output_layer(hidden, weight=tied)[0][:, 0])
         group = self.pg_collection.tp
-        return linear_log_probs(
+        output = linear_log_probs(
             hidden[:, 0],
             self.output_layer.weight if tied is None else tied,
-            labels,
+            self._part(labels),
             group=group if group.size() > 1 else None,
-            temperature=temperature,
+            temperature=self._part(temperature) if isinstance(temperature, Tensor) else temperature,
             entropy=entropy,
             sequence_parallel=self.config.sequence_parallel,
             vocab_size=self.true_vocab_size,
         )
+        return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
+
+    def _part(self, x: Tensor) -> Tensor:
+        """This context-parallel rank's tokens of `[T]`."""
+        return split_sequence(x, self.pg_collection.cp, layout=self.layout)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """All ranks' tokens `[T, ...]`; every rank goes on with the same computation."""
+        return gather_sequence(x, self.pg_collection.cp, layout=self.layout)
 
 
 def build_gpt(
@@ -122,7 +144,7 @@ def build_gpt(
         dtype: of the parameters.
         layer_spec: "local": nothing but torch; "transformer_engine": its linears and norms. Attention is
             `parallel_layers.packed_attention` in both.
-        options: `sequence_parallel`, `layers_per_stage`, or any field of `TransformerConfig`.
+        options: `sequence_parallel`, `layers_per_stage`, or any field of `TransformerConfig`, such as `cp_comm_type`.
 
     Raises:
         ValueError: as `transformer_config`.
@@ -138,7 +160,7 @@ def build_gpt(
     for stage in stages:
         first = grid.is_first_stage and stage in (None, 0)
         last = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = _block_spec(made, hf, layer_spec, stage)
+        spec = block_spec(made, hf, layer_spec, stage=stage)
         chunk = PackedGPTModel(
             made,
             hf,
@@ -173,43 +195,3 @@ _SHARDED = (
     (ColumnParallelLinear, "bias", 0),
     (RowParallelLinear, "weight", 1),
 )
-
-
-def _block_spec(
-    config: TransformerConfig, hf: dict[str, Any], layer_spec: LayerSpec, stage: int | None
-) -> TransformerBlockSubmodules:
-    """The specs of this chunk's layers, dense and mixture in their places."""
-    if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16 leaves the name undefined where Transformer Engine is missing, and then tests it against None.
-        moe_utils.te_general_gemm = None
-    is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: _layer_spec(config, hf, layer_spec, bool(kind)) for kind in set(is_moe)}
-    if config.pipeline_model_parallel_layout is not None:
-        layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=stage)
-    else:
-        offset = get_transformer_layer_offset(config, vp_stage=stage)
-        layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage))
-    return TransformerBlockSubmodules(layer_specs=[specs[is_moe[i]] for i in layers], layer_norm=Norm)
-
-
-def _layer_spec(config: TransformerConfig, hf: dict[str, Any], layer_spec: LayerSpec, moe: bool) -> ModuleSpec:
-    options = {"num_experts": config.num_moe_experts if moe else None, "qk_layernorm": config.qk_layernorm}
-    if layer_spec == "transformer_engine":
-        spec = copy.deepcopy(
-            get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
-        )
-    else:
-        spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", **options))
-        attention = spec.submodules.self_attention.submodules
-        for holder, name in (
-            (spec.submodules, "input_layernorm"),
-            (spec.submodules, "pre_mlp_layernorm"),
-            (attention, "q_layernorm"),
-            (attention, "k_layernorm"),
-        ):
-            if getattr(holder, name) is not IdentityOp:
-                setattr(holder, name, Norm)
-        if family_of(hf).output_bias(hf):
-            attention.linear_proj = BiasedRowParallelLinear
-    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    return spec

@@ -11,44 +11,59 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
-from parallel_layers.attention import packed_attention
+from parallel_layers.context_parallel import Layout, ring_attention, split_sequence, ulysses_attention
 from parallel_layers.norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+
+# Megatron's `cp_comm_type`: how attention goes over the context-parallel group, and which tokens each rank then holds.
+CONTEXT_PARALLEL: dict[str, tuple[Any, Layout]] = {
+    "p2p": (ring_attention, "zigzag"),
+    "a2a": (ulysses_attention, "contiguous"),
+}
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed batch, and each token's rotation."""
+    """Megatron's description of a packed batch, and the rotation of this rank's tokens."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin `[T, D]` fp32, made once a micro-batch; None where the attention module itself rotates (MLA)."""
+    """cos and sin `[T / cp, D]` fp32, made once a micro-batch."""
 
     @classmethod
-    def of(cls, packed: PackedSequence, rotary: RotaryEmbedding | None) -> PackedParams:
-        """The description of a packed batch."""
+    def of(
+        cls, packed: PackedSequence, rotary: RotaryEmbedding, cp: ProcessGroup | None, layout: Layout
+    ) -> PackedParams:
+        """The description of a whole packed batch, of which this rank of `cp` holds a part."""
+        # Some rotations depend on the sequence's length, so they are made whole.
+        cos, sin = rotary(packed.position_ids, packed.cu_seqlens)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens,
             cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
-            rotary=None if rotary is None else rotary(packed.position_ids, packed.cu_seqlens),
+            rotary=(split_sequence(cos, cp, layout=layout), split_sequence(sin, cp, layout=layout)),
         )
 
 
 class PackedCoreAttention(nn.Module):
-    """`parallel_layers.packed_attention` where Megatron expects its core attention: rotary, then causal attention.
+    """`parallel_layers`' packed attention where Megatron expects its core attention: rotary, then causal attention.
 
     Rotating here instead of in Megatron's `rope_utils` gives every rope type of the Hugging Face config, from explicit
-    positions, in fp32, without reading `cu_seqlens` on the host. No parameters, no communication.
+    positions, in fp32, without reading `cu_seqlens` on the host. No parameters; communication only over the
+    context-parallel group.
+
+    Args:
+        cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.
+        rotates: False where the module around it has rotated queries and keys already (latent attention).
     """
 
     def __init__(
@@ -61,9 +76,13 @@ class PackedCoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        rotates: bool = True,
         **sizes: Any,
     ) -> None:
         super().__init__()
+        self.rotates = rotates
+        self.attend, _ = CONTEXT_PARALLEL[cp_comm_type or "p2p"]
+        self.cp = None if pg_collection is None else pg_collection.cp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
         self.scale = softmax_scale
@@ -78,18 +97,20 @@ class PackedCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedParams | None = None,
     ) -> Tensor:
-        """`[T, Q, D]`, `[T, K, D]`, `[T, K, D']` -> `[T, Q * D']`, causal inside each sequence."""
+        """`[T / cp, Q, D]`, `[T / cp, K, D]`, `[T / cp, K, D']` -> `[T / cp, Q * D']`, causal in each sequence."""
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("packed attention needs a packed batch; call the model with a PackedSequence")
-        if packed_seq_params.rotary is not None:
+        if self.rotates:
+            assert packed_seq_params.rotary is not None
             query = apply_rotary(query, *packed_seq_params.rotary)
             key = apply_rotary(key, *packed_seq_params.rotary)
-        out = packed_attention(
+        out: Tensor = self.attend(
             query,
             key,
             value,
             packed_seq_params.cu_seqlens_q,
             packed_seq_params.max_seqlen_q,
+            group=self.cp,
             window=self.window,
             scale=self.scale,
         )
@@ -108,13 +129,6 @@ class Norm(RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if not config.use_cpu_initialization:
             self.weight.data = self.weight.data.cuda()
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """The output projection of a family that has a bias there and none in its MLP."""
-
-    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
-        super().__init__(*args, bias=True, **kwargs)
 
 
 class ValueHead(nn.Module):

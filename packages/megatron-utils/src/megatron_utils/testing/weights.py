@@ -21,8 +21,19 @@ _RENAMED = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
     "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.linear_fc2": "mlp.down_proj",
+    "linear_fc2": "down_proj",
+    "router.expert_bias": "gate.e_score_correction_bias",
     "mlp.router": "mlp.gate",
+}
+_LATENT_RENAMED = {
+    **_RENAMED,
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
 }
 
 
@@ -31,11 +42,13 @@ def layer_numbers(chunk: PackedGPTModel) -> list[int]:
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
-def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expected_parameters(
+    chunk: PackedGPTModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """What each parameter of a chunk is on this rank, from a transformers state dict (or its gradients).
 
     Mixtures are in transformers' stacked form: `mlp.experts.gate_up_proj [E, 2 I, H]`, `mlp.experts.down_proj [E, H,
-    I]`.
+    I]`. `tensors`: those of the chunk to speak of, by name; default its parameters.
 
     Raises:
         ValueError: a parameter that no tensor of the state dict answers to.
@@ -46,7 +59,7 @@ def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> d
 
     def part(whole: Tensor, shape: torch.Size) -> Tensor:
         """This rank's rectangle; the tail of a padded vocabulary is zero."""
-        group = chunk.pg_collection.expt_tp if "experts" in name else tp
+        group = chunk.pg_collection.expt_tp if "mlp.experts" in name else tp
         for dim, (have, want) in enumerate(zip(whole.shape, shape, strict=True)):
             if have != want:
                 rows = torch.arange(group.rank() * want, (group.rank() + 1) * want)
@@ -64,8 +77,9 @@ def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> d
         half = torch.Size((shape[0] // 2, *shape[1:]))
         return torch.cat([part(gate, half), part(up, half)])
 
+    renamed = _LATENT_RENAMED if config.multi_latent_attention else _RENAMED
     result = {}
-    for name, parameter in chunk.named_parameters():
+    for name, parameter in (tensors or dict(chunk.named_parameters())).items():
         layer = ""
         rest = name
         if match := re.match(r"decoder\.layers\.(\d+)\.", name):
@@ -81,11 +95,12 @@ def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> d
                 result[name] = part(state[f"{layer}mlp.experts.down_proj"][index], parameter.shape)
         elif rest.startswith("self_attention.linear_qkv"):
             result[name] = part(interleaved(kind), parameter.shape)
-        elif rest.startswith("mlp.linear_fc1"):
-            gate, up = (state[f"{layer}mlp.{which}_proj.{kind}"] for which in ("gate", "up"))
+        elif rest.startswith(("mlp.linear_fc1", "mlp.shared_experts.linear_fc1")):
+            mlp = rest.partition(".linear_fc1")[0]
+            gate, up = (state[f"{layer}{mlp}.{which}_proj.{kind}"] for which in ("gate", "up"))
             result[name] = gate_up(gate, up, parameter.shape)
         else:
-            for mine, theirs in _RENAMED.items():
+            for mine, theirs in renamed.items():
                 rest = rest.replace(mine, theirs)
             if layer + rest not in state:
                 raise ValueError(f"no tensor {layer + rest} for parameter {name}")
@@ -97,6 +112,8 @@ def expected_parameters(chunk: PackedGPTModel, state: Mapping[str, Tensor]) -> d
 def load_transformers_state(chunks: Iterable[PackedGPTModel], state: Mapping[str, Tensor]) -> None:
     """Copy a transformers state dict into the chunks of a model built by `build_gpt`."""
     for chunk in chunks:
-        expected = expected_parameters(chunk, state)
-        for name, parameter in chunk.named_parameters():
-            parameter.copy_(expected[name])
+        # The routers' biases are loaded, and no gradient reaches them.
+        biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+        tensors = {**dict(chunk.named_parameters()), **biases}
+        for name, value in expected_parameters(chunk, state, tensors).items():
+            tensors[name].copy_(value)

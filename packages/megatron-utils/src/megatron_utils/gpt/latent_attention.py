@@ -1,0 +1,105 @@
+"""`LatentAttention`: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) on packed batches.
+
+Megatron-Core's own module rotates by positions that it counts from `cu_seqlens` on the host, and, where its
+down-projection is split over tensor parallelism (the local spec), leaves the shared rotated key's gradient with each
+rank's own heads only. Here the rotation comes with the batch, as for every family, and the gradient is complete.
+
+Shape suffixes: T tokens, t this rank's tokens under sequence parallelism (else T), n this rank's heads, C latent size,
+P position part of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megatron_utils.gpt.modules import Norm, PackedParams
+from parallel_layers.rotary import apply_rotary
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of the latents, in DeepSeek's own code and in transformers, whatever the config's `rms_norm_eps`."""
+
+
+class LatentNorm(Norm):
+    """The norm of a latent."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = LATENT_NORM_EPS) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
+def _pairs_to_halves(x: Tensor) -> Tensor:
+    """Checkpoints rotate neighbours (x0, x1), (x2, x3), ...; `apply_rotary` rotates the two halves."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's module with its own way from hidden states to queries, keys and values."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedParams | None = None,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """`[t, 1, H]` -> queries and keys `[T, n, D + P]`, values `[T, n, D']`, and the two latents `[t, C]`."""
+        if not isinstance(packed_seq_params, PackedParams) or packed_seq_params.rotary is None:
+            raise ValueError("latent attention needs a packed batch; call the model with a PackedSequence")
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query_latent = hidden_states[:, 0]
+            query = self.linear_q_proj(query_latent)[0]
+        else:
+            query_latent = self.q_layernorm(
+                self._own_tokens(*self._compressed(self.linear_q_down_proj, hidden_states, config.q_lora_rank))
+            )
+            query = self.linear_q_up_proj(query_latent)[0]
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        compressed, whole = self._compressed(self.linear_kv_down_proj, hidden_states, width)
+        latent, key_position = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        latent = self.kv_layernorm(self._own_tokens(latent, whole))
+        if not whole:
+            key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
+        elif self.tp_group.size() > 1:
+            # All ranks' heads share it: its gradient is the sum of theirs.
+            key_position = copy_to_tensor_model_parallel_region(key_position, group=self.tp_group)
+        key_value = self.linear_kv_up_proj(latent)[0].unflatten(-1, (heads, -1))
+        key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        query, query_position = query.unflatten(-1, (heads, -1)).split(
+            [config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1
+        )
+        query_position = apply_rotary(_pairs_to_halves(query_position), *packed_seq_params.rotary)
+        key_position = apply_rotary(_pairs_to_halves(key_position)[:, None], *packed_seq_params.rotary)
+        query = torch.cat((query, query_position), dim=-1)
+        key = torch.cat((key, key_position.expand(-1, heads, -1)), dim=-1)
+        return query, key, value.contiguous(), query_latent, latent
+
+    def _compressed(self, projection: torch.nn.Module, hidden: Tensor, width: int) -> tuple[Tensor, bool]:
+        """A down-projection `[., width]`, and whether it holds all T tokens.
+
+        The local spec splits its columns (and then has all tokens); Transformer Engine's is whole, on this rank's
+        tokens under sequence parallelism.
+        """
+        out = projection(hidden)[0][:, 0]
+        if out.shape[-1] != width:
+            return gather_from_tensor_model_parallel_region(out, group=self.tp_group), True
+        return out, self.tp_group.size() == 1 or not self.config.sequence_parallel
+
+    def _own_tokens(self, x: Tensor, whole: bool) -> Tensor:
+        """`[t, .]`: what the up-projections, which gather tokens under sequence parallelism, take."""
+        if whole and self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(x, group=self.tp_group)
+        return x
