@@ -1,12 +1,15 @@
 """What a group of ranks holds together: every rank's places, and the type of every canonical tensor."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ckpt.agree import agree, all_gather_json
 from ckpt.dtypes import DTYPES, dtype_name
@@ -18,10 +21,23 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Chunk:
-    """One model chunk in this process's hands."""
+    """One model chunk in this process's hands.
+
+    Attributes:
+        place: where it stands.
+        tensors: by local name; DTensors where data parallelism has divided them further.
+        gathered: the whole tensors of DTensors, while they are moved.
+    """
 
     place: Place
     tensors: Tensors
+    gathered: dict[str, Tensor] = field(default_factory=dict)
+
+    def whole(self, local: str) -> Tensor:
+        """A tensor as the layout describes it; of a DTensor, between `Holdings.gather` and `Holdings.release`."""
+        tensor = self.gathered.get(local, self.tensors[local])
+        assert not isinstance(tensor, DTensor)
+        return tensor
 
 
 def _chunks(tensors: Tensors | Sequence[Tensors], place: Place | Sequence[Place] | None) -> list[Chunk]:
@@ -103,6 +119,30 @@ class Holdings:
     places: list[list[Place]]
     dtypes: dict[str, torch.dtype]
     rank: int
+
+    @cached_property
+    def _divided(self) -> dict[str, list[tuple[Chunk, str]]]:
+        """Canonical name -> the DTensors of this rank that hold pieces of it, by chunk and local name."""
+        found: dict[str, list[tuple[Chunk, str]]] = {}
+        for chunk in self.chunks:
+            for local, tensor in chunk.tensors.items():
+                for name in self.layout.at(chunk.place)[local].names if isinstance(tensor, DTensor) else ():
+                    found.setdefault(name, []).append((chunk, local))
+        return found
+
+    def gather(self, name: str) -> None:
+        """Make this rank's tensors that hold pieces of a canonical one whole; a mesh's ranks do so in one order."""
+        for chunk, local in self._divided.get(name, ()):
+            tensor = chunk.tensors[local]
+            if local not in chunk.gathered and isinstance(tensor, DTensor):
+                chunk.gathered[local] = tensor.full_tensor()
+
+    def release(self, done: AbstractSet[str]) -> None:
+        """Drop what `gather` has made, where all its canonical tensors are done."""
+        for chunk in self.chunks:
+            blocks = self.layout.at(chunk.place)
+            for local in [local for local in chunk.gathered if done >= set(blocks[local].names)]:
+                del chunk.gathered[local]
 
     def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own."""

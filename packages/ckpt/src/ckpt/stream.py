@@ -33,7 +33,8 @@ def stream_hf(
     least one tensor, beside the two communication buffers.
 
     Args:
-        tensors: this rank's tensors by local name, or one mapping for each chunk.
+        tensors: this rank's tensors by local name, or one mapping for each chunk; of DTensors, those of a bucket are
+            gathered at a time.
         layout: from `layout_for`.
         group: the ranks that together hold the model; None: this process alone.
         place: this rank's place, or one for each chunk; None: everything.
