@@ -97,7 +97,7 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> list[tuple[nn.Modul
 def _check_groups(name: str, owner: nn.Module, shardings: Sequence[Sharding], groups: list[ProcessGroup]) -> None:
     names = {group.group_name for group in groups}
     for sharding in shardings:
-        if sharding.group.size() > 1 and sharding.group.group_name not in names:
+        if sharding.group is not None and sharding.group.size() > 1 and sharding.group.group_name not in names:
             raise ValueError(
                 f"parameter {name!r} of {type(owner).__name__} is divided over {sharding.group.size()} ranks whose "
                 "group is not among the groups; pass it in groups=[...]"
@@ -106,7 +106,7 @@ def _check_groups(name: str, owner: nn.Module, shardings: Sequence[Sharding], gr
 
 def _counts_here(shardings: Sequence[Sharding], groups: list[ProcessGroup]) -> bool:
     """Whether this rank counts a parameter: of ranks that hold the same, the first."""
-    divided = {sharding.group.group_name for sharding in shardings}
+    divided = {sharding.group.group_name for sharding in shardings if sharding.group is not None}
     return all(group.rank() == 0 for group in groups if group.group_name not in divided)
 
 

@@ -37,13 +37,13 @@ class Sharding:
     """This rank's part of a parameter that is divided along one dim.
 
     Args:
-        group: The ranks that share the parameter.
+        group: The ranks that share the parameter; None when it is whole here, for blocks that are not `counted`.
         dim: The divided dim.
         full_size: The size of that dim in the full tensor.
         blocks: What this rank holds of it, in local order. Local units beyond the blocks are padding.
     """
 
-    group: ProcessGroup
+    group: ProcessGroup | None
     dim: int
     full_size: int
     blocks: tuple[Block, ...]
