@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention import LatentConfig
 from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.context_parallel import gather_sequence, split_sequence
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.dims import ParallelDims
 from parallel_layers.moe import MoEConfig
-from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.rotary import RotaryEmbedding, yarn_softmax_scale
 from parallel_layers.testing import RankPool
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, EPS, WINDOW = 32, 4, 2, 8, 48, 1e-5, 5
@@ -45,6 +46,54 @@ LLAMA = DecoderConfig(
 )
 
 
+LATENT = LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=14)
+DEEPSEEK = replace(
+    LLAMA,
+    num_kv_heads=HEADS,
+    head_dim=None,
+    latent=LATENT,
+    rotary_interleaved=True,
+    moe=MoEConfig(
+        num_experts=16,
+        top_k=4,
+        intermediate_size=12,
+        scoring="sigmoid",
+        correction_bias=True,
+        num_groups=4,
+        top_k_groups=2,
+        routed_scaling_factor=2.5,
+        shared_intermediate_size=24,
+    ),
+)
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+DEEPSEEK_SIZES = {
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": LATENT.kv_lora_rank,
+    "q_lora_rank": LATENT.q_lora_rank,
+    "qk_nope_head_dim": LATENT.qk_nope_head_dim,
+    "qk_rope_head_dim": LATENT.qk_rope_head_dim,
+    "v_head_dim": LATENT.v_head_dim,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 0,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """A layer of transformers and the config that is to equal it.
@@ -58,10 +107,11 @@ class Family:
     rotary_dim: int | None = None  # of a head's dims; None: all
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return RotaryEmbedding(self.rotary_dim or self.ours.head_dim)(positions)
+        parameters = self.options.get("rope_parameters") if self.ours.latent else None
+        return RotaryEmbedding(self.rotary_dim or self.ours.head_dim, parameters=parameters)(positions)
 
     def build(self) -> nn.Module:
-        module = re.sub("(?<=.)Moe", "_moe", self.name).lower()
+        module = re.sub("(?<=.)(?=Moe|V3)", "_", self.name).lower()
         config = resolve_name(f"transformers.models.{module}.configuration_{module}:{self.name}Config")
         layer = resolve_name(f"transformers.models.{module}.modeling_{module}:{self.name}DecoderLayer")
         return layer(config(**(SIZES | self.options)), 0)
@@ -125,6 +175,26 @@ FAMILIES = {
         replace(LLAMA, moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=INTERMEDIATE)),
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
+    "deepseek": Family(
+        "DeepseekV3",
+        replace(DEEPSEEK, attention_scale=yarn_softmax_scale(LATENT.qk_head_dim, DEEPSEEK_YARN)),
+        DEEPSEEK_SIZES | {"rope_parameters": DEEPSEEK_YARN},
+        rotary_dim=LATENT.qk_rope_head_dim,
+    ),
+    "deepseek, dense, queries in one step, biases": Family(
+        "DeepseekV3",
+        replace(
+            DEEPSEEK,
+            moe=None,
+            latent=replace(LATENT, q_lora_rank=None),
+            attention_bias=True,
+            output_bias=True,
+            rotary_interleaved=False,
+        ),
+        DEEPSEEK_SIZES
+        | {"first_k_dense_replace": 1, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
+        rotary_dim=LATENT.qk_rope_head_dim,
+    ),
     "olmo2": Family("Olmo2", replace(LLAMA, qk_norm="full", norm_placement="post")),
     "gpt-oss attention": LlamaWithSinks(
         "Llama", replace(LLAMA, attention_bias=True, output_bias=True, attention_sinks=True, window=WINDOW)
@@ -145,6 +215,9 @@ def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -
     layer = family.build()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
+    biases = {
+        name: nn.init.normal_(b, std=0.3) for name, b in layer.named_buffers() if name.endswith("correction_bias")
+    }
     x = x.clone().requires_grad_()
     outs = []
     for part in x.split(lengths):
@@ -162,7 +235,7 @@ def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -
     return {
         "out": out.detach(),
         "d_x": x.grad,
-        "weights": {name: p.detach() for name, p in layer.named_parameters()},
+        "weights": {name: p.detach() for name, p in layer.named_parameters()} | biases,
         "d_weights": {name: p.grad for name, p in layer.named_parameters()},
     }
 
@@ -174,25 +247,30 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
     head_dim, kv_heads = config.head_dim, config.num_kv_heads
     for kind in ("weight", "bias"):
         names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-        if names[0] in full:
+        if names[1] in full:
             q, k, v = (full.pop(name).unflatten(0, (-1, head_dim)) for name in names)
             first, count = rank * kv_heads // size, max(1, kv_heads // size)
             parts = [q.chunk(size)[rank], k[first : first + count], v[first : first + count]]
             local[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts).flatten(0, 1)
-        names = [f"mlp.{name}_proj.{kind}" for name in ("gate", "up")]
-        if names[0] in full:
-            full[f"mlp.gate_up_proj.{kind}"] = torch.cat([full.pop(name) for name in names])
-        name = f"mlp.gate_up_proj.{kind}"
+        for mlp in ("mlp", "mlp.shared_experts"):
+            names = [f"{mlp}.{name}_proj.{kind}" for name in ("gate", "up")]
+            if names[0] in full:
+                full[f"{mlp}.gate_up_proj.{kind}"] = torch.cat([full.pop(name) for name in names])
+            if (name := f"{mlp}.gate_up_proj.{kind}") in full:
+                local[name] = torch.cat([half.chunk(size)[rank] for half in full.pop(name).chunk(2)])
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"):
         if name in full:
-            local[name] = torch.cat([half.chunk(size)[rank] for half in full.pop(name).chunk(2)])
-    for name, dim in (("self_attn.o_proj.weight", 1), ("mlp.down_proj.weight", 1), ("mlp.experts.down_proj", 2)):
-        if name in full:
-            local[name] = full.pop(name).chunk(size, dim=dim)[rank]
+            local[name] = full.pop(name).chunk(size, dim=1)[rank]
+    if "mlp.experts.down_proj" in full:
+        local["mlp.experts.down_proj"] = full.pop("mlp.experts.down_proj").chunk(size, dim=2)[rank]
     if "mlp.experts.gate_up_proj" in full:
         halves = full.pop("mlp.experts.gate_up_proj").chunk(2, dim=1)
         local["mlp.experts.gate_up_proj"] = torch.cat([half.chunk(size, dim=1)[rank] for half in halves], dim=1)
     if "self_attn.sinks" in full:
         local["self_attn.sinks"] = full.pop("self_attn.sinks").chunk(size)[rank]
+    for name in ("q_proj", "q_b_proj", "kv_b_proj"):
+        if (name := f"self_attn.{name}.weight") in full:
+            local[name] = full.pop(name).chunk(size)[rank]
     return local | full  # the rest is replicated
 
 
@@ -386,5 +464,15 @@ def test_mistakes_are_named() -> None:
         ValueError, match=r"qk_norm='layer' is unknown; use 'head' \(Qwen3\), 'full' \(OLMo-2\) or None"
     ):
         DecoderLayer(replace(LLAMA, qk_norm="layer"))
+    with pytest.raises(
+        ValueError, match=r"num_kv_heads=2, but latent attention makes keys and values for each of num_h"
+    ):
+        replace(DEEPSEEK, num_kv_heads=2)
+    with pytest.raises(
+        ValueError, match=r"head_dim=4, but the heads of latent attention have qk_nope_head_dim=6 \+ qk_"
+    ):
+        replace(DEEPSEEK, head_dim=4)
+    with pytest.raises(ValueError, match=r"qk_norm='head' and attention_sinks=False are of ordinary attention"):
+        replace(DEEPSEEK, qk_norm="head")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, "):
         DecoderLayer(replace(LLAMA, activation="mish"))

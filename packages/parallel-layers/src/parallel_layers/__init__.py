@@ -1,6 +1,12 @@
 """Tensor-, sequence- and context-parallel transformer layers and collectives for PyTorch; nothing but torch."""
 
-from parallel_layers.attention import ParallelAttention, available_backends, packed_attention
+from parallel_layers.attention import (
+    LatentConfig,
+    ParallelAttention,
+    ParallelLatentAttention,
+    available_backends,
+    packed_attention,
+)
 from parallel_layers.data import broadcast_data
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.dims import ParallelDims
@@ -32,11 +38,13 @@ __all__ = [
     "ColumnParallelLinear",
     "DecoderConfig",
     "DecoderLayer",
+    "LatentConfig",
     "LogProbs",
     "MergedColumnParallelLinear",
     "PackedSequence",
     "ParallelAttention",
     "ParallelDims",
+    "ParallelLatentAttention",
     "ParallelMLP",
     "QKVParallelLinear",
     "RMSNorm",

@@ -5,12 +5,13 @@ D rotary dims, S segments.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
 from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
 from parallel_layers.mlp import ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
@@ -46,20 +47,21 @@ class DecoderConfig:
     Attributes:
         hidden_size: H.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides num_heads.
-        head_dim: Size of a head; None: hidden_size // num_heads.
+        num_kv_heads: Key-value heads; divides num_heads. With `latent`, num_heads.
+        head_dim: Size of a head; None: hidden_size // num_heads, or with `latent` what that says.
         intermediate_size: Of the MLP.
         activation: A name of `parallel_layers.mlp.ACTIVATIONS`.
         gated_mlp: act(gate) · up (SwiGLU, GeGLU), or act(up) alone.
         mlp_bias: Biases in the MLP.
-        attention_bias: Bias of the query, key and value projections (Qwen2).
+        latent: Multi-head latent attention (DeepSeek) in the place of the ordinary, with its own sizes; None: ordinary.
+        attention_bias: Bias of the query, key and value projections (Qwen2), or of those to the latents.
         output_bias: Bias of the attention's output projection.
         qk_norm: "head" (Qwen3), "full" (OLMo-2) or None.
         window: Sliding window in tokens; None: all. Models that alternate give their layers different configs.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim).
         attention_softcap: Bound of the scores (Gemma 2); None: no bound.
         attention_sinks: Learned sink scores (gpt-oss).
-        rotary_interleaved: Rotate pairs of neighbouring dims (GLM); see `apply_rotary`.
+        rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
         context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
@@ -77,6 +79,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
+    latent: LatentConfig | None = None
     attention_bias: bool = False
     output_bias: bool = False
     qk_norm: QKNorm | None = None
@@ -94,6 +97,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that do not fit, naming them."""
+        if self.latent is not None:
+            self._check_latent(self.latent)
+            object.__setattr__(self, "head_dim", self.latent.qk_head_dim)
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -110,6 +116,24 @@ class DecoderConfig:
                 f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
             )
 
+    def _check_latent(self, latent: LatentConfig) -> None:
+        """Raise ValueError for what multi-head latent attention does not have."""
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads}, but latent attention makes keys and values for each of "
+                f"num_heads={self.num_heads}; pass num_kv_heads={self.num_heads}"
+            )
+        if self.head_dim not in (None, latent.qk_head_dim):
+            raise ValueError(
+                f"head_dim={self.head_dim}, but the heads of latent attention have qk_nope_head_dim="
+                f"{latent.qk_nope_head_dim} + qk_rope_head_dim={latent.qk_rope_head_dim} dims; leave head_dim out"
+            )
+        if self.qk_norm is not None or self.attention_sinks:
+            raise ValueError(
+                f"qk_norm={self.qk_norm!r} and attention_sinks={self.attention_sinks} are of ordinary attention; leave "
+                "them out with latent=..."
+            )
+
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with its norms and a residual connection.
@@ -117,11 +141,12 @@ class DecoderLayer(nn.Module):
         h = x + norm_out(attention(norm_in(x)))
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
 
-    Submodules: `self_attn` (`qkv_proj`, `o_proj`, with QK-norm `q_norm` and `k_norm`), `mlp` (`gate_up_proj` or
-    `up_proj`, `down_proj`; as a mixture of experts `gate`, `experts`, `shared_experts`) and the norms by Hugging Face's
-    names: `input_layernorm`, `post_attention_layernorm`, `pre_feedforward_layernorm`, `post_feedforward_layernorm`.
-    Communication: that of `ParallelAttention` and of `ParallelMLP` or `MoE`, and in the backward under sequence
-    parallelism one all-reduce of each norm weight's gradient.
+    Submodules: `self_attn` (`qkv_proj`, `o_proj`, with QK-norm `q_norm` and `k_norm`; with `latent` those of
+    `ParallelLatentAttention`), `mlp` (`gate_up_proj` or `up_proj`, `down_proj`; as a mixture of experts `gate`,
+    `experts`, `shared_experts`) and the norms by Hugging Face's names: `input_layernorm`, `post_attention_layernorm`,
+    `pre_feedforward_layernorm`, `post_feedforward_layernorm`. Communication: that of `ParallelAttention` (or
+    `ParallelLatentAttention`) and of `ParallelMLP` or `MoE`, and in the backward under sequence parallelism one
+    all-reduce of each norm weight's gradient.
 
     Args:
         config: What the layer is.
@@ -152,41 +177,45 @@ class DecoderLayer(nn.Module):
         assert config.head_dim is not None  # filled in by the config
         self.config = config
         self.norms = NORM_PLACEMENTS[config.norm_placement]
+        place: dict[str, Any] = {
+            "group": group, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device,
+        }  # fmt: skip
         for name in filter(None, self.norms):
-            norm = RMSNorm(
-                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset,
-                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
-            )  # fmt: skip
+            norm = RMSNorm(config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset, **place)
             self.add_module(name, norm)
-        self.self_attn = ParallelAttention(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-            bias=config.attention_bias,
-            output_bias=config.output_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            norm_unit_offset=config.norm_unit_offset,
-            window=config.window,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            sinks=config.attention_sinks,
-            rotary_interleaved=config.rotary_interleaved,
-            backend=config.attention_backend,
-            context_parallel=config.context_parallel,
-            context_group=context_group,
-            group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
-        )  # fmt: skip
+        attention: dict[str, Any] = {
+            "bias": config.attention_bias,
+            "output_bias": config.output_bias,
+            "window": config.window,
+            "scale": config.attention_scale,
+            "softcap": config.attention_softcap,
+            "rotary_interleaved": config.rotary_interleaved,
+            "backend": config.attention_backend,
+            "context_parallel": config.context_parallel,
+            "context_group": context_group,
+        }
+        self.self_attn: ParallelAttention | ParallelLatentAttention
+        if config.latent is None:
+            self.self_attn = ParallelAttention(
+                config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+                qk_norm=config.qk_norm, norm_eps=config.norm_eps, norm_unit_offset=config.norm_unit_offset,
+                sinks=config.attention_sinks, **attention, **place,
+            )  # fmt: skip
+        else:
+            self.self_attn = ParallelLatentAttention(
+                config.hidden_size, config.num_heads, config.latent, **attention, **place
+            )
         self.mlp: ParallelMLP | MoE
         if config.moe is None:
             self.mlp = ParallelMLP(
                 config.hidden_size, config.intermediate_size,
-                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias,
-                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias, **place,
             )  # fmt: skip
         else:
             self.mlp = MoE(
                 config.hidden_size, config.moe,
                 layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
-                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+                **place,
             )  # fmt: skip
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
@@ -205,10 +234,11 @@ class DecoderLayer(nn.Module):
 
         Args:
             hidden: `[T', H]`.
-            rotary: (cos, sin) `[T, D]` for all T tokens, from `RotaryEmbedding`; None: no rotation.
+            rotary: (cos, sin) `[T, D]` for all T tokens, from `RotaryEmbedding` (with `latent` one of
+                `qk_rope_head_dim` dims); None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
             max_seqlen: At least the longest segment.
-            cache: `KVCache.layer(i)` for inference.
+            cache: `KVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
 
         Returns:

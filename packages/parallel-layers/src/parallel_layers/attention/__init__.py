@@ -1,7 +1,16 @@
-"""Attention over packed sequences: `packed_attention` and its backends, and the layer `ParallelAttention`."""
+"""Attention over packed sequences: `packed_attention` and its backends, and the layers `ParallelAttention` and
+`ParallelLatentAttention`."""
 
 from parallel_layers.attention.backends import available_backends
-from parallel_layers.attention.layer import ParallelAttention
+from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
+from parallel_layers.attention.layer import CacheShape, ParallelAttention
 from parallel_layers.attention.packed import packed_attention
 
-__all__ = ["ParallelAttention", "available_backends", "packed_attention"]
+__all__ = [
+    "CacheShape",
+    "LatentConfig",
+    "ParallelAttention",
+    "ParallelLatentAttention",
+    "available_backends",
+    "packed_attention",
+]

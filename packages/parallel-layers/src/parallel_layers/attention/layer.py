@@ -6,7 +6,7 @@ Q query heads and K key-value heads of this rank, D head size, S segments.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Protocol, Unpack
+from typing import Literal, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,33 @@ class AttentionCache(Protocol):
     ) -> Tensor:
         """Add the keys and values of these tokens, and attend to all that is there: `[T, Q, D]`."""
         ...
+
+
+class CacheShape(NamedTuple):
+    """What a layer keeps of each token in a cache, on one rank.
+
+    Attributes:
+        num_kv_heads: Key-value heads.
+        head_dim: Of a key.
+        value_dim: Of a value.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def attention_over(context_group: ProcessGroup | None, context_parallel: ContextParallel) -> Callable[..., Tensor]:
+    """`packed_attention`, or what does its work where tokens are sharded over `context_group`.
+
+    Raises:
+        ValueError: `context_parallel` is unknown.
+    """
+    if context_parallel not in CONTEXT_PARALLEL:
+        raise ValueError(f"context_parallel={context_parallel!r} is unknown; use one of {', '.join(CONTEXT_PARALLEL)}")
+    if context_group is None:
+        return packed_attention
+    return partial(CONTEXT_PARALLEL[context_parallel], group=context_group)
 
 
 class ParallelAttention(nn.Module):
@@ -114,13 +141,7 @@ class ParallelAttention(nn.Module):
         self.k_norm: RMSNorm | HeadShardedRMSNorm | None
         self.sinks: nn.Parameter | None
         self.head_dim, self.rotary_interleaved = head_dim, rotary_interleaved
-        if context_parallel not in CONTEXT_PARALLEL:
-            raise ValueError(
-                f"context_parallel={context_parallel!r} is unknown; use one of {', '.join(CONTEXT_PARALLEL)}"
-            )
-        self.attend: Callable[..., Tensor] = packed_attention
-        if context_group is not None:
-            self.attend = partial(CONTEXT_PARALLEL[context_parallel], group=context_group)
+        self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
         self.window, self.scale, self.softcap, self.backend = window, scale, softcap, backend
         qkv = LinearOptions(bias=bias, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
@@ -144,6 +165,11 @@ class ParallelAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(self.num_heads_local, dtype=dtype, device=device))
             if group is not None:
                 set_sharding(self, "sinks", shard_evenly([num_heads], group, 0, "num_heads"))
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What a cache keeps of a token."""
+        return CacheShape(self.num_kv_heads_local, self.head_dim, self.head_dim)
 
     def forward(
         self,
