@@ -1,6 +1,8 @@
-"""KVCache: decoding step by step equals one forward over everything."""
+"""Decoding with a cache, step by step, equals one forward over everything."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.inference import KVCache
+from parallel_layers.inference import KVCache, PagedKVCache
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.testing import RankPool
 
@@ -16,7 +18,14 @@ CONFIG = DecoderConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8, 
 LAYERS = 2
 # Tokens that each of the three sequences brings, forward by forward: prompts, single tokens, nothing, a chunk.
 STEPS = [[5, 1, 0], [1, 1, 4], [1, 0, 1], [0, 3, 1], [1, 1, 1], [1, 1, 1]]
+Steps = Sequence[Sequence[int]]
 ROOM = 12
+CACHES = {
+    "contiguous": KVCache,
+    "paged": partial(PagedKVCache, block_size=4),
+    # Less than three sequences' room, and gathered a sequence at a time.
+    "small-pool": partial(PagedKVCache, block_size=2, num_blocks=14, max_gathered=1),
+}
 
 
 def cu_seqlens_of(lengths: list[int]) -> Tensor:
@@ -48,13 +57,13 @@ def build(config: DecoderConfig, group: ProcessGroup | None, sequence_parallel: 
 
 @torch.no_grad()
 def decode(
-    group: ProcessGroup | None, config: DecoderConfig, sequences: list[Tensor], steps: list[list[int]], sp: bool
+    group: ProcessGroup | None, cached: str, config: DecoderConfig, sequences: list[Tensor], steps: Steps, sp: bool
 ) -> list[Tensor]:
     """Each sequence's outputs, made in the given steps; with sequence parallelism each forward is padded to divide."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     layers, rotary = build(config, group, sp), RotaryEmbedding(config.head_dim)
     kv_heads = layers[0].self_attn.num_kv_heads_local
-    cache = KVCache(LAYERS, len(sequences), ROOM, kv_heads, config.head_dim)
+    cache = CACHES[cached](LAYERS, len(sequences), ROOM, kv_heads, config.head_dim)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in steps:
         starts = cache.lengths.tolist()
@@ -97,72 +106,25 @@ def full_forward(config: DecoderConfig, sequences: list[Tensor]) -> list[Tensor]
     ids=["gqa", "window", "mha", "softcap"],
 )
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-def test_decoding_equals_the_full_forward(ranks: RankPool, config: DecoderConfig, tp: int, sp: bool) -> None:
+@pytest.mark.parametrize("cached", CACHES)
+def test_decoding_equals_the_full_forward(
+    ranks: RankPool, cached: str, config: DecoderConfig, tp: int, sp: bool
+) -> None:
     torch.manual_seed(0)
     sequences = [torch.randn(sum(step[i] for step in STEPS), config.hidden_size) for i in range(3)]
     expected = full_forward(config, sequences)
-    arguments = (config, sequences, STEPS, sp)
+    arguments = (cached, config, sequences, STEPS, sp)
     results = [decode(None, *arguments)] if tp == 1 else ranks.run(decode, *arguments, world=tp)
     for outs in results:
         for ours, theirs in zip(outs, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_steps_do_not_matter() -> None:
+@pytest.mark.parametrize("cached", CACHES)
+def test_steps_do_not_matter(cached: str) -> None:
     """All at once, one by one, or in chunks."""
     sequences = [torch.randn(6, CONFIG.hidden_size), torch.randn(6, CONFIG.hidden_size)]
-    once = decode(None, CONFIG, sequences, [[6, 6]], False)
+    once = decode(None, cached, CONFIG, sequences, [[6, 6]], False)
     for steps in ([[1, 1]] * 6, [[2, 0], [4, 1], [0, 5]]):
-        for ours, theirs in zip(decode(None, CONFIG, sequences, steps, False), once, strict=True):
+        for ours, theirs in zip(decode(None, cached, CONFIG, sequences, steps, False), once, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_padding_is_ignored() -> None:
-    """Whatever a trailing padding segment holds, and however long it is, nothing of it is kept or read."""
-    cache = KVCache(1, 2, 4, 1, 8)
-    q, k, v = torch.randn(3, 9, 1, 8)
-    cu_seqlens = cu_seqlens_of([2, 1, 6])
-    k[3:], v[3:] = float("nan"), float("nan")
-    out = cache.layer(0).attend(q, k, v, cu_seqlens, 6)
-    cache.advance(cu_seqlens)
-    assert cache.lengths.tolist() == [2, 1]
-    assert out.isfinite().all()
-    assert not out[3:].any()
-    assert cache.keys[0, :-1].isfinite().all()
-    torch.testing.assert_close(out[2], v[2])
-
-
-def test_reset_forgets() -> None:
-    cache = KVCache(1, 1, 4, 1, 8)
-    q, k, v = torch.randn(3, 4, 1, 8)
-    cu_seqlens = cu_seqlens_of([4])
-    first = cache.layer(0).attend(q, k, v, cu_seqlens, 4)
-    cache.advance(cu_seqlens)
-    cache.reset()
-    assert torch.equal(cache.layer(0).attend(q, k, v, cu_seqlens, 4), first)
-
-
-def test_room_is_counted_exactly() -> None:
-    """The longest of each step need not be the same sequence; only one that truly outgrows its room is refused."""
-    cache = KVCache(1, 2, 5, 1, 8)
-
-    def bring(lengths: list[int]) -> None:
-        q, k, v = torch.randn(3, sum(lengths), 1, 8)
-        cu_seqlens = cu_seqlens_of(lengths)
-        cache.layer(0).attend(q, k, v, cu_seqlens, max(lengths))
-        cache.advance(cu_seqlens)
-
-    bring([3, 0])
-    bring([0, 4])
-    bring([2, 1])
-    with pytest.raises(ValueError, match=r"would have 6 tokens, but the cache has room for max_length=5"):
-        bring([0, 1])
-
-
-def test_mistakes_are_named() -> None:
-    cache = KVCache(1, 2, 5, 1, 8)
-    q, k, v = torch.randn(3, 3, 1, 8)
-    with pytest.raises(ValueError, match=r"cu_seqlens has 1 segments for a cache of 2 sequences"):
-        cache.layer(0).attend(q, k, v, cu_seqlens_of([3]), 3)
-    with pytest.raises(ValueError, match=r"a KVCache is for inference"):
-        cache.layer(0).attend(q.requires_grad_(), k, v, cu_seqlens_of([3, 0]), 3)

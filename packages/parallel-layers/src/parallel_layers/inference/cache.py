@@ -1,0 +1,137 @@
+"""What the caches of keys and values have in common, and a layer's view of one.
+
+Shape legend: T tokens of this forward, N sequences of the cache, Q query heads and K key-value heads of this rank,
+D head size, D' size of a value head, S segments of this forward.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from parallel_layers.attention.packed import AttentionOptions
+
+
+class SequenceCache(ABC):
+    """Keys (after rotation) and values of N sequences.
+
+    Each forward brings any number of new tokens for each sequence (a prompt, one token, none), packed in the order of
+    the sequences; further segments are padding and are ignored. Call `advance` once after the last layer.
+
+        for i, layer in enumerate(layers):
+            hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
+        cache.advance(cu_seqlens)
+
+    Between two forwards `select` keeps, reorders or repeats sequences and `free` forgets some.
+
+    Attributes:
+        num_sequences: N.
+        max_length: The most tokens that a sequence may have.
+        lengths: `[N]` int32 tokens of each sequence, on the cache's device.
+    """
+
+    num_sequences: int
+    max_length: int
+    lengths: Tensor
+
+    def layer(self, index: int) -> "LayerCache":
+        """The part of layer `index`: what `DecoderLayer.forward` takes as `cache`."""
+        return LayerCache(self, index)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.free(range(self.num_sequences))
+
+    @abstractmethod
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+
+    @abstractmethod
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences, in this order; the others are dropped.
+
+        A sequence that is named several times is continued several times from what it has: samples of one prompt.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+
+    @abstractmethod
+    def free(self, sequences: Sequence[int]) -> None:
+        """Forget all tokens of these sequences; their places (and length 0) stay, for others to begin there.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `LayerCache.attend`."""
+
+    def _check_sequences(self, sequences: Sequence[int]) -> None:
+        for n in sequences:
+            if not 0 <= n < self.num_sequences:
+                raise ValueError(f"there is no sequence {n} in a cache of {self.num_sequences}, numbered from 0")
+
+    def _check_segments(self, cu_seqlens: Tensor) -> int:
+        """How many segments of padding follow the sequences'."""
+        padding = cu_seqlens.shape[0] - 1 - self.num_sequences
+        if padding < 0:
+            raise ValueError(
+                f"cu_seqlens has {cu_seqlens.shape[0] - 1} segments for a cache of {self.num_sequences} sequences; "
+                "give a sequence without new tokens a segment of length 0"
+            )
+        return padding
+
+    def _outgrown(self, length: int) -> ValueError:
+        return ValueError(
+            f"a sequence would have {length} tokens, but the cache has room for max_length={self.max_length}"
+        )
+
+
+class LayerCache:
+    """One layer's part of a cache."""
+
+    def __init__(self, cache: SequenceCache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def attend(
+        self,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        /,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:
+        """Write these tokens' keys and values behind what their sequences have, and attend to all of it.
+
+        Args:
+            q_TQD: `[T, Q, D]` after rotation.
+            k_TKD: `[T, K, D]` after rotation.
+            v_TKD: `[T, K, D']`.
+            cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
+            max_seqlen: At least the longest segment.
+            **options: Those of `packed_attention`.
+
+        Returns:
+            `[T, Q, D']`; zero for padding.
+
+        Raises:
+            ValueError: Fewer segments than sequences, no room left, or a gradient is asked for.
+        """
+        if torch.is_grad_enabled() and (q_TQD.requires_grad or k_TKD.requires_grad or v_TKD.requires_grad):
+            raise ValueError(f"a {type(self.cache).__name__} is for inference; run the model under torch.no_grad()")
+        return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)

@@ -1,0 +1,162 @@
+"""`KVCache`: one run of rows for each sequence, as long as the longest may become.
+
+Shape legend: T tokens of this forward, N sequences of the cache, L room of each, K key-value heads of this rank,
+D head size, D' size of a value head, S segments of this forward.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.inference.cache import SequenceCache
+
+
+class _Plan(NamedTuple):
+    """Where the tokens of one forward go; the same for all its layers.
+
+    Attributes:
+        cu_seqlens: What it was made from.
+        rows: `[T]` each token's row in the flat cache; the last row, which nobody reads, for tokens that are dropped.
+        cu_k: `[S+1]` where each segment's keys start.
+        used_k: `[S]` how many keys it has, these tokens' own included; 0 for a padding segment.
+        max_used: At least the largest of `used_k`.
+    """
+
+    cu_seqlens: Tensor
+    rows: Tensor
+    cu_k: Tensor
+    used_k: Tensor
+    max_used: int
+
+
+class KVCache(SequenceCache):
+    """Keys (after rotation) and values of N sequences, room for L tokens each; used as `SequenceCache` says.
+
+        cache = KVCache(num_layers, N, L, num_kv_heads_local, head_dim)
+
+    No host synchronisation while the sequences cannot have outgrown the room by the host's own count. `select` copies
+    what it keeps, a layer at a time.
+
+    Args:
+        num_layers: Layers that share the sequences' lengths.
+        num_sequences: N.
+        max_length: L.
+        num_kv_heads: K of this rank.
+        head_dim: D.
+        value_dim: D'; default D.
+        dtype: Of keys and values.
+        device: Where they are.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_sequences: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.num_sequences, self.max_length = num_sequences, max_length
+        rows = num_sequences * max_length + 1
+        self.keys, self.values = (
+            [torch.zeros(rows, num_kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]
+            for dim in (head_dim, head_dim if value_dim is None else value_dim)
+        )
+        self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+        self._longest = 0  # at least the longest sequence; the host's own count
+        self._plan: _Plan | None = None
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.lengths = torch.zeros_like(self.lengths)
+        self._longest, self._plan = 0, None
+
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+        self.lengths = self.lengths + cu_seqlens.diff()[: self.num_sequences]
+        known = self._plan is not None and self._plan.cu_seqlens is cu_seqlens
+        self._longest = self._plan.max_used if self._plan is not None and known else self._longest_now()
+        self._plan = None
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences, in this order; the others are dropped, and their memory is returned.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+        self._check_sequences(sequences)
+        kept = torch.tensor(list(sequences), dtype=torch.long, device=self.lengths.device)
+        place = torch.arange(self.max_length, device=kept.device)
+        unread = kept.new_full((1,), self.num_sequences * self.max_length)
+        rows = torch.cat(((kept[:, None] * self.max_length + place).flatten(), unread))
+        for layers in (self.keys, self.values):
+            for i, layer in enumerate(layers):
+                layers[i] = layer[rows]
+        self.lengths, self.num_sequences = self.lengths[kept], len(kept)
+        self._longest, self._plan = self._longest_now(), None
+
+    def free(self, sequences: Sequence[int]) -> None:
+        """Forget all tokens of these sequences; their places (and length 0) stay, for others to begin there.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+        self._check_sequences(sequences)
+        self.lengths = self.lengths.index_fill(
+            0, torch.tensor(list(sequences), dtype=torch.long, device=self.lengths.device), 0
+        )
+        self._longest, self._plan = self._longest_now(), None
+
+    def attend(
+        self,
+        layer: int,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `LayerCache.attend`."""
+        plan = self._plan_for(cu_seqlens, max_seqlen, q_TQD.shape[0])
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
+        values.index_copy_(0, plan.rows, v_TKD.to(values.dtype))
+        options = {**options, "cu_seqlens_k": plan.cu_k, "max_seqlen_k": plan.max_used, "used_k": plan.used_k}
+        k_all, v_all = keys[:-1].to(q_TQD.dtype), values[:-1].to(q_TQD.dtype)
+        return packed_attention(q_TQD, k_all, v_all, cu_seqlens, max_seqlen, **options)
+
+    def _longest_now(self) -> int:
+        return int(self.lengths.max()) if self.num_sequences else 0
+
+    def _plan_for(self, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> _Plan:
+        if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
+            return self._plan
+        padding = self._check_segments(cu_seqlens)
+        starts = torch.arange(self.num_sequences + 1, device=cu_seqlens.device, dtype=torch.int32) * self.max_length
+        used = self.lengths + cu_seqlens.diff()[: self.num_sequences]
+        longest = self._longest + max_seqlen
+        if longest > self.max_length:  # perhaps: the longest sequence need not be the one that grows the most
+            longest = int(used.max()) if self.num_sequences else 0
+            if longest > self.max_length:
+                raise self._outgrown(longest)
+        token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
+        segment = torch.searchsorted(cu_seqlens, token, right=True) - 1
+        inside = segment.clamp(max=self.num_sequences)
+        row = starts[inside] + F.pad(self.lengths, (0, 1))[inside] + token - cu_seqlens[inside]
+        self._plan = _Plan(
+            cu_seqlens,
+            rows=torch.where(segment < self.num_sequences, row, self.num_sequences * self.max_length).long(),
+            cu_k=torch.cat((starts, starts[-1:].expand(padding))),
+            used_k=F.pad(used, (0, padding)),
+            max_used=longest,
+        )
+        return self._plan

@@ -1,0 +1,162 @@
+"""`PagedKVCache`: a pool of blocks that sequences take as they grow (PagedAttention, https://arxiv.org/abs/2309.06180).
+
+Shape legend: T tokens of this forward, N sequences of the cache, L most tokens of each, K key-value heads of this rank,
+D head size, D' size of a value head, S segments of this forward, P blocks of the pool, b tokens of a block.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.inference.blocks import BlockTables
+from parallel_layers.inference.cache import SequenceCache
+from parallel_layers.inference.paged_attention import PagedKeys, paged_attention
+
+
+class _Plan(NamedTuple):
+    """What one forward's layers share.
+
+    Attributes:
+        cu_seqlens: What it was made from.
+        new: Tokens that each sequence brings, on the host.
+        rows: `[T]` each token's row in the flat pool; rows of a block that nobody reads for tokens that are dropped.
+        keys: Where the keys of its segments lie.
+    """
+
+    cu_seqlens: Tensor
+    new: list[int]
+    rows: Tensor
+    keys: PagedKeys
+
+
+class PagedKVCache(SequenceCache):
+    """Keys (after rotation) and values of N sequences in blocks of one pool; used as `SequenceCache` says.
+
+    Stands in the place of a `KVCache(num_layers, N, L, num_kv_heads_local, head_dim)`, and takes memory for what the
+    sequences have instead of for what they may have: a sequence wastes less than one block. `free` and `select` return
+    the blocks of sequences that have stopped. `select` copies nothing: a sequence that is named n times (n samples of
+    one prompt) shares its blocks with itself, and the last, partly filled one is copied when it is written to.
+
+    Blocks are counted on the host, which therefore reads `cu_seqlens` once a forward (a host synchronisation when it is
+    on a GPU).
+
+    Args:
+        num_layers: Layers that share the sequences' lengths.
+        num_sequences: N.
+        max_length: L.
+        num_kv_heads: K of this rank.
+        head_dim: D.
+        value_dim: D'; default D.
+        block_size: b. flash-attn reads blocks of a multiple of 256 where they are; others are gathered for each layer.
+        num_blocks: P; default as many as N sequences of L tokens need.
+        max_gathered: Where keys have to be gathered, no more of them at a time (nor fewer than one sequence's).
+        dtype: Of keys and values.
+        device: Where they are.
+
+    Raises:
+        ValueError: No blocks, or blocks of no tokens.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_sequences: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        block_size: int = 256,
+        num_blocks: int | None = None,
+        max_gathered: int = 1 << 16,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if block_size < 1 or (num_blocks is not None and num_blocks < 1):
+            raise ValueError(f"block_size={block_size}, num_blocks={num_blocks}; both are at least 1")
+        if num_blocks is None:
+            num_blocks = max(1, num_sequences * -(-max_length // block_size))
+        self.max_length, self.block_size, self.max_gathered = max_length, block_size, max_gathered
+        # The last block takes the tokens that are dropped; it is in no sequence's table.
+        shape = (num_layers, num_blocks + 1, block_size, num_kv_heads)
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
+        self.blocks = BlockTables(num_sequences, num_blocks, block_size)
+        self._changed()
+
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+        self.blocks.advance(self._plan_for(cu_seqlens).new)
+        self._changed()
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences, in this order; the blocks of the others are returned. Nothing is copied.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+        self._check_sequences(sequences)
+        self.blocks.select(sequences)
+        self._changed()
+
+    def free(self, sequences: Sequence[int]) -> None:
+        """Forget all tokens of these sequences and return their blocks; their places stay, for others to begin there.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+        self._check_sequences(sequences)
+        self.blocks.free(sequences)
+        self._changed()
+
+    def attend(
+        self,
+        layer: int,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `LayerCache.attend`; raises ValueError also when the pool has too few blocks for the new tokens."""
+        plan = self._plan_for(cu_seqlens)
+        keys, values = self.keys[layer], self.values[layer]
+        keys.flatten(0, 1).index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
+        values.flatten(0, 1).index_copy_(0, plan.rows, v_TKD.to(values.dtype))
+        return paged_attention(q_TQD, keys, values, plan.keys, options)
+
+    def _changed(self) -> None:
+        self.num_sequences = len(self.blocks.lengths)
+        self.lengths = torch.tensor(self.blocks.lengths, dtype=torch.int32, device=self.keys.device)
+        self._plan: _Plan | None = None
+
+    def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
+        if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
+            return self._plan
+        padding = self._check_segments(cu_seqlens)
+        counts = [end - start for start, end in pairwise(cu_seqlens.tolist())]
+        new, before = counts[: self.num_sequences], self.blocks.lengths
+        used = [length + n for length, n in zip(before, new, strict=True)]
+        if max(used, default=0) > self.max_length:
+            raise self._outgrown(max(used))
+        # Before anything is written: the last owner of a copied block may write to the block itself.
+        copies = torch.tensor(self.blocks.reserve(new), dtype=torch.long, device=self.keys.device).view(-1, 2)
+        for pool in (self.keys, self.values):
+            pool[:, copies[:, 1]] = pool[:, copies[:, 0]]
+        tables = [*self.blocks.tables, *[[]] * padding]
+        width = max(1, *map(len, tables))
+        table = torch.tensor(
+            [blocks + [0] * (width - len(blocks)) for blocks in tables], dtype=torch.int32, device=self.keys.device
+        )
+        keys = PagedKeys(table, self.block_size, counts, [*used, *[0] * padding], self.max_gathered)
+        rows = keys.rows(slice(self.num_sequences), before, new)
+        dropped = self.blocks.num_blocks * self.block_size
+        rows = F.pad(rows, (0, sum(counts) - sum(new)), value=dropped)
+        self._plan = _Plan(cu_seqlens, new, rows, keys)
+        return self._plan
