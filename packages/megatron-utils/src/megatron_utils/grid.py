@@ -43,6 +43,22 @@ _EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": ("pp", "ep", "expert_tp"),
     "_EXPERT_DATA_PARALLEL": ("expert_dp",),
 }
+# What `ParallelDims.build_mesh` forms anyway.
+_MESH_GROUPS = {
+    "pp": "_PIPELINE_MODEL_PARALLEL",
+    "dp": "_DATA_PARALLEL",
+    "cp": "_CONTEXT_PARALLEL",
+    "tp": "_TENSOR_MODEL_PARALLEL",
+}
+# Groups whose traffic overlaps with others' have a communicator of their own. The rest, which reduce a few numbers once
+# a step, share one with a group of the same members: forming them all takes seconds.
+_BUSY_GROUPS = {
+    "_DATA_PARALLEL_WITH_CP",
+    "_EXPERT_MODEL_PARALLEL",
+    "_EXPERT_TENSOR_PARALLEL",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL",
+    "_EXPERT_DATA_PARALLEL",
+}
 # Megatron's globals whose group another name already describes, and where the ranks of a group are kept.
 _ALIASES = {
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_WITH_CP",
@@ -175,31 +191,38 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
 def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> dict[str, ProcessGroup | None]:
     """Every group this rank is in, by the stem of its Megatron global. All members form equally many groups."""
     # Checks the members, and brings them to the same number of groups, so that the names of new ones agree.
-    dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
+    mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
     expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
     dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
     expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)
-    lines = {stem: _line(dense, _DENSE_AXES, axes) for stem, axes in _DENSE_GROUPS.items()}
-    lines |= {stem: _line(expert, _EXPERT_AXES, axes) for stem, axes in _EXPERT_GROUPS.items()}
+    # For each group, the line of every member: what follows is decided alike on all of them.
+    lines = {stem: [_line(dense, _DENSE_AXES, axes, rank) for rank in members] for stem, axes in _DENSE_GROUPS.items()}
+    lines |= {
+        stem: [_line(expert, _EXPERT_AXES, axes, rank) for rank in members] for stem, axes in _EXPERT_GROUPS.items()
+    }
     stages = lines["_PIPELINE_MODEL_PARALLEL"]
-    lines["_EMBEDDING"] = sorted({stages[0], stages[-1]})
-    lines["_POSITION_EMBEDDING"] = stages[:1]
-    return {stem: _new_group(line) for stem, line in lines.items()}
+    lines["_EMBEDDING"] = [tuple(sorted({line[0], line[-1]})) for line in stages]
+    lines["_POSITION_EMBEDDING"] = [line[:1] for line in stages]
+
+    me = members.index(dist.get_rank())
+    groups: dict[str, ProcessGroup | None] = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
+    by_members = {tuple(lines[stem]): group for stem, group in groups.items()}
+    for stem in sorted(lines.keys() - groups.keys()):
+        # A rank that is not in a group (a middle stage: no embedding) is alone in one instead.
+        formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[stem], strict=True))
+        group = by_members.get(formed)
+        if group is None or (stem in _BUSY_GROUPS and max(map(len, formed)) > 1):
+            group = dist.new_group(list(formed[me]), use_local_synchronization=True)
+            by_members.setdefault(formed, group)
+        groups[stem] = group if members[me] in lines[stem][me] else None
+    return groups
 
 
-def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...]) -> list[int]:
-    """The ranks that differ from this one along the `varying` axes only."""
-    place = (grid == dist.get_rank()).nonzero()[0].tolist()
+def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from `rank` along the `varying` axes only."""
+    place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if axis in varying else i for axis, i in zip(axes, place, strict=True))
-    return [int(rank) for rank in grid[index].flatten()]
-
-
-def _new_group(line: list[int]) -> ProcessGroup | None:
-    me = dist.get_rank()
-    # A rank that is not in this group (a middle stage: no embedding) forms one of its own instead, so that all
-    # ranks count equally many groups; see ParallelDims.build_mesh.
-    group = dist.new_group(line if me in line else [me], use_local_synchronization=True)
-    return group if me in line else None
+    return tuple(int(other) for other in grid[index].flatten())
 
 
 def _seed(seed: int | None) -> None:
@@ -226,7 +249,7 @@ def _set_globals(groups: Mapping[str, ProcessGroup | None]) -> None:
     assert not unknown, f"megatron-core's parallel_state has no {unknown}"
     vars(parallel_state).update(values)
     # Where Megatron looks for groups to give a new timeout; None stands for the default group.
-    parallel_state._global_process_group_list = [None, *filter(None, groups.values())]
+    parallel_state._global_process_group_list = [None, *dict.fromkeys(filter(None, groups.values()))]
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ _SPECS = {"local": _local, "transformer_engine": _transformer_engine}
 def _biased(linear: type) -> type:
     """A linear layer class with a bias: Megatron has one switch for the biases of attention and MLP together."""
 
-    class Biased(linear):  # type: ignore[misc]
+    class Biased(linear):
         """The class with `bias=True`, whatever Megatron's config says."""
 
         def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:

@@ -86,16 +86,18 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*(_CPU if _names_cuda(argument) else argument for argument in args), **kwargs)
 
 
-def _nothing(*_: object, **__: object) -> None: ...
+def _nothing() -> Callable[..., None]:
+    # A new function each time: torch.compile, which looks all of torch.cuda's names up, has rules by object.
+    return lambda *_, **__: None
 
 
 _CUDA: dict[str, Any] = {
     "is_available": lambda: False,
     "current_device": lambda: _CPU,
     "device_count": lambda: 1,
-    "set_device": _nothing,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
+    "set_device": _nothing(),
+    "synchronize": _nothing(),
+    "empty_cache": _nothing(),
     "Stream": _Stream,
     "Event": _Stream,
     "current_stream": _Stream,
@@ -104,7 +106,7 @@ _CUDA: dict[str, Any] = {
     "get_rng_state": lambda *_, **__: torch.get_rng_state(),
     "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     "manual_seed": torch.default_generator.manual_seed,
-    "manual_seed_all": _nothing,
+    "manual_seed_all": _nothing(),
     "memory_allocated": lambda *_: 0,
     "max_memory_allocated": lambda *_: 0,
     "memory_reserved": lambda *_: 0,
