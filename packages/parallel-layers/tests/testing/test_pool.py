@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankDied, RankPool, RankTimeout, run_ranks
+from parallel_layers.testing.forkserver import fork_server
 
 
 @dataclass
@@ -217,14 +220,56 @@ def device_sum(group: ProcessGroup) -> tuple[int, float]:
     return torch.cuda.current_device(), x.item()
 
 
-def form_groups(group: ProcessGroup, count: int) -> int:
+def form_groups(group: ProcessGroup, count: int) -> tuple[int, int]:
+    """The rank's process, and how many threads it had before."""
+    threads = len(os.listdir("/proc/self/task"))
     for _ in range(count):
         dist.new_group(list(range(group.size())))
-    return os.getpid()
+    return os.getpid(), threads
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads, which needs /proc")
 def test_ranks_that_formed_many_groups_are_replaced() -> None:
     with RankPool(2) as pool:
-        first = pool.run(form_groups, 100)
-        assert pool.run(form_groups, 60) == first
-        assert not set(pool.run(form_groups, 0)) & set(first)
+        (first, few), _ = pool.run(form_groups, 60)
+        (same, more), _ = pool.run(form_groups, 60)
+        assert same == first
+        assert more >= few + 60
+        assert pool.run(form_groups, 60)[0] != (first, few)
+        for _ in range(4):
+            _, threads = pool.run(form_groups, 60)[0]
+            assert threads <= more
+
+
+def loaded(group: ProcessGroup, name: str) -> bool:
+    return name in sys.modules
+
+
+def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() -> None:
+    server = fork_server("gloo").process
+    importlib.import_module("hypothesis")
+    for _ in range(2):
+        assert run_ranks(loaded, 2, "hypothesis") == [True, True]
+        assert fork_server("gloo").process == server
+    if os.path.isdir("/proc"):
+        assert len(os.listdir(f"/proc/{server}/task")) == 1, "a process with several threads does not fork safely"
+
+
+def test_a_new_process_takes_the_place_of_one_that_was_killed() -> None:
+    with RankPool(2) as pool:
+        first = pool.run(process_id)
+        os.kill(fork_server("gloo").process, signal.SIGKILL)
+        assert pool.run(process_id) == first
+    assert wait_until_gone(first)
+    assert len(run_ranks(process_id, 2)) == 2
+
+
+def environment(group: ProcessGroup) -> tuple[str | None, str]:
+    return os.environ.get("A_TEST_OF_THE_POOL"), os.getcwd()
+
+
+def test_new_ranks_see_the_callers_environment_and_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run_ranks(environment, 1) == [(None, os.getcwd())]
+    monkeypatch.setenv("A_TEST_OF_THE_POOL", "yes")
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(environment, 1) == [("yes", str(tmp_path))]

@@ -1,23 +1,16 @@
 """A pool of ranks for tests: started once, it runs many functions, and a failure or a hang never outlives the test.
 
-Starting a rank costs seconds (importing torch, forming groups), so a test session starts its ranks once. One child
-process imports torch and forks the ranks; each rank joins a default group over a file store (no ports to race for)
-and waits for calls on a socket of its own. The ranks end when the pool is closed, when this process exits, and when
-it is killed.
+Importing torch costs seconds, so one child process imports it and forks the ranks of all pools (`forkserver`); each
+rank joins a default group over a file store (no ports to race for) and waits for calls on a socket of its own. The
+ranks end when the pool is closed, when this process exits, and when it is killed.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import json
 import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -27,18 +20,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from parallel_layers.testing import worker
+from parallel_layers.testing.forkserver import ForkServer, fork_server
 
 # After the first rank has failed, its peers are usually stuck in a collective that will never complete. Those that
 # fail by themselves do so at once.
 _GRACE_SECONDS = 2.0
 # Importing torch, or a test file, is no business of a call's time limit.
 _START_SECONDS = 600.0
-# Imported once, before the ranks are forked, if this process uses them.
-_PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor")
 _STACK_SECONDS = 2.0
-# A gloo group keeps a thread that polls a hundred times a second for as long as its process lives: a few hundred of
-# them take a core away from the tests. Ranks that have formed this many groups make room for new ranks.
-_MOST_GROUPS = 150
+# A gloo group keeps threads, one of which polls a hundred times a second, and sockets for as long as it lives; and what
+# a function has formed it may keep for its next call. Ranks that have formed this many groups make room for new ranks.
+_MOST_GROUPS = 100
 
 
 class RankTimeout(TimeoutError):
@@ -51,18 +43,16 @@ class RankDied(RuntimeError):
 
 @dataclass
 class _Ranks:
-    """The running processes of a pool: the parent of the ranks, and a connection to each rank."""
+    """The running processes of a pool, and a connection to each."""
 
-    process: subprocess.Popen[bytes]
+    server: ForkServer
+    processes: tuple[int, ...]
     connections: list[Connection[Any, Any]]
     folder: tempfile.TemporaryDirectory[str]
 
     def kill(self) -> None:
-        """End every process of the pool and remove its store; safe to call twice."""
-        # The ranks lead a session of their own: one signal reaches them and whatever they have started.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """End every process of the pool and remove its store."""
+        self.server.end(self.processes)
         for connection in self.connections:
             connection.close()
         self.folder.cleanup()
@@ -207,28 +197,9 @@ def shared_pool() -> RankPool:
 
 def _start(world_size: int, backend: str) -> _Ranks:
     folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-    pairs = [socket.socketpair() for _ in range(world_size)]
-    sockets = [theirs.fileno() for _, theirs in pairs]
-    settings = {
-        "sockets": sockets,
-        "backend": backend,
-        "store": os.path.join(folder.name, "store"),
-        "preload": [name for name in _PRELOAD if name in sys.modules],
-    }
-    # The child looks for modules where this process does, whatever way it was started.
-    start = f"import sys; sys.path[:] = {sys.path!r}; from parallel_layers.testing import worker; worker.main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, json.dumps(settings)],
-        pass_fds=sockets,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        # One thread a rank: the ranks share the machine's cores.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    )
-    for _, theirs in pairs:
-        theirs.close()
-    connections: list[Connection[Any, Any]] = [Connection(ours.detach()) for ours, _ in pairs]
-    return _Ranks(process, connections, folder)
+    server = fork_server(backend)
+    settings = worker.Settings(world_size, backend, store=os.path.join(folder.name, "store"))
+    return _Ranks(server, *server.fork(settings), folder)
 
 
 def _receive(

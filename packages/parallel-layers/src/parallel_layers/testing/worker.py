@@ -1,4 +1,4 @@
-"""The ranks' side of `RankPool`: fork, join a group, then answer calls until the other side is gone."""
+"""The ranks' side of `RankPool`: join a group, then answer calls until the other side is gone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import datetime
 import importlib
 import importlib.util
 import io
-import json
 import os
 import pickle
 import queue
@@ -36,6 +35,15 @@ _inside_a_rank = False
 def inside_a_rank() -> bool:
     """Whether this process is a rank of a pool."""
     return _inside_a_rank
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the ranks of one pool have in common; the store is a file that does not exist yet."""
+
+    world_size: int
+    backend: str
+    store: str
 
 
 @dataclass(frozen=True)
@@ -86,29 +94,6 @@ def encode_stack_request() -> bytes:
     return pickle.dumps(_StackRequest())
 
 
-def main() -> None:
-    """Fork the ranks that the JSON in the last argument describes; this process then only waits for their end."""
-    settings = json.loads(sys.argv.pop())
-    for name in settings["preload"]:
-        importlib.import_module(name)
-    sockets = [socket.socket(fileno=descriptor) for descriptor in settings["sockets"]]
-    children = []
-    for rank, mine in enumerate(sockets):
-        if child := os.fork():
-            children.append(child)
-            continue
-        for other in sockets:
-            if other is not mine:
-                other.close()
-        _serve(Connection(mine.detach()), rank, len(sockets), settings["backend"], settings["store"])
-        os._exit(0)
-    # Held open here, the ranks' ends would hide a rank's death from the other side.
-    for mine in sockets:
-        mine.close()
-    for child in children:
-        os.waitpid(child, 0)
-
-
 class _Rank:
     """One rank: a thread receives messages while the main thread runs the calls."""
 
@@ -137,12 +122,13 @@ class _Rank:
                 self.calls.put(message)
 
 
-def _serve(connection: Connection[Any, Any], rank: int, world_size: int, backend: str, store: str) -> None:
+def serve(connection: Connection[Any, Any], rank: int, settings: Settings) -> None:
+    """Be a rank until the other end of the connection is closed."""
     global _inside_a_rank
     _inside_a_rank = True
     this = _Rank(connection)
     try:
-        groups = _join(rank, world_size, backend, store)
+        groups = _join(rank, settings)
     except BaseException as error:
         this.send(_raised(error))
         return
@@ -151,7 +137,7 @@ def _serve(connection: Connection[Any, Any], rank: int, world_size: int, backend
         this.send(_answer(this, this.calls.get(), groups))
 
 
-def _join(rank: int, world_size: int, backend: str, store: str) -> dict[int, dist.ProcessGroup]:
+def _join(rank: int, settings: Settings) -> dict[int, dist.ProcessGroup]:
     """Join the default group and form one more of the first n ranks for every n."""
     torch.set_num_threads(1)
     # All ranks are on this machine; the loopback device needs neither a network nor a resolvable host name.
@@ -159,14 +145,15 @@ def _join(rank: int, world_size: int, backend: str, store: str) -> dict[int, dis
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if backend == "nccl":
+    world_size = settings.world_size
+    if settings.backend == "nccl":
         devices = torch.cuda.device_count()
         if devices < world_size:
             raise ValueError(f"backend='nccl' with world_size={world_size} needs as many CUDA devices, found {devices}")
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend,
-        store=FileStore(store, world_size),
+        settings.backend,
+        store=FileStore(settings.store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=_COLLECTIVE_TIMEOUT,

@@ -1,0 +1,187 @@
+"""A process that forks ranks. It has imported what they need, so new ranks cost milliseconds instead of an import each.
+
+`multiprocessing`'s fork server would do nearly this, but it fixes what is imported before the first fork, and its
+children may outlive it. This one imports more whenever its caller has, ends the ranks by process group, and ends with
+them when its caller is gone, however that went. It is single-threaded, so that its forks are whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from parallel_layers.testing import worker
+
+# What takes long to import: the ranks have of these packages what the caller has imported. For ranks that compute on
+# CUDA devices the large ones, which may touch CUDA when imported, are left out: a fork of CUDA does not work.
+_LIGHT = ("hypothesis.", "pytest.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
+_PRELOAD = {"gloo": (*_LIGHT, "megatron.core.", "transformers."), "nccl": _LIGHT}
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """Ask for ranks that see what the caller sees now; their sockets follow."""
+
+    settings: worker.Settings
+    preload: tuple[str, ...]
+    path: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+
+
+@dataclass(frozen=True)
+class _End:
+    """Ask for the end of ranks, and of whatever they have started."""
+
+    processes: tuple[int, ...]
+
+
+class ForkServer:
+    """The caller's side: start the process, ask it for ranks, ask it to end them."""
+
+    def __init__(self, backend: str) -> None:
+        self._preload = _PRELOAD[backend]
+        ours, theirs = socket.socketpair()
+        # The child looks for modules where this process does, whatever way it was started.
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from parallel_layers.testing import forkserver; forkserver.serve({theirs.fileno()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=_environment(),
+        )
+        theirs.close()
+        self._socket = ours
+        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        atexit.register(self.close)
+
+    @property
+    def process(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process, and with it all ranks."""
+        self._connection.close()
+        self._socket.close()
+        self._process.wait()
+
+    def fork(self, settings: worker.Settings) -> tuple[tuple[int, ...], list[Connection[Any, Any]]]:
+        """Fork the ranks that `settings` describe; returns their process ids and a connection to each."""
+        pairs = [socket.socketpair() for _ in range(settings.world_size)]
+        loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(self._preload))
+        self._send(_Fork(settings, loaded, tuple(sys.path), _environment(), os.getcwd()))
+        socket.send_fds(self._socket, [b"s"], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        connections: list[Connection[Any, Any]] = [Connection(ours.detach()) for ours, _ in pairs]
+        processes: tuple[int, ...] = pickle.loads(self._connection.recv_bytes())
+        return processes, connections
+
+    def end(self, processes: tuple[int, ...]) -> None:
+        """End ranks and whatever they have started; returns when they are gone."""
+        # Without the process there are no ranks either: each ends when its connection does.
+        with contextlib.suppress(OSError, EOFError):
+            self._send(_End(processes))
+            self._connection.recv_bytes()
+
+    def _send(self, request: _Fork | _End) -> None:
+        self._connection.send_bytes(pickle.dumps(request))
+
+
+def fork_server(backend: str) -> ForkServer:
+    """The one fork server of this process for a backend, started by the first call."""
+    if not _start(backend).alive:
+        _start.cache_clear()
+    return _start(backend)
+
+
+@functools.cache
+def _start(backend: str) -> ForkServer:
+    return ForkServer(backend)
+
+
+def _environment() -> dict[str, str]:
+    # One thread a rank: the ranks share the machine's cores.
+    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def serve(descriptor: int) -> None:
+    """The process itself: answer requests from a socket until its other end is closed, then end all ranks."""
+    control = socket.socket(fileno=descriptor)
+    connection: Connection[Any, Any] = Connection(os.dup(descriptor))
+    living: set[tuple[int, ...]] = set()
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            break
+        if isinstance(request, _End):
+            _end(request.processes)
+            living.discard(request.processes)
+            connection.send_bytes(b"ended")
+        else:
+            assert isinstance(request, _Fork)
+            _, descriptors, _, _ = socket.recv_fds(control, 1, request.settings.world_size)
+            processes = _fork(request, descriptors, inherited=[control.fileno(), connection.fileno()])
+            living.add(processes)
+            connection.send_bytes(pickle.dumps(processes))
+    for processes in living:
+        _end(processes)
+
+
+def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple[int, ...]:
+    sys.path[:] = request.path
+    for name in request.preload:
+        if name not in sys.modules:
+            # A rank that needs the module will say in a call why it cannot be imported.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    processes: list[int] = []
+    for rank, mine in enumerate(descriptors):
+        child = os.fork()
+        leader = processes[0] if processes else child
+        # Parent and child both: neither may go on before it is done, and the second time changes nothing.
+        os.setpgid(child, leader)
+        if child == 0:
+            for other in [*inherited, *descriptors]:
+                if other != mine:
+                    os.close(other)
+            os.environ.clear()
+            os.environ.update(request.environment)
+            os.chdir(request.folder)
+            worker.serve(Connection(mine), rank, request.settings)
+            os._exit(0)
+        processes.append(child)
+    # Held open here, the ranks' ends would hide a rank's death from the other side.
+    for mine in descriptors:
+        os.close(mine)
+    return tuple(processes)
+
+
+def _end(processes: tuple[int, ...]) -> None:
+    # The first rank's id is also the process group's; it stays theirs until they are waited for.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(processes[0], signal.SIGKILL)
+    for process in processes:
+        os.waitpid(process, 0)
