@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention import packed_attention
+from parallel_layers.collectives import all_to_all
 from parallel_layers.context_parallel import gather_sequence, ring_attention, split_sequence, ulysses_attention
 from parallel_layers.testing import RankPool
 
@@ -120,9 +121,50 @@ def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool) -> None:
         assert (ours - truth).norm() <= 1e-2 * truth.norm()
 
 
-def test_ulysses_takes_windows(ranks: RankPool) -> None:
-    check(ranks, "ulysses", LENGTHS["ragged"], 2, window=4)
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 11, 12, 16, 31, 40, 100])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_windows(ranks: RankPool, name: str, window: int) -> None:
+    """On 4 ranks a chunk of the zigzag has 5 tokens: windows within a chunk, over several, over all of them."""
+    check(ranks, name, LENGTHS["long in the middle"], 4, window=window)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_windows_with_other_options(ranks: RankPool, name: str) -> None:
+    check(ranks, name, LENGTHS["ragged"], 2, (5, 1), window=12, value_dim=6, softcap=1.5, scale=0.7, with_sinks=True)
+    check(ranks, name, LENGTHS["all short"], 4, window=2)
+
+
+def test_ulysses_sees_both_ways(ranks: RankPool) -> None:
     check(ranks, "ulysses", LENGTHS["ragged"], 2, causal=False)
+    check(ranks, "ulysses", LENGTHS["ragged"], 2, causal=False, window=3)
+
+
+def received_by_halo(group: ProcessGroup, window: int) -> int:
+    """How many tokens' keys arrive from other ranks."""
+    from parallel_layers.context_parallel import halo
+
+    counts = []
+
+    def counting(x: Tensor, group: ProcessGroup, **sizes: list[int]) -> Tensor:
+        counts.append(sum(sizes["output_sizes"]))
+        return all_to_all(x, group, **sizes)
+
+    halo.all_to_all = counting
+    try:
+        q, k, v = torch.randn(3, 10, 2, 8)
+        ring_attention(q, k, v, boundaries([40]), 40, group=group, window=window)
+    finally:
+        halo.all_to_all = all_to_all
+    return sum(counts)
+
+
+@pytest.mark.parametrize(
+    # Chunks 0..7 of 5 tokens; ranks hold (0, 7), (1, 6), (2, 5), (3, 4).
+    ("window", "tokens"),
+    [(1, [0, 0, 0, 0]), (6, [5, 10, 10, 5]), (7, [10, 15, 20, 10]), (39, [30, 25, 20, 15])],
+)
+def test_chunks_outside_the_window_are_not_sent(ranks: RankPool, window: int, tokens: list[int]) -> None:
+    assert ranks.run(received_by_halo, window, world=4) == tokens
 
 
 @pytest.mark.parametrize("trial", range(4))
@@ -171,7 +213,7 @@ def run_mistakes(group: ProcessGroup) -> list[str]:
     calls = [
         lambda: split_sequence(q, group, layout="zigzag"),
         lambda: split_sequence(q, group, layout="spiral"),
-        lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, window=3),
+        lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, causal=False),
         lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, backend="sdpa"),
         lambda: ring_attention(q[:3], k[:3], v[:3], boundaries([6]), 6, group=group),
     ]

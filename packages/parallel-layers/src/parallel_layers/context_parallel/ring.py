@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
+from parallel_layers.context_parallel.halo import halo_attention
 
 
 def ring_attention(
@@ -39,7 +40,8 @@ def ring_attention(
     """Causal `packed_attention` over tokens that are sharded in the zigzag layout of `split_sequence`.
 
     Forward: n-1 exchanges of `[2, T/n, K, D]` with the neighbours, each behind the products of the step before.
-    Backward: n-1 of the same, and n of their gradients in fp32.
+    Backward: n-1 of the same, and n of their gradients in fp32. With a window shorter than the longest segment nothing
+    travels around: see `parallel_layers.context_parallel.halo`.
 
     Args:
         q_TQD: `[T/n, Q, D]`, after rotation by the tokens' own positions.
@@ -48,28 +50,31 @@ def ring_attention(
         cu_seqlens: `[S+1]` int32 boundaries in the whole pack.
         max_seqlen: At least the longest segment.
         group: The context-parallel group; None or one rank: plain `packed_attention`.
-        **options: `scale`, `softcap`, `sinks`, `backend` of `packed_attention`; the backend must give a log-sum-exp.
-            The gradient of `sinks [Q]` is this rank's share: that of its tokens.
+        **options: `window`, `scale`, `softcap`, `sinks`, `backend` of `packed_attention`; without a window the backend
+            must give a log-sum-exp. The gradient of `sinks [Q]` is this rank's share: that of its tokens.
 
     Returns:
         `[T/n, Q, D']`.
 
     Raises:
-        ValueError: A window, no causal mask, or other keys than the queries' (use `ulysses_attention`); an odd number
-            of tokens; a backend that cannot do the case.
+        ValueError: No causal mask, or other keys than the queries' (use `ulysses_attention`); an odd number of tokens;
+            a backend that cannot do the case.
     """
     if group is None or group.size() == 1:
         return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
     other_keys = any(options.get(name) is not None for name in ("cu_seqlens_k", "max_seqlen_k", "used_k"))
-    if options.get("window") is not None or not options.get("causal", True) or other_keys:
+    if not options.get("causal", True) or other_keys:
         raise ValueError(
-            f"ring_attention is causal, without a window, over the queries' own keys, got {sorted(options)}; use "
-            "ulysses_attention, which takes every option"
+            f"ring_attention is causal, over the queries' own keys, got {sorted(options)}; use ulysses_attention, "
+            "which takes every option"
         )
     if q_TQD.shape[0] % 2:
         raise ValueError(
             f"{q_TQD.shape[0]} tokens of a rank are not two chunks; use split_sequence(..., layout='zigzag')"
         )
+    window = options.get("window")
+    if window is not None and window < max_seqlen:
+        return halo_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, group, window, options)
     head_dim, value_dim = q_TQD.shape[2], v_TKD.shape[2]
     scale, softcap, sinks = options.get("scale"), options.get("softcap"), options.get("sinks")
     scoring = Scoring(True, None, head_dim**-0.5 if scale is None else scale, softcap)
