@@ -18,7 +18,9 @@ from parallel_layers.attention.backends import HALF, available_backends
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.problem import Scoring
 
-_FLASH_BLOCK = 256  # flash-attn 2 takes blocks of a multiple of this many tokens
+# What flash-attn 2's paged kernels take: devices, and blocks of a multiple of so many tokens.
+_DEVICES = frozenset({"cuda"})
+_FLASH_BLOCK = 256
 
 
 class Run(NamedTuple):
@@ -137,7 +139,7 @@ def why_not_in_place(q_TQD: Tensor, key_blocks: Tensor, value_blocks: Tensor) ->
     block_size, head_dim, value_dim = key_blocks.shape[1], key_blocks.shape[-1], value_blocks.shape[-1]
     if "flash-attn" not in available_backends():
         return "flash-attn is not installed (extra parallel-layers[flash-attn]), or there is no Ampere GPU or newer"
-    if q_TQD.device.type != "cuda" or q_TQD.dtype not in HALF or q_TQD.dtype != key_blocks.dtype:
+    if q_TQD.device.type not in _DEVICES or q_TQD.dtype not in HALF or q_TQD.dtype != key_blocks.dtype:
         return f"flash-attn takes fp16 or bf16 on CUDA, not {q_TQD.dtype}, {key_blocks.dtype} on {q_TQD.device.type}"
     if block_size % _FLASH_BLOCK:
         return f"flash-attn's blocks are multiples of {_FLASH_BLOCK} tokens, not {block_size}"
