@@ -3,15 +3,17 @@
 Shapes: Q query heads, K key-value heads, T tokens of the packed batch, D head size.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
 from hf_patches.npu import npu_attention
+from hf_patches.report import KeyValues
 from hf_patches.ulysses import ulysses_attention
 from parallel_layers.attention import packed_attention
+from parallel_layers.attention.packed import AttentionOptions
 
 # transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
 ATTENTION_NAME = "hf_patches_packed"
@@ -78,21 +80,19 @@ def packed_attention_forward(
             return npu_attention(
                 q_TQD, k_TKD, v_TKD, plan, window=sliding_window, scale=scaling, softcap=softcap, sinks=sinks_Q
             )
-        return packed_attention(
-            q_TQD,
-            k_TKD,
-            v_TKD,
-            plan.cu_seqlens,
-            plan.max_seqlen,
-            causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
-            window=sliding_window,
-            scale=scaling,
-            softcap=softcap,
-            sinks=sinks_Q,
-            cu_seqlens_k=plan.cu_seqlens_k,
-            max_seqlen_k=plan.max_seqlen_k,
-            backend=plan.backend,
-        )
+        options: AttentionOptions = {
+            "causal": is_causal if is_causal is not None else getattr(module, "is_causal", True),
+            "window": sliding_window,
+            "scale": scaling,
+            "softcap": softcap,
+            "sinks": sinks_Q,
+            "backend": plan.backend,
+        }
+        if plan.cache is not None:
+            layer = plan.cache.layer(cast(int, module.layer_idx))
+            return layer.attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
+        options |= {"cu_seqlens_k": plan.cu_seqlens_k, "max_seqlen_k": plan.max_seqlen_k}
+        return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
     query_TQD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if plan.group is None:
@@ -100,5 +100,6 @@ def packed_attention_forward(
     else:
         output_TQD = ulysses_attention(attend, query_TQD, key_TKD, value_TKD, s_aux, plan.group)
     if plan.trace is not None:
-        plan.trace.calls.append(AttentionCall(module, plan, output_TQD))
+        kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)
+        plan.trace.calls.append(AttentionCall(module, plan, kind, output_TQD))
     return output_TQD.unsqueeze(0), None

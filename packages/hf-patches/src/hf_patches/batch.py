@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
 from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.inference import SequenceCache
 
 PLAN_KEYWORD = "hf_patches_plan"
 
@@ -34,6 +36,8 @@ class BatchPlan:
     key_index: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_k: int | None = None
+    # Decoding: the keys and values of the tokens before these.
+    cache: SequenceCache | None = None
     # Every attention call, kept only for the probe.
     trace: "Trace | None" = field(default=None, compare=False)
 
@@ -78,10 +82,11 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention function: whose, and this rank's output [T / sp, Q, D]."""
+    """One call of the attention function: whose, with what keys and values, and this rank's output [T / sp, Q, D]."""
 
     module: nn.Module
     plan: BatchPlan
+    key_values: KeyValues
     output_TQD: Tensor
 
 

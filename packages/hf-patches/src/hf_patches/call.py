@@ -1,5 +1,6 @@
 """One forward pass of a patched model: what it was called with, and what it returns."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,8 @@ class PackedOutput(NamedTuple):
 
     `log_probs` [T] fp32: of each token's label, 0 where the label is -100. `entropy` [T] fp32: of the distribution at
     the call's temperature, None when not asked for. `values` [T] fp32: only with a value head. `logits` [T, V]: only
-    without the fused head. For a padded batch (`packed=False`) [B, S] stands where [T] does.
+    without the fused head; with a cache only `logits` [N, V], after the last token of each of the N sequences. For a
+    padded batch (`packed=False`) [B, S] stands where [T] does.
     """
 
     log_probs: Tensor | None = None
@@ -29,7 +31,8 @@ class Call:
     """One forward pass in progress: its plan, this rank's labels and temperatures, and what the head computed.
 
     `plan` is None for a padded batch. `rows` are the hidden states that
-    the head takes (None: all), and `collect` turns its [m, n] into what the caller gets, [..., n].
+    the head takes (None: all), and `collect` turns its [m, n] into what the caller gets, [..., n]. `decoding`: the head
+    computes logits.
     """
 
     plan: BatchPlan | None
@@ -39,6 +42,7 @@ class Call:
     collect: Callable[[Tensor], Tensor]
     rows: Tensor | None = None
     has_images: bool = False
+    decoding: bool = False
     columns: tuple[str, ...] = ()
     head_output: Tensor | None = None
 
@@ -55,6 +59,8 @@ class CallState:
     proven: bool = False
     # Whether the head computes columns of our own instead of logits.
     fused: bool = False
+    # Whether a call may bring a cache.
+    can_decode: bool = False
 
     def require(self) -> Call:
         """The call in progress; raises when a part of the model is called around the model itself."""
@@ -67,5 +73,5 @@ class CallState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CallState":
         # A process group is not copied: a deep copy of a patched model lives in the same group.
-        memo[id(self)] = copied = CallState(self.group, self.backend, proven=self.proven, fused=self.fused)
+        memo[id(self)] = copied = dataclasses.replace(self, current=None, trace=None)
         return copied

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, precise
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
+from hf_patches.decoding import continued_positions, decoding_call
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
 from hf_patches.vision import VisionHooks, cut_visual_rows, has_images
@@ -24,6 +25,12 @@ _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "pas
 # Arguments of a text backbone with one entry for each token, and which dim counts the tokens: [1, T], [1, T, H],
 # and positions [1, T] or [rows, 1, T].
 _TOKEN_DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1}
+
+
+def _refuse_decided(kwargs: dict[str, Any]) -> None:
+    given = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if given := given + ["use_cache"] * bool(kwargs.pop("use_cache", False)):
+        raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
 
 
 class CallHooks:
@@ -38,7 +45,7 @@ class CallHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Pre-hook of the model: from a packed batch to the arguments of transformers."""
-        batch = kwargs.pop("packed", None)
+        batch, cache = kwargs.pop("packed", None), kwargs.pop("cache", None)
         if args or not isinstance(batch, (PackedSequence, SharedPrefixes)):
             raise ValueError(
                 "this model is patched for packed batches: call it as model(packed=PackedSequence(...), labels=..., "
@@ -47,13 +54,12 @@ class CallHooks:
             )
         if not self.state.proven and self.state.trace is None:
             raise ValueError("the patch of this model is not proven yet: call Patch.probe() before the first batch")
+        if cache is not None:
+            return self._continue(batch, cache, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
         self._check_length(batch)
         positions = None if self.vision is None else self.vision.positions(packed, kwargs)
-        if given := [name for name in _REFUSED if kwargs.get(name) is not None] + ["use_cache"] * bool(
-            kwargs.pop("use_cache", False)
-        ):
-            raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
+        _refuse_decided(kwargs)
         plan = plan_batch(packed, self.state.group, self.state.backend, self.state.trace)
         rows: Rows = TokenRows(plan)
         labels, lengths, count = kwargs.pop("labels", None), packed.cu_seqlens.diff(), packed.num_sequences
@@ -71,11 +77,29 @@ class CallHooks:
             rows=rows.local,
             has_images=has_images(kwargs),
         )
-        kwargs |= {"input_ids": plan.pad(packed.input_ids, 0).unsqueeze(0)}
-        position_rows = packed.position_ids if positions is None else positions
-        kwargs |= {"position_ids": plan.pad_positions(position_rows).unsqueeze(-2)}
-        kwargs |= {"attention_mask": None, "use_cache": False}
-        return (), kwargs
+        return (), self._model_inputs(plan, packed, packed.position_ids if positions is None else positions, kwargs)
+
+    def _model_inputs(
+        self, plan: BatchPlan, packed: PackedSequence, positions: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What transformers is called with: a batch of one row."""
+        return kwargs | {
+            "input_ids": plan.pad(packed.input_ids, 0).unsqueeze(0),
+            "position_ids": plan.pad_positions(positions).unsqueeze(-2),
+            "attention_mask": None,
+            "use_cache": False,
+        }
+
+    def _continue(
+        self, batch: PackedSequence | SharedPrefixes, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """The arguments of a call that continues the sequences of a cache."""
+        call = decoding_call(batch, cache, self.state, self.longest, kwargs)
+        _refuse_decided(kwargs)
+        assert isinstance(batch, PackedSequence)
+        assert call.plan is not None
+        self.state.current = call
+        return (), self._model_inputs(call.plan, batch, continued_positions(batch, cache), kwargs)
 
     def _check_length(self, batch: PackedSequence | SharedPrefixes) -> None:
         longest = batch.max_seqlen if isinstance(batch, PackedSequence) else batch.max_seqlen_k
@@ -137,8 +161,10 @@ class CallHooks:
         call, self.state.current = self.state.current, None
         if call is None or output is None:
             return None
+        if call.plan is not None and call.plan.cache is not None:
+            call.plan.cache.advance(call.plan.cu_seqlens)
         if call.head_output is None:
             return PackedOutput(logits=call.collect(output.logits.flatten(0, 1)))
-        return PackedOutput(
-            **dict(zip(call.columns, call.collect(call.head_output.flatten(0, -2)).unbind(-1), strict=True))
-        )
+        columns = call.collect(call.head_output.flatten(0, -2)).unbind(-1)
+        # No views of each other: FSDP2 hangs hooks on what the root returns.
+        return PackedOutput(**{name: column.clone() for name, column in zip(call.columns, columns, strict=True)})

@@ -34,6 +34,10 @@ class FusedHead:
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         if call.rows is not None:
             hidden_TH = hidden_TH[call.rows]
+        if call.decoding:
+            # What the family does to its logits follows in the model itself.
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            return functional.linear(hidden_TH.to(dtype), self.head.weight.to(dtype)).unsqueeze(0)
         columns: dict[str, Tensor] = {}
         if self.scaling is not None:
             result = linear_log_probs(

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.attention import ATTENTION_NAME, NPU_BACKEND, register_attention
 from hf_patches.call import CallState
+from hf_patches.devices import compute_device
 from hf_patches.families import Family, family_of
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
@@ -19,6 +20,7 @@ from hf_patches.probe import run_probe
 from hf_patches.report import ProbeResult, Report
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
+from parallel_layers.inference import KVCache
 
 __all__ = ["Patch", "patch"]
 
@@ -57,6 +59,35 @@ class Patch:
         self.state.proven = True
         return self.probe_result
 
+    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+        """An empty cache of keys and values for N sequences of at most `max_length` tokens each.
+
+        Under `torch.no_grad()`, `model(packed=PackedSequence, cache=cache)` then continues the N sequences with the new
+        tokens of each (a prompt, one token, none) and returns `PackedOutput.logits` [N, V] fp32 after each one's last;
+        one without new tokens gets an arbitrary row. Positions go on from what the cache holds. The call is this rank's
+        alone, also with a sequence-parallel group: ranks may decode different sequences.
+
+        Raises:
+            ValueError: the model's layers have keys and values of different sizes, or the patch is not proven yet.
+        """
+        kind = None if self.probe_result is None else self.probe_result.key_values
+        if kind is None:
+            raise ValueError(
+                f"the layers of {type(self.model).__name__} have keys and values of different sizes"
+                if self.probe_result is not None
+                else "a cache needs a proven packed patch: leave out packed=False, and call Patch.probe() first"
+            )
+        return KVCache(
+            self.config.num_hidden_layers,
+            num_sequences,
+            max_length,
+            kind.heads,
+            kind.key_dim,
+            value_dim=kind.value_dim,
+            dtype=kind.dtype,
+            device=compute_device(self.backbone),
+        )
+
     def _apply(self, options: "_Options") -> None:
         names = {module: name for name, module in self.model.named_modules()}
         self.journal.set_attribute(self.model, _MARK, self, "", "remembers its patch")
@@ -93,6 +124,7 @@ class Patch:
         if options.tiled_mlp is not None:
             self._tile_mlps(names, options.tiled_mlp)
         self._replace_head(names, options)
+        self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
     def _replace_head(self, names: dict[nn.Module, str], options: "_Options") -> None:
         """Fused log-probs on the output embedding; values from the model's own score, or from a new one."""
@@ -177,13 +209,14 @@ def patch(
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
+    probe: bool = True,
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
 
     Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`.
     Only this instance changes: entries of its modules' own `__dict__` and hooks, each in `Patch.report()`. The start-up
-    probe runs at once unless the parameters are on the meta device; then `Patch.probe()` must be called before the
-    first batch.
+    probe runs at once, unless `probe=False` or parameters are on the meta device; then `Patch.probe()` must be called
+    before the first batch.
 
     Args:
         model: a transformers causal LM, or a token-classification model with one label (a value model).
@@ -198,6 +231,8 @@ def patch(
         attention: the backend of `parallel_layers.attention.packed_attention`.
         npu: use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
             and attention; see `hf_patches.npu`.
+        probe: False leaves the probe to a later `Patch.probe()`, where the model cannot run yet (on a CPU, say, before
+            FSDP2 takes its shards to the device).
 
     Raises:
         ImportError: `npu=True` without torch_npu, or with one that lacks an operator.
@@ -218,7 +253,7 @@ def patch(
     patched = Patch(model, family, state, find_backbone(model))
     try:
         patched._apply(_Options(packed, fused_head, tiled_mlp, value_head, npu))
-        if packed and not any(parameter.is_meta for parameter in model.parameters()):
+        if packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()
     except BaseException:
         patched.remove()

@@ -61,7 +61,8 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
             f"{moved:.3g}, other tokens by {leak:.3g} (allowed: {allowed:.3g}), their first attention outputs by "
             f"{attention_leak:.3g} (allowed: 0), so its segments are not kept apart"
         )
-    return ProbeResult(layers, moved, leak, allowed)
+    kinds = {call.key_values for call in calls}
+    return ProbeResult(layers, moved, leak, allowed, kinds.pop() if len(kinds) == 1 else None)
 
 
 def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:

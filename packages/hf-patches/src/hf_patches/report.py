@@ -2,7 +2,19 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from hf_patches.journal import Change
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """What one token leaves for later ones in a layer: heads, sizes of a key's and a value's head, and their type."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -11,12 +23,14 @@ class ProbeResult:
 
     `leak` is the largest change of a log-prob (or whatever the model returns) of another segment, or of an earlier
     token of the same one; `allowed` is what it may be, 0 wherever rows are computed independently of each other.
+    `key_values` are those that every layer's attention saw; None if layers differ.
     """
 
     attention_layers: int
     moved: float
     leak: float
     allowed: float
+    key_values: KeyValues | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from parallel_layers import PackedSequence
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _PIXELS = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+VISUAL_INPUTS = (*_GRIDS, *_PIXELS)
 
 
 class VisionHooks:
@@ -68,7 +69,8 @@ class VisionHooks:
         So the tower's parameters get (zero) gradients from a text-only batch, and FSDP2 gathers them on this rank when
         another rank has images. The embedding is where transformers itself would next run the tower.
         """
-        if self.state.current is None or self.state.current.has_images:
+        call = self.state.current
+        if call is None or call.has_images or call.decoding:
             return None
         config = self.inner.config.vision_config
         height, width = self.vision.merge(config)
