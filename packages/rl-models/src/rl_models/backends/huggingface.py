@@ -1,7 +1,8 @@
 """`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
 
-It is the reference that the native backend is compared with, and it runs whatever family hf-patches knows. Every rank
-reads the whole checkpoint. Generation has no KV cache here: each token costs a forward pass over the whole sequences.
+It is the reference that the native backend is compared with, and it runs whatever family hf-patches knows. The cp ranks
+share the tokens of every batch (Ulysses), and all dp x cp ranks the parameters (FSDP2). transformers maps the files: a
+rank reads the rows that it keeps, unless the type is cast or the checkpoint has another form than the model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ckpt.atomic import FolderWriter
 from ckpt.files import copy_companions
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
+from parallel_layers.collectives import gather_from_sequence_parallel
 from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
@@ -52,7 +54,7 @@ KINDS: dict[Role, _Kind] = {
 
 
 class TransformersEngine:
-    """A patched transformers model, whole on every rank or sharded over dp by FSDP2."""
+    """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2."""
 
     tokens_multiple_of = 1
     micro_batches_multiple_of = 1
@@ -84,29 +86,23 @@ class TransformersEngine:
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
-        """Decode by running the whole sequences again for every token."""
-        head = self.model.get_output_embeddings()
-        scaling = self.patch.family.head_scaling(self.model.config.get_text_config())
-        so_far: list[Tensor] = []
-        captured: list[Tensor] = []
+        """Decode with a KV cache; the cp ranks decode a part of the sequences each and exchange the logits."""
+        group, size = self.grid.group("cp"), self.grid.dims.cp
+        mine = range(self.grid.rank("cp"), num_sequences, size)
+        with gathered(self.model), torch.no_grad():
+            cache = self.patch.new_cache(len(mine), max_length)
 
-        def next_logits(tokens: Sequence[Tensor]) -> Tensor:
-            so_far[:] = [torch.cat(pair) for pair in zip(so_far, tokens, strict=True)] if so_far else list(tokens)
-            packed = PackedSequence.from_sequences(so_far)
-            self.model(packed=packed, entropy=False)
-            hidden = captured.pop()[0][packed.cu_seqlens[1:].long() - 1]
-            logits = hidden.float() @ head.weight.float().T * scaling.factor
-            if scaling.softcap is not None:
-                logits = torch.tanh(logits / scaling.softcap) * scaling.softcap
-            return logits
+            def next_logits(tokens: Sequence[Tensor]) -> Tensor:
+                own = [tokens[i] for i in mine]
+                logits = torch.zeros(-(-num_sequences // size), self.vocab_size, device=self.grid.device)
+                if any(len(new) for new in own):
+                    logits[: len(own)] = self.model(packed=PackedSequence.from_sequences(own), cache=cache).logits
+                if group is None:
+                    return logits
+                everyone = gather_from_sequence_parallel(logits, group).unflatten(0, (size, -1))
+                return everyone.transpose(0, 1).flatten(0, 1)[:num_sequences]
 
-        # The patched head returns log-probs; what it was given is what the logits are made from.
-        hook = head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
-        try:
-            with gathered(self.model), torch.no_grad():
-                yield next_logits
-        finally:
-            hook.remove()
+            yield next_logits
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """The first rank writes what `save_pretrained` writes, into a folder that appears when it is complete."""
@@ -138,14 +134,16 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         ValueError: the family is unknown to hf-patches, or sequence parallelism is asked for; on every rank alike.
     """
     if options.sequence_parallel:
-        raise ValueError("backend='transformers' does not offer sequence_parallel=True; leave it out")
+        raise ValueError(
+            "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
+            "with dims=ParallelDims(cp=...)"
+        )
 
     def build() -> tuple[PreTrainedModel, Patch]:
         kind = KINDS[role]
         # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
         model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
-        model.to(grid.device)
-        patched = patch(model, value_head=kind.value_head)
+        patched = patch(model, value_head=kind.value_head, sequence_parallel_group=grid.group("cp"), probe=False)
         with torch.no_grad():
             # A value head that the checkpoint lacks starts at 0, as on the native backend.
             for name in lacked:
@@ -155,5 +153,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     model, patched = agree(build, grid.everyone)
     layers = patched.backbone.layers
     assert isinstance(layers, nn.ModuleList)
-    shard_over_dp(model, layers, grid)
+    if grid.everyone is None:
+        model.to(grid.device)
+    else:
+        # On the CPU until now: FSDP2 takes one block after the other to the device.
+        shard_over_dp(model, layers, grid)
+    with gathered(model):  # afterwards all is sharded again, as the optimizer must find it
+        patched.probe()
     return TransformersEngine(model, patched, role, grid, path)
