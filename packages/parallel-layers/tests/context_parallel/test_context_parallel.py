@@ -21,7 +21,7 @@ LENGTHS = {
     "long in the middle": [3, 33, 4],
     "chunks": [5] * 8,
 }
-HEADS = {"4 over 2": (4, 2), "4 over 4": (4, 4), "6 over 3": (6, 3), "5 over 1": (5, 1), "9 over 3": (9, 3)}
+HEADS = {"4 over 2": (4, 2), "4 over 4": (4, 4), "6 over 3": (6, 3), "5 over 1": (5, 1), "14 over 2": (14, 2)}
 
 
 def boundaries(lengths: list[int]) -> Tensor:
@@ -100,6 +100,7 @@ def test_any_number_of_heads(ranks: RankPool, name: str, heads: str, world: int)
 def test_options(ranks: RankPool, name: str) -> None:
     check(ranks, name, LENGTHS["ragged"], 2, value_dim=6, softcap=1.5, scale=0.7)
     check(ranks, name, LENGTHS["ragged"], 2, (5, 1), with_sinks=True)
+    check(ranks, name, LENGTHS["ragged"], 4, (14, 2), with_sinks=True)
 
 
 @pytest.mark.gpu(2)

@@ -2,6 +2,6 @@
 
 from parallel_layers.context_parallel.layout import Layout, gather_sequence, split_sequence
 from parallel_layers.context_parallel.ring import ring_attention
-from parallel_layers.context_parallel.ulysses import ulysses_attention
+from parallel_layers.context_parallel.ulysses import exchange_heads, ulysses_attention
 
-__all__ = ["Layout", "gather_sequence", "ring_attention", "split_sequence", "ulysses_attention"]
+__all__ = ["Layout", "exchange_heads", "gather_sequence", "ring_attention", "split_sequence", "ulysses_attention"]

@@ -9,7 +9,6 @@ Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks,
 D head size, D' size of a value head, S segments.
 """
 
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -46,19 +45,13 @@ def halo_attention(
         longest += stop - first * chunk
     k, v = torch.cat(keys).split([head_dim, v_TKD.shape[2]], dim=-1)
     # Between the two chunks' segments stands one without queries or keys.
-    return packed_attention(
-        q_TQD,
-        k,
-        v,
-        torch.cat(bounds_q),
-        min(max_seqlen, chunk),
-        **{
-            **options,
-            "window": window,
-            "cu_seqlens_k": torch.cat(bounds_k),
-            "max_seqlen_k": min(max_seqlen, (reach + 1) * chunk),
-        },
-    )
+    within: AttentionOptions = {
+        **options,
+        "window": window,
+        "cu_seqlens_k": torch.cat(bounds_k),
+        "max_seqlen_k": min(max_seqlen, (reach + 1) * chunk),
+    }
+    return packed_attention(q_TQD, k, v, torch.cat(bounds_q), min(max_seqlen, chunk), **within)
 
 
 def _fetch(x: Tensor, reach: int, group: ProcessGroup) -> dict[int, Tensor]:

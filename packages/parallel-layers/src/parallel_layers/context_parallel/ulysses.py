@@ -1,18 +1,21 @@
 """Ulysses: exchange tokens for heads, attend to whole sequences, exchange back. https://arxiv.org/abs/2309.14509
 
-Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, D head size.
+Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, D head size, D' size of a value
+head.
 """
 
-import math
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.collectives import all_to_all
+from parallel_layers.context_parallel.heads import plan_heads
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def ulysses_attention(
@@ -27,11 +30,9 @@ def ulysses_attention(
 ) -> Tensor:
     """`packed_attention` over tokens that are sharded in the contiguous layout of `split_sequence`.
 
-    Each rank attends with Q/n of the heads to the whole pack, on any backend and with any option. Any number of heads:
-    key-value heads are repeated until n divides them; when that is not possible under the query heads' grouping, each
-    query head gets its own copy and both are padded with zero heads to a multiple of n.
+    Each rank attends with a share of the heads to the whole pack, on any backend and with any option.
 
-    Forward: two all-to-alls, of the projections and of the outputs. Backward: the same two in reverse.
+    Communication: that of `exchange_heads`.
 
     Args:
         q_TQD: `[T/n, Q, D]`, after rotation by the tokens' own positions.
@@ -46,29 +47,53 @@ def ulysses_attention(
     Returns:
         `[T/n, Q, D']`.
     """
-    if group is None or group.size() == 1:
-        return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
-    size, rank, heads = group.size(), group.rank(), q_TQD.shape[1]
-    kv_heads, head_dim, value_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
-    repeated = math.lcm(kv_heads, size)
-    copies = (repeated if heads % repeated == 0 else heads) // kv_heads
-    if copies > 1:
-        k_TKD, v_TKD = k_TKD.repeat_interleave(copies, dim=1), v_TKD.repeat_interleave(copies, dim=1)
-    padding = -heads % size
-    if padding:  # then every query head has its own key-value head
-        q_TQD, k_TKD, v_TKD = (F.pad(x, (0, 0, 0, padding)) for x in (q_TQD, k_TKD, v_TKD))
-    local_heads, local_kv_heads = q_TQD.shape[1] // size, k_TKD.shape[1] // size
 
-    # One exchange for all three: what goes to one rank lies together.
-    to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in (q_TQD, k_TKD, v_TKD)]
-    sizes = [local_heads * head_dim, local_kv_heads * head_dim, local_kv_heads * value_dim]
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        mine: AttentionOptions = {**options, "sinks": sinks}
+        return packed_attention(q, k, v, cu_seqlens, max_seqlen, **mine)
+
+    return exchange_heads(attend, q_TQD, k_TKD, v_TKD, group, sinks=options.get("sinks"))
+
+
+def exchange_heads(
+    attend: Attend,
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    group: ProcessGroup | None,
+    *,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Run `attend` on all tokens and a share of the heads, for tensors with a share of the tokens and all heads.
+
+    Any number of heads: key-value heads are repeated and query heads padded as `plan_heads` says. A padded head's
+    output is dropped, and its gradient is zero.
+
+    Forward: two all-to-alls, of the projections together and of the output. Backward: the same two in reverse.
+
+    Args:
+        attend: (q, k, v, sinks) of this rank's heads `[T, Q', D]`, `[T, K', D]`, `[T, K', D']`, `[Q']` or None -> its
+            output `[T, Q', D']`.
+        q_TQD: `[T/n, Q, D]`, tokens in the contiguous layout of `split_sequence`.
+        k_TKD: `[T/n, K, D]`.
+        v_TKD: `[T/n, K, D']`.
+        group: The ranks that share the tokens; None or one rank: `attend` itself.
+        sinks: `[Q]`, whole on every rank; their gradient is this rank's share.
+
+    Returns:
+        `[T/n, Q, D']`.
+    """
+    if group is None or group.size() == 1:
+        return attend(q_TQD, k_TKD, v_TKD, sinks)
+    size = group.size()
+    plan = plan_heads(q_TQD.shape[1], k_TKD.shape[1], size)
+    parts = (plan.spread_queries(q_TQD), plan.spread_keys(k_TKD), plan.spread_keys(v_TKD))
+    # One exchange for all three: what goes to one rank lies together, values of another size than keys, too.
+    to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in parts]
     mixed = all_to_all(torch.cat(to_ranks, dim=-1), group, split_dim=1, concat_dim=0).squeeze(1)
-    q, k, v = mixed.split(sizes, dim=-1)
-    q, k, v = q.unflatten(-1, (-1, head_dim)), k.unflatten(-1, (-1, head_dim)), v.unflatten(-1, (-1, value_dim))
-    sinks = options.get("sinks")
-    if sinks is not None:
-        mine = slice(rank * local_heads, (rank + 1) * local_heads)
-        options = {**options, "sinks": F.pad(sinks, (0, padding))[mine]}
-    out = packed_attention(q, k, v, cu_seqlens, max_seqlen, **options)
-    out = all_to_all(out, group, split_dim=0, concat_dim=1)
-    return out[:, :heads] if padding else out
+    local = mixed.split([x.shape[-1] for x in to_ranks], dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, part.shape[-1])) for x, part in zip(local, parts, strict=True))
+    if sinks is not None:  # they follow their heads
+        sinks = plan.spread_queries(sinks.view(1, -1, 1)).flatten().chunk(size)[group.rank()]
+    out = all_to_all(attend(q, k, v, sinks), group, split_dim=0, concat_dim=1)
+    return plan.gather_queries(out)
