@@ -138,6 +138,13 @@ def parity_on(
             for i, p, e in zip(indices, *map(part.split, output), strict=True):
                 torch.testing.assert_close(p, log_probs[i].detach(), rtol=1e-5, atol=1e-5)
                 torch.testing.assert_close(e, entropies[i].detach(), rtol=1e-5, atol=3e-5)
+        if grid.is_last_stage and virtual_stages is None:
+            # Logits of a pipeline stay on its last stage.
+            (logits,) = run_schedule(chunks, packed[:1], grid, next_token=True) or ()
+            for i, row in zip(MICRO_BATCHES[0], logits, strict=True):
+                torch.testing.assert_close(row, model(input_ids=sequences[i][None]).logits[0, -1], rtol=1e-5, atol=1e-5)
+        elif virtual_stages is None:
+            assert run_schedule(chunks, packed[:1], grid, next_token=True) is None
         for chunk in chunks:
             expected = expected_parameters(chunk, gradients)
             for key, parameter in chunk.named_parameters():

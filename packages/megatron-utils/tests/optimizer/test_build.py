@@ -136,6 +136,34 @@ def test_an_overflow_is_a_counted_skipped_step(ranks: RankPool) -> None:
     ranks.run(overflow_on, world=1)
 
 
+def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.testing import cpu_stand_in
+
+    config = OptimizerConfig(lr=1e-2, precision="fp32" if dtype == torch.float32 else "bf16")
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        wrapped = wrap_data_parallel(model_on(grid, dtype), grid)
+        optimizer = Optimizer(wrapped, grid, config)
+        parameters = list(wrapped[0].module.parameters())
+        before = [parameter.clone() for parameter in parameters]
+        for value, skipped in ((torch.nan, True), (1.0, False)):
+            optimizer.zero_grad()
+            parameters[3].main_grad.fill_(value)
+            result = optimizer.step(lr=0.5)
+            assert result.skipped is skipped
+            assert result.lr == 0.5
+            assert result.grad_norm is not None
+            assert torch.tensor(result.grad_norm).isfinite() != skipped
+            assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)) is skipped
+        assert (optimizer.skipped, optimizer.steps) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(not_finite_on, dtype, world=1)
+
+
 def mistakes_on(group: ProcessGroup) -> list[str]:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel

@@ -19,6 +19,7 @@ from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, PackedSequence, linear_log_probs
+from parallel_layers.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.context_parallel import gather_sequence, split_sequence
 from parallel_layers.rotary import RotaryEmbedding
 
@@ -30,6 +31,7 @@ class PackedGPTModel(GPTModel):
 
     What `forward` returns depends on the stage: hidden states `[T / (cp tp), 1, H]` before the last; on the last,
     `LogProbs` when labels are given, else logits `[T, V]` (this rank's columns); `[T]` fp32 values for a value model.
+    To decode, `next_token=True` gives the logits after each sequence's last token alone.
     Under context parallelism every rank is given the whole batch, computes its part, and returns the whole result.
     """
 
@@ -72,6 +74,7 @@ class PackedGPTModel(GPTModel):
         *,
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
+        next_token: bool = False,
     ) -> Tensor | LogProbs:
         """Run this stage on a packed batch; a stage that is not the first takes `set_input_tensor`'s hidden states.
 
@@ -80,6 +83,8 @@ class PackedGPTModel(GPTModel):
             labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
             temperature: divides the logits; a number or `[T]`.
             entropy: whether to return the entropy with the log-probs.
+            next_token: return `[N, V]` fp32 logits after the last token of each of the N sequences, V whole, on every
+                tensor-parallel rank alike.
 
         Raises:
             ValueError: the number of tokens is no such multiple.
@@ -98,6 +103,8 @@ class PackedGPTModel(GPTModel):
         if self.role == "value":
             return self._whole(self.output_layer(hidden)[0][:, 0, 0])
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if next_token:
+            return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed)
         if labels is None:
             return self._whole(self.output_layer(hidden, weight=tied)[0][:, 0])
         group = self.pg_collection.tp
@@ -112,6 +119,15 @@ class PackedGPTModel(GPTModel):
             vocab_size=self.true_vocab_size,
         )
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
+
+    @torch.no_grad()
+    def _next_token(self, hidden: Tensor, weight: Tensor, packed: PackedSequence) -> Tensor:
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel(hidden, group)
+        last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
+        logits = self._whole(hidden)[last].float() @ weight.float().T
+        return gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size]
 
     def _part(self, x: Tensor) -> Tensor:
         """This context-parallel rank's tokens of `[T]`."""

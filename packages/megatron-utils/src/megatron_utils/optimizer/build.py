@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,11 +57,11 @@ class Step(NamedTuple):
     """What one optimizer step did."""
 
     grad_norm: float | None
-    """Global norm before clipping; None when the step was skipped."""
+    """Global norm before clipping; None when fp16 overflowed under the loss scale."""
     lr: float
     """The rate that the step used."""
     skipped: bool
-    """A gradient overflowed (fp16): nothing was changed but the loss scale, and the schedule stood still."""
+    """A gradient is not finite: nothing was changed but the loss scale (fp16), and the schedule stood still."""
 
 
 class Optimizer:
@@ -98,7 +99,7 @@ class Optimizer:
         self.config = config
         self.schedule = schedule
         self.skipped = 0
-        """Steps skipped for an overflow so far."""
+        """Steps skipped for a gradient that was not finite so far."""
         with grid.as_world():
             # It gathers the parameter groups over all ranks.
             self.inner = get_megatron_optimizer(
@@ -126,15 +127,30 @@ class Optimizer:
         """Multiply a loss by the loss scale; `run_schedule(grad_scale=...)` takes this."""
         return self.inner.scale_loss(loss)
 
-    def step(self) -> Step:
-        """Clip, update and advance the schedule; a step whose gradients overflowed is skipped and counted."""
-        lr = self.lr
-        updated, grad_norm, _ = self.inner.step()
+    def step(self, lr: float | None = None) -> Step:
+        """Clip, update and advance the schedule; a step whose gradients are not finite is skipped and counted.
+
+        Args:
+            lr: the rate of this step, for a schedule that the caller keeps; None: the schedule's.
+        """
+        if lr is not None:
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+        rate = self.lr
+        norm: float | None = None
+        finite = True
+        if self.config.precision != "fp16":
+            # Megatron looks for overflows only under a loss scale; without one it would step into NaN.
+            self.inner.prepare_grads()
+            norm = float(self.inner.get_grad_norm())
+            finite = math.isfinite(norm)
+        updated, scaled_norm, _ = self.inner.step() if finite else (False, None, None)
         if updated:
             self.scheduler.step(1)
+            norm = norm if scaled_norm is None else float(scaled_norm)
         else:
             self.skipped += 1
-        return Step(None if grad_norm is None or not updated else float(grad_norm), lr, not updated)
+        return Step(norm, rate, not updated)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """(parameters, masters and moments; gradients): what `memory.HostOffload` moves away and what it may drop."""

@@ -40,6 +40,7 @@ def run_schedule(
     labels: Sequence[Tensor] | None = None,
     temperature: float = 1.0,
     entropy: bool = True,
+    next_token: bool = False,
     loss: Loss | None = None,
     grad_scale: Callable[[Tensor], Tensor] | None = None,
     routing: Sequence[RouterReplay] | None = None,
@@ -61,6 +62,7 @@ def run_schedule(
         labels: `[T]` for each micro-batch, already shifted; the model then returns log-probs.
         temperature: divides the logits.
         entropy: whether the log-probs come with entropies.
+        next_token: without labels, the model returns logits after each sequence's last token only.
         loss: (output of the last stage, number of the micro-batch) -> scalar; None runs the forward alone, without
             a graph. It is called on the last stage only, never for a dummy.
         grad_scale: multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
@@ -87,7 +89,9 @@ def run_schedule(
 
     def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         number = next(numbers)
-        options = {} if labels is None else {"labels": labels[number], "temperature": temperature, "entropy": entropy}
+        options: dict[str, Any] = {"next_token": True} if next_token else {}
+        if labels is not None:
+            options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
         with (
             session.micro_batch(routing[number], backward=loss is not None)
             if session and routing

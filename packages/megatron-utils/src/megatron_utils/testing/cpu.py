@@ -180,3 +180,8 @@ def cpu_stand_in() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(_CudaMeansCpu())
         yield
+
+
+def stand_in_is_active() -> bool:
+    """Whether `cpu_stand_in` is entered."""
+    return torch.cuda.current_device is _CUDA["current_device"]
