@@ -67,6 +67,7 @@ class DecoderConfig:
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
         norm_eps: Of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
+        norm_backend: Of the norms of hidden states; see `RMSNorm`.
         norm_placement: "pre" before attention and MLP (Llama), "post" after each, before the residual is added
             (OLMo-2), "sandwich" both (Gemma 2).
     """
@@ -93,6 +94,7 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
+    norm_backend: str = "auto"
     norm_placement: NormPlacement = "pre"
 
     def __post_init__(self) -> None:
@@ -181,7 +183,10 @@ class DecoderLayer(nn.Module):
             "group": group, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device,
         }  # fmt: skip
         for name in filter(None, self.norms):
-            norm = RMSNorm(config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset, **place)
+            norm = RMSNorm(
+                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset,
+                backend=config.norm_backend, **place,
+            )  # fmt: skip
             self.add_module(name, norm)
         attention: dict[str, Any] = {
             "bias": config.attention_bias,

@@ -9,27 +9,37 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, supports_rms_norm
+from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm
+from parallel_layers.norm_backends import TransformerEngineNorm, check_norm_backend, choose_norm_backend
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False, backend: str = "auto"
+) -> Tensor:
     """Root-mean-square normalisation, https://arxiv.org/abs/1910.07467.
 
         y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma)
 
-    Statistics and the product are computed in fp32 (fp64 for fp64 input) and rounded once to x's dtype; on CUDA by one
-    kernel each way.
+    Statistics and the product are computed in fp32 (fp64 for fp64 input) and rounded once to x's dtype; by the Triton
+    backend in one kernel each way.
 
     Args:
         x: `[..., H]`.
         weight: `[H]`.
         eps: Added to the mean square.
         unit_offset: The weight is stored as its difference from one.
+        backend: "triton", "torch", or "auto": triton where it takes the tensors, else torch.
 
     Returns:
         `[..., H]` in x's dtype.
+
+    Raises:
+        ValueError: The backend is unknown, not installed, or does not take the tensors.
     """
-    if supports_rms_norm(x, weight):
+    chosen = choose_norm_backend(backend, x, weight)
+    if chosen == "te":
+        raise ValueError("backend='te' is a module of Transformer Engine's own; use RMSNorm(..., backend='te')")
+    if chosen == "triton":
         return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
     if unit_offset:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -50,8 +60,13 @@ class RMSNorm(nn.Module):
         unit_offset: Multiply by `1 + weight`; the weight then starts at zero (Gemma).
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: The ranks of `group` hold different rows.
+        backend: A name of `available_norm_backends()`, or "auto": triton on CUDA, else torch. "te" is Transformer
+            Engine's, imported when it is asked for.
         dtype: Of the weight.
         device: Of the weight.
+
+    Raises:
+        ValueError: The backend is unknown or not installed.
     """
 
     def __init__(
@@ -62,32 +77,48 @@ class RMSNorm(nn.Module):
         unit_offset: bool = False,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        backend: str = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_norm_backend(backend)
         self.hidden_size = hidden_size
         self.eps = eps
         self.unit_offset = unit_offset
         self.group = group if sequence_parallel else None
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+        self._te = TransformerEngineNorm(hidden_size, eps, unit_offset, self.weight.dtype) if backend == "te" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the norm to a plain normalisation: an effective weight of one."""
         nn.init.constant_(self.weight, 0.0 if self.unit_offset else 1.0)
 
+    def active_backend(self, x: Tensor) -> str:
+        """The backend that `forward(x)` takes.
+
+        Raises:
+            ValueError: The one that was asked for does not take x.
+        """
+        return choose_norm_backend(self.backend, x, self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x [..., H]`; returns `[..., H]` in the same dtype."""
         weight = copy_to_tensor_parallel(self.weight, self.group)
-        return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset)
+        if self._te is not None:
+            choose_norm_backend("te", x, weight)  # refuses what it does not take
+            return self._te(x, weight, self.weight)
+        return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset, backend=self.backend)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add to the residual stream and normalise the sum: `(norm(x + residual), x + residual)`, both `[..., H]`.
 
-        On CUDA one kernel each way, which reads each input and writes each output once.
+        By the Triton backend in one kernel each way, which reads each input and writes each output once; the others add
+        first.
         """
-        if supports_rms_norm(x, self.weight, residual):
+        if choose_norm_backend(self.backend, x, self.weight, residual) == "triton":
             weight = copy_to_tensor_parallel(self.weight, self.group)
             return fused_add_rms_norm(x, residual, weight, eps=self.eps, unit_offset=self.unit_offset)
         total = x + residual
@@ -95,7 +126,9 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"{self.hidden_size}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
+        unit_offset = ", unit_offset=True" if self.unit_offset else ""
+        backend = f", backend={self.backend!r}" if self.backend != "auto" else ""
+        return f"{self.hidden_size}, eps={self.eps}{unit_offset}{backend}"
 
 
 class HeadShardedRMSNorm(nn.Module):
