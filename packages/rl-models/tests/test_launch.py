@@ -2,6 +2,7 @@
 
 import os
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -57,3 +58,31 @@ def test_devices_are_checked() -> None:
         Devices.find("tpu")
     with pytest.raises(ValueError, match="2 ranks need as many CUDA devices, found 1"):
         run_on_ranks(add_up, 2, 0, devices=Devices("cuda", "nccl", 1))
+
+
+@pytest.mark.parametrize("asked", [None, "npu"])
+def test_any_accelerator_of_torch_is_found(monkeypatch: pytest.MonkeyPatch, asked: str | None) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", {"npu": "hccl"}.__getitem__)
+    devices = Devices.find(asked)
+    assert devices == Devices("npu", "hccl", 4)
+    assert Devices.find("cpu") == CPU
+    with pytest.raises(ValueError, match="5 ranks need as many NPU devices, found 4"):
+        devices.require(5)
+    with pytest.raises(ValueError, match="device 'GPU-3f2a' is none of the 4 npu devices"):
+        devices.take("GPU-3f2a")
+    monkeypatch.setattr(torch, "device", lambda *device: device)
+    assert devices.take("3") == ("npu", 3)
+    # What a process sees alone is its own, whatever its number on the machine.
+    assert Devices("npu", "hccl", 1).take("3") == ("npu", 0)
+    assert taken == [3, 0]
+
+
+def test_an_accelerator_without_collectives_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert Devices.find() == CPU
+    assert Devices.find("mps") == Devices("mps", "gloo", 1)

@@ -7,6 +7,10 @@ if TYPE_CHECKING:
     from rl_models import losses
     from rl_models.actor import Actor, TokenLogProbs
     from rl_models.batch import Batch
+    from rl_models.cluster.future import RankDied
+    from rl_models.cluster.group import RayModelGroup
+    from rl_models.cluster.placement import Placement
+    from rl_models.cluster.resources import Resources
     from rl_models.config import ModelConfig
     from rl_models.critic import Critic
     from rl_models.grid import Grid
@@ -21,6 +25,10 @@ __all__ = [
     "Grid",
     "ModelConfig",
     "OptimizerOptions",
+    "Placement",
+    "RankDied",
+    "RayModelGroup",
+    "Resources",
     "TokenLogProbs",
     "ValueModel",
     "losses",
@@ -35,6 +43,10 @@ _HOME = {
     "Grid": "rl_models.grid",
     "ModelConfig": "rl_models.config",
     "OptimizerOptions": "rl_models.optimizer",
+    "Placement": "rl_models.cluster.placement",
+    "RankDied": "rl_models.cluster.future",
+    "RayModelGroup": "rl_models.cluster.group",
+    "Resources": "rl_models.cluster.resources",
     "TokenLogProbs": "rl_models.actor",
     "ValueModel": "rl_models.models",
 }

@@ -38,9 +38,9 @@ class Devices:
     """Where ranks run.
 
     Attributes:
-        type: "cuda" or "cpu".
-        backend: "nccl" or "gloo".
-        count: CUDA devices; 0 on the CPU.
+        type: torch's name: "cpu", "cuda" or another accelerator's.
+        backend: of the process groups: "gloo", "nccl" or the accelerator's own.
+        count: accelerators that torch sees; 0 on the CPU.
     """
 
     type: str
@@ -49,24 +49,48 @@ class Devices:
 
     @classmethod
     def find(cls, device: str | None = None) -> Devices:
-        """CUDA with NCCL where there is a CUDA device, else the CPU with gloo; `device` asks for one of the two.
+        """The accelerator that torch finds, with its own collectives, else the CPU with gloo; `device` asks for one.
 
         Raises:
-            ValueError: CUDA is asked for and there is none, or the device is another.
+            ValueError: `device` is neither the CPU nor an accelerator that is here.
         """
-        available = torch.cuda.device_count()
-        if device not in (None, "cpu", "cuda"):
-            raise ValueError(f"device={device!r} must be cpu or cuda")
-        if device == "cuda" and not available:
-            raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
-        if available and device != "cpu":
-            return cls("cuda", "nccl", available)
-        return cls("cpu", "gloo", 0)
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        name = found.type if found is not None and count else None
+        if device not in (None, "cpu", name):
+            if device == "cuda":
+                raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
+            raise ValueError(
+                f"device={device!r} must be cpu or cuda, or another accelerator that torch finds (here: {name})"
+            )
+        backend = dist.get_default_backend_for_device(name) if name else "gloo"
+        # An accelerator without collectives of its own, such as a Mac's, is used only when it is asked for.
+        if name is None or device == "cpu" or (device is None and backend == "gloo"):
+            return cls("cpu", "gloo", 0)
+        return cls(name, backend, count)
+
+    def take(self, device: str) -> torch.device:
+        """Make one device the current one of this process.
+
+        Args:
+            device: its id where all devices of the machine are numbered. A process that sees one device takes that one.
+
+        Raises:
+            ValueError: several devices are visible, and this is none of them.
+        """
+        if self.type == "cpu":
+            return torch.device("cpu")
+        index = 0 if self.count == 1 else int(device) if device.isdecimal() else -1
+        if not 0 <= index < self.count:
+            raise ValueError(f"device {device!r} is none of the {self.count} {self.type} devices that torch sees")
+        torch.accelerator.set_device_index(index)
+        return torch.device(self.type, index)
 
     def require(self, ranks: int) -> None:
         """Raise ValueError unless each rank can have a device of its own."""
-        if self.type == "cuda" and ranks > self.count:
-            raise ValueError(f"{ranks} ranks need as many CUDA devices, found {self.count}; use --device cpu or fewer")
+        if self.type != "cpu" and ranks > self.count:
+            what = f"{self.type.upper()} devices"
+            raise ValueError(f"{ranks} ranks need as many {what}, found {self.count}; use --device cpu or fewer")
 
 
 class RankFailed(RuntimeError):
@@ -220,16 +244,14 @@ def _join(rank: int, world_size: int, devices: Devices, store: str) -> None:
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if devices.type == "cuda":
-        torch.cuda.set_device(rank)
-    else:
+    device = devices.take(str(rank))
+    if devices.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    device_id = torch.device("cuda", rank) if devices.type == "cuda" else None
     dist.init_process_group(
         devices.backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=_COLLECTIVE_TIMEOUT,
-        device_id=device_id,
+        device_id=None if devices.type == "cpu" else device,
     )

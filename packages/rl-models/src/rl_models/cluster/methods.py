@@ -1,0 +1,115 @@
+"""How each method of `Actor` and `Critic` is spread over the ranks of a group and its results are joined.
+
+N sequences of T tokens in all, dp data-parallel ranks. A division is, for each dp rank, the sequences of its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_utils.pipeline_parallel import split_micro_batches
+from parallel_layers.embedding import check_token_ids
+from rl_models.batch import Batch
+
+Division = list[list[int]]
+# The results of the dp ranks, in order -> that of the whole.
+Join = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of `METHODS`.
+
+    Attributes:
+        split: from the first argument to each dp rank's part of it, and the function that joins their results; None:
+            every rank gets the same arguments, and the first rank's result is returned.
+        everywhere: whether every rank's result is returned, as a list in order of rank.
+        changes: whether it changes what a rank holds. If it fails on some ranks alone, they no longer hold one model.
+    """
+
+    split: Callable[[Any, int, int], tuple[list[Any], Join]] | None = None
+    everywhere: bool = False
+    changes: bool = False
+
+
+def divide(lengths: Sequence[int], dp: int) -> Division:
+    """Parts of about equal work: every sequence in one, in ascending order; a part is empty when sequences run out."""
+    return split_micro_batches(lengths, max(1, sum(lengths)), min_count=dp)
+
+
+def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """A batch, for a method that returns `[T]` tensors: one, or a named tuple of them."""
+    parts, division = _split(batch, dp, vocab_size)
+
+    def whole(tensors: Sequence[Tensor]) -> Tensor:
+        joined = tensors[0].new_zeros(batch.num_tokens)
+        for indices, tensor in zip(division, tensors, strict=True):
+            joined[batch.positions(indices).cpu()] = tensor
+        return joined
+
+    def join(results: list[Any]) -> Any:
+        if isinstance(results[0], Tensor):
+            return whole(results)
+        return type(results[0])(*(whole(tensors) for tensors in zip(*results, strict=True)))
+
+    return parts, join
+
+
+def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """A batch, for a method whose result already is of all ranks together."""
+    parts, _ = _split(batch, dp, vocab_size)
+    return parts, lambda results: results[0]
+
+
+def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """Prompts, for a method that returns a batch with equally many sequences for each."""
+    rows = [torch.as_tensor(prompt, dtype=torch.int64).flatten().cpu() for prompt in prompts]
+    # On a rank of its own this would leave the others waiting for it.
+    if empty := [i for i, row in enumerate(rows) if not len(row)]:
+        raise ValueError(f"prompts {empty} are empty; give each at least one token, such as beginning-of-text")
+    for i, row in enumerate(rows):
+        try:
+            check_token_ids(row, vocab_size)
+        except ValueError as mistake:
+            raise ValueError(f"prompt {i}: {mistake}") from None
+    division = divide([len(row) for row in rows], dp)
+
+    def join(results: list[Any]) -> Any:
+        together = Batch.concatenate(results)
+        n = len(together) // max(1, len(rows))
+        order = [prompt for indices in division for prompt in indices]
+        place = {prompt: i for i, prompt in enumerate(order)}
+        return together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
+
+    return [[rows[i] for i in indices] for indices in division], join
+
+
+# Every public method of Actor and Critic that a group has.
+METHODS: dict[str, Method] = {
+    "log_probs": Method(per_token),
+    "values": Method(per_token),
+    "generate": Method(per_prompt),
+    "update": Method(for_all, changes=True),
+    "save_pretrained": Method(),
+    "save_training": Method(),
+    "load_training": Method(changes=True),
+    "offload": Method(changes=True),
+    "onload": Method(changes=True),
+    "apply": Method(everywhere=True, changes=True),
+    "load": Method(everywhere=True, changes=True),
+}
+
+
+def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]:
+    if not isinstance(batch, Batch):
+        raise ValueError(f"expected a Batch of all sequences, got {type(batch).__name__}; the group splits it over dp")
+    batch = batch.to("cpu")
+    # On a rank of its own this would leave the others waiting for it.
+    check_token_ids(batch.tokens, vocab_size)
+    division = divide(batch.lengths, dp)
+    return [batch.select(indices) for indices in division], division

@@ -1,0 +1,55 @@
+"""One local Ray cluster of two nodes for all tests of this folder; its processes end with the session."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# Read when Ray is imported. Under `uv run` Ray would start each worker by `uv run` again, in a copy of the project.
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+# Ray counts them and hides them from each other; no test computes on them.
+NODE: dict[str, Any] = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The cluster; this process is connected to it."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs the extra rl-models[ray]")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    try:
+        cluster.add_node(**NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "llama"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
