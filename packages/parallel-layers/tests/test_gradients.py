@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,7 @@ from parallel_layers.dims import ParallelDims
 from parallel_layers.embedding import VocabParallelEmbedding
 from parallel_layers.gradients import clip_grad_norm_
 from parallel_layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.sharding import blocks_of, full_shape
 from parallel_layers.testing import RankPool
 
@@ -85,47 +87,129 @@ def test_without_groups() -> None:
     torch.testing.assert_close(clip_grad_norm_(model, 1.0), reference(1.0)[0])
 
 
-def clip_fsdp(group: ProcessGroup, dims: ParallelDims) -> tuple[Tensor, Tensor]:
-    """FSDP2 replaces the parameters; of the 8 q, 2 k and 2 v rows at tp 2 the second rank of dp 2 holds the last 6."""
-    mesh = dims.build_mesh("cpu")
-    tp = mesh.get_group("tp")
-    model = Block(tp)
-    fill_gradients(model)
-    full = {name: p.grad for name, p in model.named_parameters()}
-    fully_shard(model, mesh=mesh["dp"])
-    for name, parameter in model.named_parameters():
+class Stage(nn.Module):
+    """Dense layers and experts, which may be divided over other ranks."""
+
+    def __init__(
+        self, group: ProcessGroup | None, expert_group: ProcessGroup | None = None, *, whole_experts: bool = False
+    ) -> None:
+        super().__init__()
+        self.dense = Block(group)
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = GroupedExperts(8, 8, 4, group=None if whole_experts else group, expert_group=expert_group)
+
+
+def regrouped(dims: ParallelDims, world: int) -> DeviceMesh:
+    return dims.build_mesh("cpu", range(world))
+
+
+def shard_with_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 replaces the parameters: give the new ones their parts of the old ones' gradients."""
+    old = {name: p.grad for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+    fully_shard(module, mesh=mesh)
+    for name, grad in old.items():
+        parameter = module.get_parameter(name)
         assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        grad = full[name]
         assert grad is not None
-        parts = grad.chunk(dims.dp, 0)
-        rank = mesh.get_local_rank("dp")
-        mine = parts[rank] if rank < len(parts) else grad[:0]
-        assert mine.shape == local.shape
+        parts = grad.chunk(mesh.size())
+        rank = mesh.get_local_rank()
+        mine = (parts[rank] if rank < len(parts) else grad[:0]).clone()
+        assert mine.shape == parameter.to_local().shape
         parameter.grad = DTensor.from_local(
-            mine.clone(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            mine, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
-    norm = clip_grad_norm_(model, 1.0, groups=[tp])
-    again = clip_grad_norm_(model, math.inf, groups=[tp])
-    return norm, again
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp=2, tp=2), ParallelDims(dp=4), ParallelDims(dp=1, tp=4)], ids=str)
-def test_fsdp_gradients(ranks: RankPool, dims: ParallelDims) -> None:
+def local_parts(model: nn.Module) -> list[Tensor]:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [(g.to_local() if isinstance(g, DTensor) else g).clone() for g in gradients]
+
+
+def clip_grid(group: ProcessGroup, dims: ParallelDims, fsdp: bool) -> tuple[Tensor, float]:
+    """Experts as in a trainer: divided over tp where ep divides dp x cp, else whole and over neighbouring ranks."""
+    data, world = dims.dp * dims.cp, dims.world_size
+    dense = regrouped(ParallelDims(pp=dims.pp, dp=data, tp=dims.tp), world)
+    whole = data % dims.ep > 0
+    sets = ParallelDims(
+        pp=dims.pp, dp=data * (dims.tp if whole else 1) // dims.ep, cp=dims.ep, tp=1 if whole else dims.tp
+    )
+    expert = regrouped(sets, world)
+    tp, ep, pp = dense.get_group("tp"), expert.get_group("cp"), dense.get_group("pp")
+    model = Stage(tp, ep if dims.ep > 1 else None, whole_experts=whole)
+    fill_gradients(model)
+    if fsdp:
+        if dims.ep > 1:
+            shard_with_gradients(model.experts, expert["dp"])
+        shard_with_gradients(model, dense["dp"])
+    before = local_parts(model)
+    norm = clip_grad_norm_(model, 1.0, groups=[tp, ep], pipeline_group=pp)
+    for mine, old in zip(local_parts(model), before, strict=True):
+        torch.testing.assert_close(mine, old / norm)
+    return norm, clip_grad_norm_(model, math.inf, groups=[ep, tp], pipeline_group=pp).item()
+
+
+GRIDS = [
+    ParallelDims(dp=2, tp=2),
+    ParallelDims(dp=4),
+    ParallelDims(tp=4, ep=4),  # whole experts over the tensor-parallel ranks
+    ParallelDims(dp=2, tp=2, ep=2),  # over dp; each expert over tp
+    ParallelDims(dp=2, tp=2, ep=4),  # whole experts over dp and tp
+    ParallelDims(cp=2, tp=2, ep=4),
+    ParallelDims(dp=2, cp=2, ep=2),  # two copies of each expert, four of the rest
+    ParallelDims(pp=2, tp=2, ep=2),  # in each stage
+    ParallelDims(pp=2, dp=2, ep=2),
+]
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "fsdp"])
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_any_grid(ranks: RankPool, dims: ParallelDims, fsdp: bool) -> None:
+    model = Stage(None)
+    fill_gradients(model)
+    stage = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    results = ranks.run(clip_grid, dims, fsdp)
+    for norm, again in results:
+        torch.testing.assert_close(norm, stage * math.sqrt(dims.pp))
+        assert again == pytest.approx(1.0, rel=1e-4)
+    assert all(torch.equal(norm, results[0][0]) for norm, _ in results)
+
+
+def clip_bf16(group: ProcessGroup) -> Tensor:
+    model = Block(group).to(torch.bfloat16)
+    fill_gradients(model)
+    norm = clip_grad_norm_(model, 1.0, groups=[group])
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0, groups=[group]).item(), 1.0, rtol=1e-2, atol=0)
+    return norm
+
+
+def test_bf16_gradients_have_an_fp32_norm(ranks: RankPool) -> None:
     expected, _ = reference(1.0)
-    for norm, again in ranks.run(clip_fsdp, dims):
-        torch.testing.assert_close(norm, expected)
-        torch.testing.assert_close(again, torch.tensor(1.0), rtol=1e-4, atol=1e-4)
+    for norm in ranks.run(clip_bf16, world=2):
+        torch.testing.assert_close(norm, expected, rtol=1e-3, atol=0)
+
+
+def clip_drifted(group: ProcessGroup) -> Tensor:
+    """Ranks whose replicated gradients should be equal and are not: NaN on one of them."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.full((1, 2), math.nan if group.rank() else 1.0)
+    return clip_grad_norm_(model, 1.0, groups=[group])
+
+
+def test_ranks_agree_on_the_norm_whatever_they_hold(ranks: RankPool) -> None:
+    assert all(norm.isnan() for norm in ranks.run(clip_drifted, world=2))
 
 
 def clip_stages(group: ProcessGroup) -> Tensor:
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.grad = torch.full((1, 2), float(group.rank() + 1))
+    """The third stage is frozen, the last empty."""
+    model = nn.Sequential() if group.rank() == 3 else nn.Linear(2, 1, bias=False).requires_grad_(group.rank() < 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full((1, 2), float(group.rank() + 1))
     return clip_grad_norm_([model], 1.0, pipeline_group=group)
 
 
 def test_pipeline_stages_add(ranks: RankPool) -> None:
-    for norm in ranks.run(clip_stages, world=2):
+    for norm in ranks.run(clip_stages):
         torch.testing.assert_close(norm, torch.tensor(math.sqrt(2 + 8)))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,69 +24,106 @@ def clip_grad_norm_(
     """Scale all gradients so that the whole model's gradient has at most the 2-norm `max_norm`.
 
     It takes modules, not parameters, because the modules know what is divided (`parallel_layers.sharding`); parameter
-    objects forget it when FSDP2 or `to_empty` replaces them. A parameter that is divided over one of `groups` counts
-    with all its parts, a KV head on several ranks once. Any other parameter is taken to be the same on all ranks of
-    `groups` and counts once. Gradients that FSDP2 has sharded along dim 0 are summed over its mesh.
+    objects forget it when FSDP2 or `to_empty` replaces them. The squares of a parameter are summed over the groups that
+    it is divided over, those of FSDP2's shards included, and over no others: a KV head on several ranks counts once, so
+    does a parameter that every rank holds, and experts may be divided over other ranks than dense layers, whichever way
+    these groups overlap.
 
     Args:
         modules: The model, or the pipeline stages' modules that this rank holds.
         max_norm: The largest norm to leave as it is; `math.inf` only measures.
-        groups: Every group over which layers are divided (tensor parallel, expert parallel). None entries are left out.
+        groups: Every group over which layers are divided (tensor parallel, expert parallel). Their ranks get the same
+            norm, bit for bit, even if gradients that should be equal on them differ. None entries are left out.
         pipeline_group: The group of ranks that hold other layers; their norms are added.
 
     Returns:
         The norm before clipping, a 0-dim fp32 tensor, the same on every rank. On CUDA nothing waits for it.
 
-    Communication: one all-reduce of a number for each of `groups`, the pipeline group, and each FSDP mesh dim.
+    Communication: an all-reduce of a few numbers for each group that something is divided over, and of one number for
+    each of `groups` and the pipeline group.
 
     Raises:
         ValueError: A parameter is divided over a group that is not in `groups`.
     """
-    layered = [group for group in groups if group is not None]
-    # Squares that must still be summed over the same FSDP groups, keyed by these groups' names.
-    squares: dict[tuple[str, ...], tuple[list[ProcessGroup], Tensor]] = {}
+    layered = [group for group in groups if group is not None and group.size() > 1]
+    roots = _roots(modules)
+    classes: dict[frozenset[str], _Class] = {}
     gradients: list[Tensor] = []
-    for owner, name, parameter in _parameters(modules):
+    for owner, name, parameter in _parameters(roots):
         shardings = get_sharding(owner, name)
-        _check_groups(name, owner, shardings, layered)
+        divided = _groups_of(shardings)
+        _check_groups(name, owner, divided, layered)
+        divided += _shard_groups(parameter)
+        # The ranks of a group meet the same classes, whether or not a parameter has a gradient here.
+        same = classes.setdefault(frozenset(group.group_name for group in divided), _Class(divided))
         gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
-        data_groups = _shard_groups(parameter)
-        device = parameter.device
-        key = tuple(group.group_name for group in data_groups)
-        _, total = squares.setdefault(key, (data_groups, torch.zeros((), dtype=torch.float32, device=device)))
-        if gradient is None:
-            continue
-        local = gradient.to_local() if is_dtensor(gradient) else gradient
-        gradients.append(local)
-        if _counts_here(shardings, layered):
-            for piece in _counted(gradient, local, shardings):
-                total += torch.linalg.vector_norm(piece, dtype=torch.float32).square()
-    if not squares:
-        return torch.zeros(())
-    for data_groups, total in squares.values():
-        for group in data_groups:
-            dist.all_reduce(total, group=group)
-    norm = torch.stack([total for _, total in squares.values()]).sum()
-    for group in [*layered, *([pipeline_group] if pipeline_group is not None else [])]:
-        dist.all_reduce(norm, group=group)
-    norm = norm.sqrt()
+        if gradient is not None:
+            local = gradient.to_local() if is_dtensor(gradient) else gradient
+            gradients.append(local)
+            same.pieces += _counted(gradient, local, shardings)
+    total = _sum_of_squares(classes.values(), _device(roots, pipeline_group))
+    if pipeline_group is not None:
+        dist.all_reduce(total, group=pipeline_group)
+    for group in layered:
+        # Equal numbers, but for what their last bits may have come to.
+        dist.all_reduce(total, group=group)
+        total /= group.size()
+    norm = total.sqrt()
     # A non-finite norm makes every gradient non-finite: the caller sees it in the norm and can drop the step.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    if gradients:
+        torch._foreach_mul_(gradients, scale)
     return norm
 
 
-def _parameters(modules: nn.Module | Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every trainable parameter once, with the module that owns it."""
+@dataclass
+class _Class:
+    """The parameters that are divided over the same groups: these groups, and what this rank counts of gradients."""
+
+    groups: list[ProcessGroup]
+    pieces: list[Tensor] = field(default_factory=list)
+
+
+def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor:
+    """Of all classes, each summed over its own groups."""
+    totals = [
+        torch.stack(torch._foreach_norm(same.pieces, dtype=torch.float32)).square().sum()
+        if same.pieces
+        else torch.zeros((), device=device)
+        for same in classes
+    ]
+    for name, group in {group.group_name: group for same in classes for group in same.groups}.items():
+        mine = [i for i, same in enumerate(classes) if name in {group.group_name for group in same.groups}]
+        together = torch.stack([totals[i] for i in mine])
+        dist.all_reduce(together, group=group)
+        for i, total in zip(mine, together.unbind(), strict=True):
+            totals[i] = total
+    return torch.stack(totals).sum() if totals else torch.zeros((), device=device)
+
+
+def _device(roots: Sequence[nn.Module], pipeline_group: ProcessGroup | None) -> torch.device:
+    """Where to compute: a stage that trains nothing, or is empty, adds up norms with the others all the same."""
+    for root in roots:
+        for parameter in root.parameters():
+            return parameter.device
+    return torch.device("cuda" if pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl" else "cpu")
+
+
+def _roots(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for root in roots:
         if not isinstance(root, nn.Module):
             raise ValueError(
                 f"clip_grad_norm_ takes modules, got {type(root).__name__}; pass the model itself, "
                 "which knows how its parameters are divided"
             )
+    return roots
+
+
+def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Every trainable parameter once, with the module that owns it."""
+    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+    for root in roots:
         for owner in root.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 # Of a tied parameter the owner that knows how it is divided counts.
@@ -94,20 +132,18 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> list[tuple[nn.Modul
     return list(found.values())
 
 
-def _check_groups(name: str, owner: nn.Module, shardings: Sequence[Sharding], groups: list[ProcessGroup]) -> None:
-    names = {group.group_name for group in groups}
-    for sharding in shardings:
-        if sharding.group is not None and sharding.group.size() > 1 and sharding.group.group_name not in names:
+def _groups_of(shardings: Sequence[Sharding]) -> list[ProcessGroup]:
+    """The groups over which a parameter is divided by its layer."""
+    return [s.group for s in shardings if s.group is not None and s.group.size() > 1]
+
+
+def _check_groups(name: str, owner: nn.Module, divided: Sequence[ProcessGroup], groups: Sequence[ProcessGroup]) -> None:
+    for group in divided:
+        if group.group_name not in {given.group_name for given in groups}:
             raise ValueError(
-                f"parameter {name!r} of {type(owner).__name__} is divided over {sharding.group.size()} ranks whose "
+                f"parameter {name!r} of {type(owner).__name__} is divided over {group.size()} ranks whose "
                 "group is not among the groups; pass it in groups=[...]"
             )
-
-
-def _counts_here(shardings: Sequence[Sharding], groups: list[ProcessGroup]) -> bool:
-    """Whether this rank counts a parameter: of ranks that hold the same, the first."""
-    divided = {sharding.group.group_name for sharding in shardings if sharding.group is not None}
-    return all(group.rank() == 0 for group in groups if group.group_name not in divided)
 
 
 def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> list[Tensor]:
@@ -147,6 +183,7 @@ def _first_row(gradient: Tensor) -> int:
 
 
 def _shard_groups(parameter: Tensor) -> list[ProcessGroup]:
+    """The groups over which FSDP2 has sharded a parameter."""
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh
