@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt.agree import agree
+from ckpt.agree import agree, all_gather_json
 from megatron_utils.pipeline_parallel import split_micro_batches
 from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.attention.layer import ContextParallel
 from parallel_layers.embedding import check_token_ids
 from rl_models.aggregation import token_weights
-from rl_models.backends import Engine, EngineOptions, Outputs, Role, load_engine
+from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, load_engine
 from rl_models.batch import Batch
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
@@ -38,7 +39,7 @@ def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
 class Worker:
     """An engine, its optimizer, and the division of batches; the base of `Actor` and `Critic`.
 
-    Every data-parallel rank passes its own part of a batch; the ranks of one tensor-parallel group pass the same.
+    Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
     """
 
     role: ClassVar[Role]
@@ -60,6 +61,8 @@ class Worker:
         dtype: torch.dtype | None = None,
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool | None = None,
+        pipeline: PipelineOptions | None = None,
+        context_parallel: ContextParallel = "ulysses",
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
@@ -73,6 +76,9 @@ class Worker:
             dtype: of the parameters; default as stored.
             mesh: a mesh from `dims.build_mesh(...)`, when the grid is on some of the ranks; default all of them.
             sequence_parallel: default where tp > 1.
+            pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
+                possible.
+            context_parallel: where cp > 1: "ulysses" or "ring".
             optimizer: default `OptimizerOptions()`.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
@@ -81,7 +87,12 @@ class Worker:
                 rank alike.
         """
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
-        options = EngineOptions(dtype=dtype, sequence_parallel=sequence_parallel)
+        options = EngineOptions(
+            dtype=dtype,
+            sequence_parallel=sequence_parallel,
+            pipeline=pipeline or PipelineOptions(),
+            context_parallel=context_parallel,
+        )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)
         return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch)
@@ -194,11 +205,15 @@ class Worker:
         return part.packed(multiple_of=self.engine.tokens_multiple_of)
 
     def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sum over dp, all numbers in one all-reduce."""
-        values = torch.stack(list(sums.values())).double()
-        if (group := self.grid.group("dp")) is not None:
-            dist.all_reduce(values, group=group)
-        return dict(zip(sums, values.tolist(), strict=True))
+        """Sum over dp, all numbers in one all-reduce; the other pipeline stages learn them from the last."""
+        pipeline = self.grid.group("pp")
+        names: list[str] = all_gather_json(list(sums), pipeline)[-1]
+        zero = torch.zeros((), device=self.device)
+        values = torch.stack([sums.get(name, zero) for name in names]).double()
+        for group in (self.grid.group("dp"), pipeline):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return dict(zip(names, values.tolist(), strict=True))
 
 
 def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:

@@ -6,10 +6,22 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from rl_models.backends.engine import Engine, EngineOptions, LoadEngine, Loss, NextLogits, Outputs, Role
+from rl_models.backends.engine import Engine, LoadEngine, Loss, NextLogits, Outputs, Role
+from rl_models.backends.options import EngineOptions, PipelineOptions
 from rl_models.grid import Grid
 
-__all__ = ["BACKENDS", "Backend", "Engine", "EngineOptions", "Loss", "NextLogits", "Outputs", "Role", "load_engine"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Engine",
+    "EngineOptions",
+    "Loss",
+    "NextLogits",
+    "Outputs",
+    "PipelineOptions",
+    "Role",
+    "load_engine",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "parallel": Backend("rl_models.backends.parallel", ("dp", "tp"), ("causal_lm", "value")),
+    "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp"), ("causal_lm", "value")),
     "transformers": Backend("rl_models.backends.huggingface", ("dp",), ("causal_lm", "value")),
 }
 

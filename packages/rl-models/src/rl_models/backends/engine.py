@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from parallel_layers import PackedSequence
+from rl_models.backends.options import EngineOptions as EngineOptions
 from rl_models.grid import Grid
 from rl_models.optimizer import Optimizer, OptimizerOptions
 
@@ -27,19 +26,6 @@ Loss = Callable[[int, Outputs], Tensor]
 
 # The tokens that follow what each sequence already has, [L_i] each -> logits [N, V] fp32 after each one's last.
 NextLogits = Callable[[Sequence[Tensor]], Tensor]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to load a model.
-
-    Attributes:
-        dtype: of the parameters; None: as the checkpoint stores them.
-        sequence_parallel: keep `[T/tp, H]` between blocks; None: where the backend has tensor parallelism and tp > 1.
-    """
-
-    dtype: torch.dtype | None = None
-    sequence_parallel: bool | None = None
 
 
 class Engine(Protocol):

@@ -7,37 +7,46 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_models.grid import Grid
 
 
-def shard_over_dp(module: nn.Module, blocks: Iterable[nn.Module], grid: Grid, methods: Iterable[str] = ()) -> None:
-    """Shard parameters, gradients and optimizer states of a loaded module over the grid's dp axis, in place.
+def shard_over_dp(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    grid: Grid,
+    *,
+    experts: Iterable[nn.Module] = (),
+    reshard_blocks: bool = True,
+) -> None:
+    """Shard parameters, gradients and optimizer states of a loaded module over the ranks that hold the same, in place.
 
-    Each block is gathered when it runs and released after; the rest belongs to the root, which stays gathered from the
-    forward until its backward. Gradients are summed over dp, not averaged: the loss is divided by the number of
-    tokens of all ranks, so that every token weighs the same wherever it was.
+    These are the ranks of dp x cp; for experts that are shared out, those with the same experts. Gradients are summed
+    over them, not averaged: the loss is divided by the number of tokens of all ranks, so that every token weighs the
+    same wherever it was.
 
     Args:
         module: the root, with its weights.
         blocks: the submodules to shard on their own (the decoder layers).
-        grid: the identity where dp is 1.
-        methods: methods of the root that are called in the place of `forward`.
+        grid: the identity where no two ranks hold the same.
+        experts: submodules of the blocks whose parameters are shared out over ep.
+        reshard_blocks: release each block after it has run, and gather it again for its backward. Otherwise it stays
+            gathered from the forward to the backward, like the rest, which belongs to the root.
     """
-    if grid.group("dp") is None:
+    copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
+    if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
         return
-    assert grid.mesh is not None
-    mesh = grid.mesh["dp"]
+    if copies is not None:
+        for expert in experts:
+            fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+    fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
     for part in _parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-    for method in methods:
-        register_fsdp_forward_method(module, method)
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
@@ -53,8 +62,11 @@ def sync_gradients(module: nn.Module, last: bool) -> None:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Keep all parameters gathered over dp, so that ranks may run different numbers of forward passes inside."""
+def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
+    """Keep all parameters gathered, so that ranks may run different numbers of forward passes inside.
+
+    `reshard_blocks` as it was sharded with.
+    """
     parts = _parts(module)
     for part in parts:
         part.unshard()
@@ -64,8 +76,14 @@ def gathered(module: nn.Module) -> Iterator[None]:
     finally:
         for number, part in enumerate(parts):
             # As `shard_over_dp` made them: the root, which comes first, stays gathered.
-            part.set_reshard_after_forward(number > 0, recurse=False)
-            part.reshard()
+            part.set_reshard_after_forward(number > 0 and reshard_blocks, recurse=False)
+        release(module)
+
+
+def release(module: nn.Module) -> None:
+    """Drop what a forward without a backward has left gathered; the shards may change before the next."""
+    for part in _parts(module):
+        part.reshard()
 
 
 @torch.no_grad()

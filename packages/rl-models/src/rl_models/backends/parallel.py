@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import ckpt
 from ckpt.agree import agree
 from parallel_layers import PackedSequence
+from parallel_layers.moe import MoE
 from rl_models.backends.accumulate import backward_each, forward_each
-from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
-from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
+from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
+from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
+from rl_models.backends.options import EngineOptions
+from rl_models.backends.pipeline import Pipeline, sum_tied_gradients
+from rl_models.backends.stage import Stage, Task
 from rl_models.config import ModelConfig
+from rl_models.decoder import Chunk, ModelOptions
 from rl_models.grid import Grid
 from rl_models.models import CausalLM, ValueModel
 from rl_models.optimizer import AdamW, OptimizerOptions
@@ -26,94 +33,235 @@ MODELS: dict[Role, type[CausalLM] | type[ValueModel]] = {"causal_lm": CausalLM, 
 
 
 class ParallelEngine:
-    """A `CausalLM` or `ValueModel` sharded over tp, and over dp by FSDP2."""
+    """A `CausalLM` or `ValueModel`, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
 
-    micro_batches_multiple_of = 1
+    Attributes:
+        model: what this rank holds, all its pipeline chunks together, under ckpt's local names.
+        layout, places: where that stands; a place for each chunk.
+        stages: the chunks, as they are called.
+    """
 
-    def __init__(self, model: CausalLM | ValueModel, layout: ckpt.Layout, grid: Grid, source: str) -> None:
+    def __init__(
+        self,
+        model: CausalLM | ValueModel,
+        layout: ckpt.Layout,
+        places: Sequence[ckpt.Place],
+        grid: Grid,
+        options: EngineOptions,
+        source: str,
+    ) -> None:
         self.module = self.model = model
-        self.layout, self.grid, self.source = layout, grid, source
+        self.layout, self.places, self.grid, self.source = layout, places, grid, source
         self.vocab_size = model.config.vocab_size
         self.tokens_multiple_of = model.tokens_multiple_of
+        self.micro_batches_multiple_of = grid.dims.pp
+        self.stages = [Stage(model, chunk) for chunk in model.chunks]
+        self.pipeline: Pipeline | None = None
+        for stage in self.stages:
+            experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
+            # A pipeline runs other micro-batches between a block's forward and its backward: it stays gathered.
+            shard_over_dp(stage, stage.blocks, grid, experts=experts, reshard_blocks=grid.dims.pp == 1)
+        if (group := grid.group("pp")) is not None:
+            self.pipeline = Pipeline(
+                self.stages,
+                group,
+                options.pipeline,
+                hidden_shape=self._hidden_shape,
+                dtype=next(model.parameters()).dtype,
+                device=grid.device,
+                num_outputs=1 if isinstance(model, ValueModel) else 2,
+            )
 
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
         """The outputs of every micro-batch, without a graph."""
-        return forward_each(partial(self._outputs, temperature), micro_batches)
+        if self.pipeline is None:
+            outputs = forward_each(partial(self._outputs, temperature), micro_batches)
+        else:
+            outputs = self.pipeline.forward(micro_batches, partial(self._task, temperature))
+        for stage in self.stages:
+            release(stage)
+        return outputs
 
     def forward_backward(
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses."""
-        backward_each(partial(self._outputs, temperature), self.model, micro_batches, loss)
+        if self.pipeline is None:
+            backward_each(partial(self._outputs, temperature), self.stages[0], micro_batches, loss)
+            return
+        # A tied embedding's two copies have summed gradients from the calls before.
+        before = None if self._tied_copy is None else self._tied_copy.grad
+        if self._tied_copy is not None:
+            self._tied_copy.grad = None
+        self.pipeline.forward_backward(micro_batches, partial(self._task, temperature), loss, self.grid.everyone)
+        sum_tied_gradients(self._tied_copy, self.pipeline.group)
+        if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:
+            self._tied_copy.grad += before
+
+    def _task(self, temperature: float, stage: Stage, packed: PackedSequence) -> Task:
+        """What a stage does with a micro-batch: hidden states, or the outputs of the last."""
+
+        def task(hidden: Tensor | None) -> Tensor | Outputs:
+            model, chunk = self.model, stage.chunk
+            if not chunk.last:
+                states: Tensor = model(packed, hidden, chunk=chunk)
+                return states
+            if isinstance(model, ValueModel):
+                return (model.values(packed, hidden, chunk=chunk),)
+            result = model.log_probs(packed, hidden, chunk=chunk, temperature=temperature)
+            assert result.entropy is not None
+            return result.log_probs, result.entropy
+
+        return task
 
     def _outputs(self, temperature: float, packed: PackedSequence) -> Outputs:
-        if isinstance(self.model, ValueModel):
-            return (self.model.values(packed),)
-        result = self.model.log_probs(packed, temperature=temperature)
-        assert result.entropy is not None
-        return result.log_probs, result.entropy
+        stage = self.stages[0]
+        outputs: Outputs = stage.run(self._task(temperature, stage, packed))
+        return outputs
+
+    def _hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
+        """Of what goes from stage to stage; with a cache every context-parallel rank works on all tokens."""
+        parts = 1 if cached else self.grid.dims.cp
+        if self.model.sequence_parallel:
+            parts *= self.grid.dims.tp
+        return num_tokens // parts, self.model.config.decoder.hidden_size
+
+    @property
+    def _tied_copy(self) -> nn.Parameter | None:
+        """The embedding, where this rank holds one of two copies of it."""
+        model = self.model
+        if self.grid.dims.pp == 1 or not model.config.tie_word_embeddings or not isinstance(model, CausalLM):
+            return None
+        if model.chunks[0].first:
+            return model.model.embed_tokens.weight
+        return model.lm_head.weight if model.chunks[-1].last else None
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
         """AdamW on this rank's shards."""
-        return AdamW(self.model, options, groups=[self.grid.group("tp")])
+        grid = self.grid
+        groups = [grid.group("tp"), grid.group("ep")]
+        return AdamW(self.model, options, groups=groups, pipeline_group=grid.group("pp"))
+
+    def _of(self, place: ckpt.Place, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of one chunk, of all that this rank holds."""
+        return {name: tensors[name] for name in self.layout.at(place) if name in tensors}
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
-        """Decode with a KV cache, on every tp rank alike."""
-        model = self.model
+        """Decode with a KV cache, on every tp and cp rank alike, through one pipeline stage after another."""
+        model, pipeline = self.model, self.pipeline
         assert isinstance(model, CausalLM)
-        with gathered(model), torch.no_grad():
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(gathered(stage, reshard_blocks=self.grid.dims.pp == 1))
+            stack.enter_context(torch.no_grad())
             cache = model.new_cache(num_sequences, max_length)
             lengths = [0] * num_sequences
+
+            def run(packed: PackedSequence, stage: Stage, hidden: Tensor | None) -> Tensor:
+                method = model.next_logits if stage.chunk.last else model
+                logits: Tensor = stage.run(
+                    lambda hidden: method(packed, hidden, chunk=stage.chunk, cache=cache), hidden
+                )
+                return logits
 
             def next_logits(tokens: Sequence[Tensor]) -> Tensor:
                 packed = _continue(tokens, lengths, model.tokens_multiple_of)
                 for n, new in enumerate(tokens):
                     lengths[n] += len(new)
-                return model.next_logits(packed, cache)
+                if pipeline is None:
+                    return run(packed, self.stages[0], None)
+                shape = self._hidden_shape(packed.num_tokens, cached=True)
+                logits = pipeline.relay(shape, partial(run, packed))
+                if logits is None:
+                    logits = torch.empty(num_sequences, self.vocab_size, device=self.grid.device)
+                logits = logits.contiguous()
+                dist.broadcast(logits, group=pipeline.group, group_src=pipeline.group.size() - 1)
+                return logits
 
             yield next_logits
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
-        grid = self.grid
         tensors = full_tensors(self.model)
-        ckpt.save_hf(path, tensors, self.layout, _place(grid), group=grid.everyone, copy_from=self.source)
+        chunks = [self._of(place, tensors) for place in self.places]
+        ckpt.save_hf(path, chunks, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
     """Load a checkpoint; each rank reads only its own slices.
 
     Raises:
-        ValueError: the architecture or a config field is not supported, sizes do not divide by tp, or the checkpoint is
-            broken; on every rank alike.
+        ValueError: the architecture or a config field is not supported, sizes do not divide over the grid, or the
+            checkpoint is broken; on every rank alike.
     """
     group = grid.group("tp")
     sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
     if sequence_parallel and group is None:
         raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
+    pipeline = options.pipeline
+    if grid.dims.pp == 1 and (pipeline.virtual_stages > 1 or pipeline.split is not None):
+        raise ValueError(f"{pipeline} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
+    places = _places(grid, pipeline.virtual_stages)
 
     def build() -> tuple[CausalLM | ValueModel, ckpt.Layout]:
         config = ModelConfig.from_hf(path)
-        layout = ckpt.layout_for(config.hf, target="parallel", role=role)
-        dtype = options.dtype or _stored_dtype(path)
-        # On the meta device: nothing is allocated or initialised that the checkpoint then replaces.
-        model = MODELS[role](config, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device="meta")
-        return model, layout
+        config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
+        split = "balanced" if pipeline.split is None else list(pipeline.split)
+        layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=split)
+        model_options: ModelOptions = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "context_group": grid.group("cp"),
+            "expert_group": grid.group("ep"),
+            "expert_tensor_parallel": grid.expert_tensor_parallel,
+            "chunks": _chunks(layout, places),
+            "dtype": options.dtype or _stored_dtype(path),
+            # Nothing is allocated or initialised that the checkpoint then replaces.
+            "device": "meta",
+        }
+        return MODELS[role](config, **model_options), layout
 
     model, layout = agree(build, grid.everyone)
     model.to_empty(device=grid.device)
-    if isinstance(model, ValueModel):
+    if isinstance(model, ValueModel) and model.chunks[-1].last:
         # What a causal language model's checkpoint does not have: a critic that starts with the value 0 everywhere.
         torch.nn.init.zeros_(model.score.weight)
         torch.nn.init.zeros_(model.score.bias)
-    ckpt.load_hf(path, layout, _place(grid), into=model.state_dict(), group=grid.everyone)
-    shard_over_dp(model, model.model.layers.values(), grid, methods=model.entry_points)
-    return ParallelEngine(model, layout, grid, path)
+    state = model.state_dict()
+    for place in places:
+        ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)
+    return ParallelEngine(model, layout, places, grid, options, path)
 
 
-def _place(grid: Grid) -> ckpt.Place:
-    return ckpt.Place(tp=(grid.rank("tp"), grid.dims.tp))
+def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
+    """Where each of this rank's chunks stands."""
+    dims = grid.dims
+    return [
+        ckpt.Place(
+            tp=(grid.rank("tp"), dims.tp),
+            pp=(grid.rank("pp"), dims.pp),
+            vpp=(chunk, virtual_stages),
+            ep=(grid.rank("ep"), dims.ep),
+            etp=None if grid.expert_tensor_parallel else (0, 1),
+        )
+        for chunk in range(virtual_stages)
+    ]
+
+
+def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
+    """The layers of each of this rank's chunks.
+
+    Raises:
+        ValueError: a chunk would have no layer, or what `ckpt.place_layers` refuses.
+    """
+    layers = layout.chunk_layers(places[0].grid)
+    if not all(layers):
+        raise ValueError(
+            f"num_hidden_layers={layout.num_layers} is fewer than pp * virtual_stages = {len(layers)}; every chunk "
+            "needs a layer"
+        )
+    return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]
 
 
 def _stored_dtype(path: str) -> torch.dtype:

@@ -1,0 +1,59 @@
+"""How a user wants a model to be loaded and run, whatever the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from parallel_layers.attention.layer import ContextParallel
+
+Schedule = Literal["1f1b", "zero-bubble"]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a pipeline divides the layers and orders its micro-batches.
+
+    Attributes:
+        schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
+            arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
+            pipeline's bubbles (arXiv:2401.10241).
+        virtual_stages: chunks that each rank holds; chunk v of rank p is the (v * pp + p)th of the model.
+        split: the number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
+
+    Raises:
+        ValueError: an unknown schedule, fewer than one virtual stage, or a chunk without layers.
+    """
+
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    split: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "zero-bubble"):
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use '1f1b' or 'zero-bubble'")
+        if self.virtual_stages < 1:
+            raise ValueError(f"virtual_stages={self.virtual_stages} must be at least 1")
+        if self.split is not None and min(self.split, default=0) < 1:
+            raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load a model.
+
+    Attributes:
+        dtype: of the parameters; None: as the checkpoint stores them.
+        sequence_parallel: keep `[T/tp, H]` between blocks; None: where the backend has tensor parallelism and tp > 1.
+        pipeline: where pp > 1.
+        context_parallel: where cp > 1, the attention over divided sequences: "ulysses" or "ring"
+            (`parallel_layers.context_parallel`).
+    """
+
+    dtype: torch.dtype | None = None
+    sequence_parallel: bool | None = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    context_parallel: ContextParallel = "ulysses"

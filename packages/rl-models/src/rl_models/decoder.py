@@ -1,0 +1,182 @@
+"""`Decoder`: embedding, layers and final norm, whole or as the chunks of a pipeline stage.
+
+Shape legend: T tokens of a packed batch (with its padding), H hidden, D rotary dims, V vocabulary; T': this rank's part
+of the tokens under sequence and context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import DecoderLayer, PackedSequence, RMSNorm, VocabParallelEmbedding
+from parallel_layers.context_parallel import Layout, split_sequence
+from parallel_layers.embedding import vocab_range
+from parallel_layers.inference import SequenceCache
+from parallel_layers.moe import RoutingContext
+from parallel_layers.sharding import Block, Sharding, set_sharding
+from rl_models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The consecutive layers that one pipeline stage runs.
+
+    Attributes:
+        layers: their numbers in the whole model.
+        first: the chunk begins with the embedding.
+        last: the chunk ends with the final norm and the head.
+    """
+
+    layers: tuple[int, ...]
+    first: bool = True
+    last: bool = True
+
+
+class ModelOptions(TypedDict, total=False):
+    """How a model is divided, by keyword; what is left out is not divided.
+
+    Attributes:
+        group: tensor-parallel group.
+        sequence_parallel: keep `[T/tp, H]` between the blocks.
+        context_group: context-parallel group, over which the tokens of every pack are divided.
+        expert_group: the ranks that share the experts of a mixture of experts.
+        expert_tensor_parallel: every expert is divided over `group`; default True. See `parallel_layers.moe.MoE`.
+        chunks: what this rank holds of a pipeline; default the whole model.
+        dtype, device: of the parameters.
+    """
+
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    context_group: ProcessGroup | None
+    expert_group: ProcessGroup | None
+    expert_tensor_parallel: bool
+    chunks: Sequence[Chunk]
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: ids [T] -> hidden [T', H].
+
+    Each rank holds its shards of every layer. Communication: the embedding's reduction, then per layer one gather and
+    one scatter forward and their conjugates backward for attention and for the MLP (all-reduces without sequence
+    parallelism), and what context and expert parallelism send.
+    """
+
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__()
+        group, dtype, device = options.get("group"), options.get("dtype"), options.get("device")
+        sequence_parallel = options.get("sequence_parallel", False)
+        self.context_group = options.get("context_group")
+        self.context_layout: Layout = "zigzag" if config.decoder.context_parallel == "ring" else "contiguous"
+        self.chunks = tuple(options.get("chunks") or [Chunk(tuple(range(config.num_layers)))])
+        hidden = config.decoder.hidden_size
+        if any(chunk.first for chunk in self.chunks):
+            self.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, hidden, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
+        # Keyed by the layer's number in the whole model, which is its name in checkpoints.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): DecoderLayer(
+                    config.layer(i),
+                    group=group,
+                    sequence_parallel=sequence_parallel,
+                    context_group=self.context_group,
+                    layer_number=i,
+                    expert_group=options.get("expert_group"),
+                    expert_tensor_parallel=options.get("expert_tensor_parallel", True),
+                    dtype=dtype,
+                    device=device,
+                )
+                for chunk in self.chunks
+                for i in chunk.layers
+            }
+        )
+        if any(chunk.last for chunk in self.chunks):
+            self.norm = RMSNorm(
+                hidden,
+                eps=config.decoder.norm_eps,
+                group=group,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+        self.rotary = config.rotary(device)
+
+    def forward(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        cache: SequenceCache | None = None,
+        routing: RoutingContext | None = None,
+    ) -> Tensor:
+        """Hidden states of every token; with a cache, of the tokens that follow what it holds.
+
+        Args:
+            packed: the batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
+            hidden: `[T', H]`, what the chunk before has returned; None in the first.
+            chunk: which of this rank's; default the only one.
+            cache: of all layers of this rank. Context-parallel ranks then all work on all tokens.
+            routing: for the routers of a mixture of experts.
+
+        Returns:
+            `[T', H]`: after the final norm in the last chunk, else what the next takes.
+        """
+        chunk = self.chunks[0] if chunk is None else chunk
+        cos, sin = self.rotary(packed.position_ids, packed.cu_seqlens)
+        rotary = (self.split(cos), self.split(sin)) if cache is None else (cos, sin)
+        if chunk.first:
+            hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
+        if routing is not None and routing.segments is not None and cache is None:
+            routing = replace(routing, segments=self.split(routing.segments))
+        for number, layer in self._numbered(chunk):
+            layer_cache = None if cache is None else cache.layer(number)
+            hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, layer_cache, routing)
+        if cache is not None and chunk is self.chunks[-1]:
+            cache.advance(packed.cu_seqlens)
+        assert hidden is not None
+        return self.norm(hidden) if chunk.last else hidden
+
+    def split(self, per_token: Tensor) -> Tensor:
+        """This rank's tokens of a `[T, ...]` tensor under context parallelism."""
+        return split_sequence(per_token, self.context_group, layout=self.context_layout)
+
+    def _numbered(self, chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
+        """The layers of a chunk, each with its number among this rank's."""
+        for number, (name, layer) in enumerate(self.layers.items()):
+            if int(name) in chunk.layers:
+                yield number, layer
+
+
+class VocabParallelHead(nn.Module):
+    """The rows of the output embedding that this rank holds: `weight [ceil(V/tp), H]`, zero beyond V.
+
+    `counted` is False for the last pipeline stage's copy of a tied embedding, which counts in the gradient norm where
+    the first stage has it.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        group: ProcessGroup | None,
+        counted: bool = True,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        rows = -(-vocab_size // (1 if group is None else group.size()))
+        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=dtype, device=device))
+        if group is not None or not counted:
+            first, last = vocab_range(vocab_size, group)
+            set_sharding(self, "weight", Sharding(group, 0, vocab_size, (Block(first, last, counted),)))
