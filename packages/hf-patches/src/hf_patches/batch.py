@@ -15,6 +15,7 @@ from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
 from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.inference import SequenceCache
+from parallel_layers.moe import RouterReplay
 
 PLAN_KEYWORD = "hf_patches_plan"
 
@@ -38,6 +39,8 @@ class BatchPlan:
     max_seqlen_k: int | None = None
     # Decoding: the keys and values of the tokens before these.
     cache: SequenceCache | None = None
+    # Records the experts of every token, or says which they are.
+    replay: RouterReplay | None = None
     # Every attention call, kept only for the probe.
     trace: "Trace | None" = field(default=None, compare=False)
 

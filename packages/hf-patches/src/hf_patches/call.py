@@ -61,6 +61,8 @@ class CallState:
     fused: bool = False
     # Whether a call may bring a cache.
     can_decode: bool = False
+    # The numbers of the layers whose routing may be recorded and replayed.
+    routed_layers: tuple[int, ...] = ()
 
     def require(self) -> Call:
         """The call in progress; raises when a part of the model is called around the model itself."""

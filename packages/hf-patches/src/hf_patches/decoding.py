@@ -16,12 +16,18 @@ from hf_patches.prefix import SharedPrefixes
 from hf_patches.vision import VISUAL_INPUTS
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
+from parallel_layers.moe import RouterReplay
 
 _SCORING = ("labels", "temperature", "entropy", "position_ids", "mm_token_type_ids", *VISUAL_INPUTS)
 
 
 def decoding_call(
-    batch: PackedSequence | SharedPrefixes, cache: object, state: CallState, longest: int | None, kwargs: dict[str, Any]
+    batch: PackedSequence | SharedPrefixes,
+    cache: object,
+    replay: RouterReplay | None,
+    state: CallState,
+    longest: int | None,
+    kwargs: dict[str, Any],
 ) -> Call:
     """The call that continues the N sequences of a cache.
 
@@ -48,7 +54,7 @@ def decoding_call(
             f"a cache of max_length={cache.max_length} is longer than the {longest} tokens of training, and this "
             "model's rotary embedding (dynamic or longrope) then turns keys that are already in it; make it shorter"
         )
-    plan = replace(plan_batch(batch, None, state.backend), cache=cache)
+    plan = replace(plan_batch(batch, None, state.backend), cache=cache, replay=replay)
     last = (plan.cu_seqlens[1 : batch.num_sequences + 1].long() - 1).clamp(min=0)
     return Call(
         plan=plan,

@@ -1,10 +1,11 @@
-"""How a patched model is called: `model(packed=..., labels=..., temperature=..., entropy=...)`.
+"""How a patched model is called: `model(packed=..., labels=..., temperature=..., entropy=..., router_replay=...)`.
 
 A pre-hook of the model turns that into the arguments transformers knows, a pre-hook of the text backbone adds the
 batch's plan, and a hook of the model returns the numbers that RL needs.
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from hf_patches.call import Call, CallState, PackedOutput
 from hf_patches.decoding import continued_positions, decoding_call
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
+from hf_patches.routing import padded_replay
 from hf_patches.vision import VisionHooks, cut_visual_rows, has_images
 from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers.moe import RouterReplay
 
 # What packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
@@ -45,7 +48,7 @@ class CallHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Pre-hook of the model: from a packed batch to the arguments of transformers."""
-        batch, cache = kwargs.pop("packed", None), kwargs.pop("cache", None)
+        batch, cache, replay = (kwargs.pop(name, None) for name in ("packed", "cache", "router_replay"))
         if args or not isinstance(batch, (PackedSequence, SharedPrefixes)):
             raise ValueError(
                 "this model is patched for packed batches: call it as model(packed=PackedSequence(...), labels=..., "
@@ -54,8 +57,10 @@ class CallHooks:
             )
         if not self.state.proven and self.state.trace is None:
             raise ValueError("the patch of this model is not proven yet: call Patch.probe() before the first batch")
+        if replay is not None and not self.state.routed_layers:
+            raise ValueError("router_replay=... needs a model that was patched with router_replay=True")
         if cache is not None:
-            return self._continue(batch, cache, kwargs)
+            return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
         self._check_length(batch)
         positions = None if self.vision is None else self.vision.positions(packed, kwargs)
@@ -67,6 +72,8 @@ class CallHooks:
             plan, rows = self._share(batch, plan, labels)
             labels, count = batch.labels, len(batch.lengths)
             lengths = torch.tensor(batch.lengths).to(labels.device)
+        if replay is not None:
+            plan = replace(plan, replay=padded_replay(replay, plan.num_tokens - plan.num_given))
         labels = next_token_labels(packed) if labels is None else labels
         self.state.current = Call(
             plan=plan,
@@ -91,10 +98,10 @@ class CallHooks:
         }
 
     def _continue(
-        self, batch: PackedSequence | SharedPrefixes, cache: Any, kwargs: dict[str, Any]
+        self, batch: PackedSequence | SharedPrefixes, cache: Any, replay: RouterReplay | None, kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """The arguments of a call that continues the sequences of a cache."""
-        call = decoding_call(batch, cache, self.state, self.longest, kwargs)
+        call = decoding_call(batch, cache, replay, self.state, self.longest, kwargs)
         _refuse_decided(kwargs)
         assert isinstance(batch, PackedSequence)
         assert call.plan is not None

@@ -18,6 +18,7 @@ from hf_patches.journal import Journal
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.probe import run_probe
 from hf_patches.report import ProbeResult, Report
+from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
 from parallel_layers.inference import KVCache
@@ -123,6 +124,8 @@ class Patch:
                 self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
         if options.tiled_mlp is not None:
             self._tile_mlps(names, options.tiled_mlp)
+        if options.router_replay:
+            self._hook_routers(names)
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
@@ -156,6 +159,22 @@ class Patch:
         for mlp in mlps:
             tiled = TiledMLP(mlp.forward, tiles)
             self.journal.set_attribute(mlp, "forward", tiled.forward, names[mlp], f"MLP in {tiles} tiles of tokens")
+
+    def _hook_routers(self, names: dict[nn.Module, str]) -> None:
+        """Routers whose choice of experts can be recorded and replayed, told by their layers which batch it is."""
+        layers = self.backbone.layers
+        assert isinstance(layers, nn.ModuleList)
+        routers = find_routers(layers)
+        for number, router in routers.items():
+            replayed, attention = ReplayedRouter(router, number), layers[number].get_submodule("self_attn")
+            what = "records and replays routing"
+            self.journal.set_attribute(router, "forward", replayed.forward, names[router], what)
+            self.journal.add_hook(
+                attention.register_forward_pre_hook(replayed.take_plan, with_kwargs=True),
+                names[attention],
+                "hands its layer's router the batch's plan",
+            )
+        self.state.routed_layers = tuple(routers)
 
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
         """Give the backbone's modules configs of their own, which ask for our attention function by name.
@@ -193,6 +212,7 @@ class _Options:
     tiled_mlp: int | None
     value_head: bool
     npu: bool
+    router_replay: bool
 
     @property
     def batches(self) -> str:
@@ -209,6 +229,7 @@ def patch(
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
+    router_replay: bool = False,
     probe: bool = True,
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
@@ -231,6 +252,8 @@ def patch(
         attention: the backend of `parallel_layers.attention.packed_attention`.
         npu: use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
             and attention; see `hf_patches.npu`.
+        router_replay: calls may bring `router_replay=parallel_layers.moe.RouterReplay(...)`, which records the experts
+            of every token, or sends the tokens to recorded ones: `[T, k]` for each layer with experts, by its number.
         probe: False leaves the probe to a later `Patch.probe()`, where the model cannot run yet (on a CPU, say, before
             FSDP2 takes its shards to the device).
 
@@ -244,6 +267,8 @@ def patch(
         raise ValueError(f"{type(model).__name__} is patched already; call Patch.of(model).remove() first")
     if sequence_parallel_group is not None and not packed:
         raise ValueError("sequence_parallel_group needs packed=True")
+    if router_replay and not packed:
+        raise ValueError("router_replay=True needs packed=True")
     if tiled_mlp is not None and tiled_mlp < 1:
         raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
     family = family_of(model.config)
@@ -252,7 +277,7 @@ def patch(
     state = CallState(sequence_parallel_group, NPU_BACKEND if npu else attention, proven=not packed)
     patched = Patch(model, family, state, find_backbone(model))
     try:
-        patched._apply(_Options(packed, fused_head, tiled_mlp, value_head, npu))
+        patched._apply(_Options(packed, fused_head, tiled_mlp, value_head, npu, router_replay))
         if packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()
     except BaseException:

@@ -18,6 +18,7 @@ from hf_patches.call import CallState
 from hf_patches.devices import compute_device
 from hf_patches.report import ProbeResult
 from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
 
 _LENGTHS = (5, 1, 7, 4)
 # The third segment (tokens 6 to 12) is perturbed from its fourth token on.
@@ -36,7 +37,8 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
     try:
         model.eval()
         with torch.no_grad():
-            before, after = (_outputs(model, x.to(compute_device(backbone)), _LENGTHS) for x in (ids, changed))
+            replay = RouterReplay() if state.routed_layers else None
+            before, after = (_outputs(model, x.to(compute_device(backbone)), _LENGTHS, replay) for x in (ids, changed))
     finally:
         state.trace = None
         for module, mode in training.items():
@@ -47,6 +49,11 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
         raise RuntimeError(
             f"patch() did not take effect: {layers} of {config.num_hidden_layers} layers of {type(model).__name__} "
             f"called the packed attention function ({len(calls)} calls in two forward passes)"
+        )
+    if replay is not None and tuple(sorted(replay.experts)) != state.routed_layers:
+        raise RuntimeError(
+            f"patch(router_replay=True) did not take effect: the routers of layers {sorted(replay.experts)} of "
+            f"{type(model).__name__} were recorded, those of {list(state.routed_layers)} were patched"
         )
     # The label of the token before the perturbed ones changes with them, so its log-prob may move.
     keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
@@ -65,10 +72,10 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
     return ProbeResult(layers, moved, leak, allowed, kinds.pop() if len(kinds) == 1 else None)
 
 
-def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay: RouterReplay | None) -> Tensor:
     """Every number the model returns for a token, [T, n] fp32."""
     packed = PackedSequence.from_sequences(list(input_ids.split(list(lengths))))
-    output = model(packed=packed)
+    output = model(packed=packed, router_replay=replay)
     columns = [x.reshape(packed.num_tokens, -1).float() for x in output if isinstance(x, Tensor)]
     return torch.cat(columns, dim=-1)
 

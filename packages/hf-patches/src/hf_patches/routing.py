@@ -1,0 +1,115 @@
+"""Router replay: record the experts that each layer of a mixture chooses, or send tokens to recorded ones.
+
+What is recorded and replayed is `parallel_layers.moe.RouterReplay`, one object a batch, keyed by layer number, so
+routing recorded on one backend replays on another (arXiv:2510.11370). It travels in the batch's plan, which the layer's
+attention is given and a router is not: so it reaches the recompute of gradient checkpointing. A router of transformers
+chooses by one `topk` over the scores of all E experts; while it runs, that call alone is answered with the recorded
+experts and the router's own scores of them, gradient and all.
+
+Shapes: T tokens, E experts, k experts a token.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_patches.batch import PLAN_KEYWORD, BatchPlan
+from parallel_layers.moe import RouterReplay
+
+_ROUTER_CLASS = re.compile(r"Top[kK]Router$")
+
+
+class ReplayedRouter:
+    """Stands in for the `forward` of one router, in layer `number` of the model."""
+
+    def __init__(self, router: nn.Module, number: int) -> None:
+        self.router, self.number, self.own = router, number, router.forward
+        self.plan: BatchPlan | None = None
+
+    def take_plan(self, attention: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        """Pre-hook of the attention of the same layer, which runs before the router, in a recompute as well."""
+        self.plan = kwargs.get(PLAN_KEYWORD)
+
+    def forward(self, hidden: Tensor) -> Any:
+        """What the router returns, for its own choice or the recorded one."""
+        plan, self.plan = self.plan, None
+        if plan is None or plan.replay is None:
+            return self.own(hidden)
+        replay = plan.replay
+
+        def select(experts: Tensor) -> Tensor:
+            if replay.recording:
+                replay.select(self.number, plan.gather(experts))
+                return experts
+            return replay.select(self.number, experts, first_token=plan.local_tokens.start)
+
+        num_experts, top_k = len(self.router.get_parameter("weight")), int(self.router.top_k)  # type: ignore[arg-type]
+        with _Choosing(select, num_experts, top_k) as choosing:
+            output = self.own(hidden)
+        if choosing.choices != 1:
+            raise RuntimeError(
+                f"{type(self.router).__name__} chose {choosing.choices} times by topk instead of once: its routing "
+                "cannot be recorded or replayed in this version of transformers"
+            )
+        return output
+
+
+class _Choosing(TorchFunctionMode):
+    """Answers topk(scores [T, E], k) with `select`'s experts and their scores before groups were masked."""
+
+    def __init__(self, select: Callable[[Tensor], Tensor], num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.select, self.num_experts, self.top_k = select, num_experts, top_k
+        self.choices = 0
+        # id of a masked tensor -> it (to keep its id) and what it was before.
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.masked_fill:
+            self.before[id(result)] = (result, args[0])
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, chosen = args[0], result.indices
+        if scores.dim() != 2 or (scores.shape[-1], chosen.shape[-1]) != (self.num_experts, self.top_k):
+            return result  # the choice of groups
+        self.choices += 1
+        experts = self.select(chosen)
+        if experts is chosen:
+            return result
+        _, scores = self.before.get(id(scores), (scores, scores))
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
+
+
+def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
+    """The router of each decoder layer that has routed experts, by the layer's number.
+
+    Raises:
+        ValueError: there is none, or a layer has several.
+    """
+    found: dict[int, nn.Module] = {}
+    for number, layer in enumerate(layers):
+        routers = [module for module in layer.modules() if _ROUTER_CLASS.search(type(module).__name__)]
+        if len(routers) > 1:
+            raise ValueError(f"router_replay=True: layer {number} has {len(routers)} routers, expected one")
+        if routers:
+            found[number] = routers[0]
+    if not found:
+        raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
+    return found
+
+
+def padded_replay(replay: RouterReplay, padding: int) -> RouterReplay:
+    """A replay for a batch with so many more tokens at its end, which the routers send where they like."""
+    if replay.recording or not padding:
+        return replay
+    longer = replay.replaying()
+    longer.experts = {
+        layer: torch.cat([chosen, chosen.new_full((padding, chosen.shape[1]), -1)])
+        for layer, chosen in replay.experts.items()
+    }
+    return longer

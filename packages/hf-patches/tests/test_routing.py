@@ -1,0 +1,194 @@
+"""Router replay in transformers' own mixtures: recorded, replayed, under checkpointing and over ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from hf_patches import patch
+from hf_patches.families import FAMILIES
+from hf_patches.testing import (
+    assert_gradients_equal,
+    gradients,
+    random_sequences,
+    scalar_loss,
+    tiny_model,
+)
+from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
+
+LENGTHS = (11, 1, 17, 6)
+MIXTURES = sorted(name for name, family in FAMILIES.items() if family.experts)
+
+
+def routers(model):
+    return {
+        number: module
+        for number, layer in enumerate(model.base_model.get_decoder().layers)
+        for module in layer.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
+    }
+
+
+def run(model, replay):
+    model.zero_grad()
+    sequences = random_sequences(LENGTHS, model.config.get_text_config().vocab_size)
+    output = model(packed=PackedSequence.from_sequences(sequences), router_replay=replay)
+    scalar_loss(output).backward()
+    return output.log_probs.detach(), gradients(model)
+
+
+def watch(model):
+    """What each router returns in the next forwards: layer -> experts."""
+    seen = {}
+    for number, module in routers(model).items():
+        module.register_forward_hook(lambda _, __, output, number=number: seen.update({number: output[2]}))
+    return seen
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_recorded_routing_replays(model_type):
+    model = tiny_model(model_type)
+    plain = copy.deepcopy(model)
+    patch(plain)
+    log_probs, expected = run(plain, None)
+    patched = patch(model, router_replay=True)
+    seen = watch(model)
+    recorded = RouterReplay()
+    assert torch.equal(run(model, recorded)[0], log_probs)
+    assert recorded.experts.keys() == routers(model).keys()
+    for number, experts in recorded.experts.items():
+        assert torch.equal(experts, seen[number])
+    replayed, replayed_gradients = run(model, recorded.replaying())
+    assert torch.equal(replayed, log_probs)
+    assert_gradients_equal(replayed_gradients, expected)
+    patched.remove()
+    assert all("forward" not in module.__dict__ for module in routers(model).values())
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_other_experts_are_weighed_by_the_routers_own_scores(model_type):
+    """Experts that the router did not choose, also of groups that it ruled out; a row of -1 leaves it the choice."""
+    model = tiny_model(model_type)
+    patch(model, router_replay=True)
+    recorded = RouterReplay()
+    seen = watch(model)
+    first, own = run(model, recorded)
+    other = {number: (experts + 1) % 4 for number, experts in recorded.experts.items()}
+    for experts in other.values():
+        experts[5] = -1
+    log_probs, moved = run(model, RouterReplay(other, num_experts=4))
+    assert not torch.equal(log_probs, first)
+    for number, module in routers(model).items():
+        expected = other[number].clone()
+        expected[5] = seen[number][5]
+        assert torch.equal(seen[number], expected)
+        name = next(name for name, found in model.named_modules() if found is module)
+        gradient = moved[f"{name}.weight"]
+        assert gradient.abs().max() > 0
+        assert not torch.equal(gradient, own[f"{name}.weight"])
+    # Every weight is positive: a score that a mask had set to 0 would not be.
+    for module in routers(model).values():
+        module.register_forward_hook(lambda _, __, output: seen.update(weights=output[1]) or None)
+    run(model, RouterReplay(other, num_experts=4))
+    assert (seen["weights"] > 0).all()
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
+def test_the_recompute_of_checkpointing_replays_its_own_batch(options):
+    model = tiny_model("qwen3_moe")
+    patch(model, router_replay=True)
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    replays = []
+    for shift in (1, 2):
+        recorded = RouterReplay()
+        run(model, recorded)
+        replays.append(
+            RouterReplay({n: (experts + shift) % 4 for n, experts in recorded.experts.items()}, num_experts=4)
+        )
+
+    def both():
+        model.zero_grad()
+        packed = PackedSequence.from_sequences(sequences)
+        losses = [scalar_loss(model(packed=packed, router_replay=replay)) for replay in replays]
+        sum(losses).backward()  # both forwards before the first backward
+        return gradients(model)
+
+    expected = both()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    assert_gradients_equal(both(), expected)
+
+
+def sharded(group: ProcessGroup, experts):
+    model = tiny_model("deepseek_v3")
+    patch(model, sequence_parallel_group=group, router_replay=True)
+    recorded = RouterReplay()
+    plain = run(model, recorded)[0]
+    log_probs, found = run(model, RouterReplay(experts, num_experts=4))
+    return plain, recorded.as_tensor(), log_probs, found
+
+
+def test_over_ranks_that_share_the_tokens(ranks):
+    """35 tokens on 2 ranks: one is padding, whose routing nobody has recorded."""
+    model = tiny_model("deepseek_v3")
+    patch(model, router_replay=True)
+    recorded = RouterReplay()
+    plain = run(model, recorded)[0]
+    experts = {number: (chosen + 1) % 4 for number, chosen in recorded.experts.items()}
+    expected, expected_gradients = run(model, RouterReplay(experts, num_experts=4))
+    results = ranks.run(sharded, experts, world=2, timeout=120)
+    for found_plain, table, log_probs, _ in results:
+        torch.testing.assert_close(found_plain, plain, atol=1e-5, rtol=0)
+        assert torch.equal(table.sort(-1).values, recorded.as_tensor().sort(-1).values)
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+    summed = {name: sum(found[name] for *_, found in results) for name in expected_gradients}
+    assert_gradients_equal(summed, expected_gradients)
+
+
+@torch.no_grad()
+def test_routing_of_decoding_replays_in_scoring():
+    """What generation records token by token is what the trainer replays."""
+    model = tiny_model("qwen3_moe")
+    patched = patch(model, router_replay=True)
+    sequences = random_sequences((5, 3), 61)
+    cache, steps = patched.new_cache(2, 8), []
+    for part in ([ids[:2] for ids in sequences], [ids[2:] for ids in sequences]):
+        steps.append((part, RouterReplay()))
+        model(packed=PackedSequence.from_sequences(part), cache=cache, router_replay=steps[-1][1])
+    tables = [replay.as_tensor().split([len(ids) for ids in part]) for part, replay in steps]
+    joined = torch.cat([torch.cat(pieces) for pieces in zip(*tables, strict=True)])
+    recorded = RouterReplay()
+    model(packed=PackedSequence.from_sequences(sequences), router_replay=recorded)
+    assert torch.equal(recorded.as_tensor(), joined)
+
+
+def test_what_cannot_be_replayed_is_refused(monkeypatch):
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    with pytest.raises(ValueError, match="no routers of experts"):
+        patch(tiny_model("llama"), router_replay=True)
+    with pytest.raises(ValueError, match="router_replay=True needs packed=True"):
+        patch(tiny_model("mixtral"), router_replay=True, packed=False)
+    model = tiny_model("mixtral")
+    patched = patch(model)
+    with pytest.raises(ValueError, match="patched with router_replay=True"):
+        model(packed=packed, router_replay=RouterReplay())
+    patched.remove()
+    patch(model, router_replay=True)
+    with pytest.raises(ValueError, match="no experts to replay for layer 1"):
+        model(
+            packed=packed,
+            router_replay=RouterReplay({0: torch.zeros(35, 2).long() + torch.tensor([0, 1])}, num_experts=4),
+        )
+    # A router of another kind, in a later transformers, say, is found by the probe.
+    other = tiny_model("mixtral")
+    router = other.model.layers[0].mlp.gate
+    monkeypatch.setattr(type(router), "forward", lambda self, hidden: argsort_router(self, hidden))
+    with pytest.raises(RuntimeError, match="MixtralTopKRouter chose 0 times by topk"):
+        patch(other, router_replay=True)
+
+
+def argsort_router(router, hidden):
+    logits = torch.nn.functional.linear(hidden, router.weight)
+    experts = logits.argsort(-1, descending=True)[:, : router.top_k]
+    return logits, logits.softmax(-1).gather(-1, experts), experts
