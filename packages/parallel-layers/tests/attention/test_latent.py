@@ -1,0 +1,90 @@
+"""ParallelLatentAttention: decoding with a cache of latents equals attention to expanded keys and values.
+
+That attention is compared with transformers' in test_decoder.py, at every grid.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention import LatentConfig, ParallelLatentAttention
+from parallel_layers.inference import KVCache
+from parallel_layers.initialization import initialize_
+from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.testing import RankPool
+
+HIDDEN, HEADS = 24, 4
+SIZES = LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=14)
+# Tokens that each of the three sequences brings, forward by forward.
+STEPS = [[5, 1, 0], [1, 1, 4], [1, 0, 1], [0, 3, 1], [1, 1, 1]]
+
+
+def cu_seqlens_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@torch.no_grad()
+def decode(
+    group: ProcessGroup | None, sequences: list[Tensor], window: int | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each sequence's outputs: in one forward without a cache, and step by step with one."""
+    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, group=group)
+    initialize_(layer, 0)
+    rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
+    lengths = [len(x) for x in sequences]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    whole = layer(torch.cat(sequences), rotary(positions), cu_seqlens_of(lengths), max(lengths))
+    shape = layer.cache_shape
+    cache = KVCache(1, len(sequences), max(lengths), shape.num_kv_heads, shape.head_dim, value_dim=shape.value_dim)
+    outs: list[list[Tensor]] = [[] for _ in sequences]
+    for new in STEPS:
+        starts = cache.lengths.tolist()
+        parts = [x[start : start + n] for x, start, n in zip(sequences, starts, new, strict=True)]
+        positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, new, strict=True)])
+        cu_seqlens = cu_seqlens_of(new)
+        hidden = layer(torch.cat(parts), rotary(positions), cu_seqlens, max(new), cache=cache.layer(0))
+        cache.advance(cu_seqlens)
+        for out, part in zip(outs, hidden.split(new), strict=True):
+            out.append(part)
+    return list(whole.split(lengths)), [torch.cat(out) for out in outs]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    sequences = [torch.randn(sum(step[i] for step in STEPS), HIDDEN) for i in range(3)]
+    results = [decode(None, sequences, window)] if tp == 1 else ranks.run(decode, sequences, window, world=tp)
+    for whole, stepwise in results:
+        for ours, expected in zip(stepwise, whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_keeps_one_latent_a_token() -> None:
+    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
+    assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank)
+
+
+def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:
+    whole = initial_weights(None)
+    for rank, local in enumerate(ranks.run(initial_weights, world=2)):
+        for name, tensor in local.items():
+            dim = 1 if name == "o_proj.weight" else 0
+            divided = tensor.shape != whole[name].shape
+            assert divided == (name in ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight"))
+            assert torch.equal(tensor, whole[name].chunk(2, dim)[rank] if divided else whole[name])
+
+
+def initial_weights(group: ProcessGroup | None) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return dict(ParallelLatentAttention(HIDDEN, HEADS, SIZES, group=group).state_dict())
+
+
+def test_heads_that_do_not_divide(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match=r"num_attention_heads=3 is not divisible by tp=2; use tp in \{1, 3\}"):
+        ranks.run(indivisible, world=2)
+
+
+def indivisible(group: ProcessGroup) -> None:
+    ParallelLatentAttention(HIDDEN, 3, SIZES, group=group)
