@@ -108,6 +108,19 @@ class ParallelDims:
         return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
 
 
+def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
+    """One more process group of some ranks, which only its members call, all of them, in the same order.
+
+    Args:
+        ranks: The members' global ranks, increasing; this rank is one of them.
+        backend: `"gloo"`, say, for collectives of CPU tensors beside NCCL's; default that of the default group.
+    """
+    _align_group_counts(list(ranks))
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
 def divisors(n: int) -> list[int]:
     """All positive divisors of `n`, increasing."""
     return [d for d in range(1, n + 1) if n % d == 0]

@@ -52,11 +52,13 @@ class Actor(Worker):
             aggregation: how the terms are averaged (`rl_models.aggregation.token_weights`).
 
         Returns:
-            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, and `grad_norm`.
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
+            `learning_rate` of the step.
 
         Raises:
             ValueError: there is nothing to learn from, or the loss is not one number per token.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
+            RuntimeError: weights or optimizer state are offloaded.
         """
         return self.step(
             batch, lambda part, own: loss(own[0], own[1], part), aggregation=aggregation, temperature=temperature
@@ -91,5 +93,6 @@ class Actor(Worker):
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or an option out of its range.
         """
+        self._memory.require("generate")
         options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
         return generate(self.engine, prompts, options)

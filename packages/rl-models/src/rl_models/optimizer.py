@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from parallel_layers import clip_grad_norm_
+from rl_models.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping.
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), gradient clipping and the schedule.
 
     Attributes:
-        learning_rate, betas, eps: AdamW's.
+        learning_rate, betas, eps: AdamW's; the schedule multiplies the learning rate.
         weight_decay: of matrices; vectors (norms, biases) are not decayed.
         max_grad_norm: the gradient of the whole model is scaled down to this norm; infinity: never.
+        schedule: over the optimizer's steps.
     """
 
     learning_rate: float = 1e-6
@@ -29,12 +32,17 @@ class OptimizerOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of the step that follows `step` completed ones."""
+        return self.learning_rate * self.schedule.factor(step)
 
 
 class Optimizer(Protocol):
     """What an engine steps with."""
 
-    def step(self) -> float:
+    def step(self, learning_rate: float) -> float:
         """Clip the gradient of the whole model, take a step, and drop the gradients; every rank calls it.
 
         Returns:
@@ -47,9 +55,27 @@ class Optimizer(Protocol):
         """Drop the gradients."""
         ...
 
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of one parameter by slot, each shaped like the parameter's part on this rank, or of one element;
+        empty before the first step."""
+        ...
+
+    def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Put a state in the place of the parameter's own, which has its new weights already."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory that the optimizer holds beside the parameters and their gradients."""
+        ...
+
 
 class AdamW:
-    """torch's AdamW over the parameters that a module has on this rank.
+    """torch's fused AdamW over the parameters that a module has on this rank, with fp32 state whatever they are.
+
+    A parameter of bf16 or fp16 has an fp32 copy here, its master, which is what AdamW changes; after each step the
+    parameter is the master, rounded. Without it an update that is smaller than half a unit in the last place of the
+    weight would be lost. Gradients of such parameters add up in fp32 over micro-batches, too. An fp32 parameter is its
+    own master. AdamW works elementwise, so a DTensor's part on this rank is all it needs.
 
     Args:
         module: with its parameters where they will be trained (sharded by FSDP2, say).
@@ -67,16 +93,22 @@ class AdamW:
         pipeline_group: ProcessGroup | None = None,
     ) -> None:
         self.module, self.options, self.groups, self.pipeline_group = module, options, groups, pipeline_group
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._masters = [(p, _master(p)) for p in module.parameters() if p.requires_grad]
+        self._index = {id(parameter): number for number, (parameter, _) in enumerate(self._masters)}
         decayed = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": options.weight_decay},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [m for p, m in self._masters if p.dim() > 1], "weight_decay": options.weight_decay},
+            {"params": [m for p, m in self._masters if p.dim() <= 1], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
-            [group for group in decayed if group["params"]], options.learning_rate, options.betas, options.eps
+            [group for group in decayed if group["params"]],
+            options.learning_rate,
+            options.betas,
+            options.eps,
+            fused=True,
         )
 
-    def step(self) -> float:
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> float:
         """Clip, step, and drop the gradients; returns the norm before clipping."""
         norm = float(
             clip_grad_norm_(
@@ -84,10 +116,74 @@ class AdamW:
             )
         )
         if math.isfinite(norm):
-            self.adamw.step()
+            self._step(learning_rate)
         self.zero_grad()
         return norm
 
+    def _step(self, learning_rate: float) -> None:
+        for parameter, master in self._masters:
+            master.grad = None if parameter.grad is None else _local(parameter.grad).to(master.dtype)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter, master in self._masters:
+            if parameter.dtype != master.dtype:
+                _local(parameter).copy_(master)
+
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter, _ in self._masters:
+            parameter.grad = None
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """`step`, `exp_avg`, `exp_avg_sq`, and of a low-precision parameter `master`."""
+        master = self._master(parameter)
+        if master is None:
+            return {}
+        slots: dict[str, Tensor] = dict(self.adamw.state.get(master, {}))
+        return slots if parameter.dtype == master.dtype else {**slots, "master": master}
+
+    @torch.no_grad()
+    def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Take over a state; without a `master` in it, the master is the parameter as it is."""
+        master = self._master(parameter)
+        if master is None:
+            return
+        if parameter.dtype != master.dtype or "master" in state:
+            # What was trained in low precision may go on in fp32: its master is the parameter then.
+            master.copy_(state.get("master", _local(parameter)))
+        slots = {name: value for name, value in state.items() if name != "master"}
+        self.adamw.state.pop(master, None)
+        if slots:
+            # A slot of its own memory: the fused kernel wants the step count on the device, and all in fp32.
+            self.adamw.state[master] = {
+                name: value.detach().to(master.device, torch.float32, copy=True) for name, value in slots.items()
+            }
+
+    def _master(self, parameter: Tensor) -> Tensor | None:
+        """None for a frozen parameter. Of one that FSDP2 has gathered the module shows another object meanwhile."""
+        number = self._index.get(id(parameter))
+        assert number is not None or not parameter.requires_grad, "the parameters are gathered"
+        return None if number is None else self._masters[number][1]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The moments, and the masters that are not parameters."""
+        for parameter, master in self._masters:
+            if parameter.dtype != master.dtype:
+                yield master
+            yield from self.adamw.state.get(master, {}).values()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
+
+
+def _master(parameter: Tensor) -> Tensor:
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return _local(parameter)
+    if not isinstance(parameter, DTensor):
+        # FSDP2 accumulates and reduces in a type of its own, see `rl_models.backends.fsdp`.
+        parameter.grad_dtype = torch.float32
+    return _local(parameter).float()

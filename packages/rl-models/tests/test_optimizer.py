@@ -1,0 +1,125 @@
+"""AdamW with fp32 masters, against torch's own in fp32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from parallel_layers.testing import RankPool
+from rl_models.optimizer import AdamW, OptimizerOptions
+
+OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
+STEPS = 30
+
+
+def make(dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(5, 3).to(dtype)
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in ((3, 5), (3,))]
+
+
+def reference() -> list[Tensor]:
+    """The parameters after `STEPS` steps of torch's AdamW, in fp32 from what bf16 can hold."""
+    module = make(torch.bfloat16).float()
+    groups = [{"params": [module.weight], "weight_decay": 0.1}, {"params": [module.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.95), 1e-8)
+    for step in range(STEPS):
+        for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
+            parameter.grad = gradient.bfloat16().float()
+        optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dtype) -> None:
+    module = make(torch.bfloat16).to(dtype)
+    optimizer = AdamW(module, OPTIONS)
+    for step in range(STEPS):
+        for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
+            # Autograd would hand over bf16 as well, and add it up in fp32.
+            parameter.grad = gradient.bfloat16().float()
+        optimizer.step(1e-3)
+    for parameter, expected in zip(module.parameters(), reference(), strict=True):
+        torch.testing.assert_close(optimizer.state(parameter).get("master", parameter.detach()), expected)
+        assert torch.equal(parameter.detach(), optimizer.state(parameter).get("master", parameter.detach()).to(dtype))
+
+
+def test_updates_below_the_precision_of_a_weight_add_up() -> None:
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(module.weight)
+    optimizer = AdamW(module, OptimizerOptions(learning_rate=1e-4, max_grad_norm=math.inf))
+    for _ in range(100):
+        module.weight.grad = torch.ones(1, 1)
+        optimizer.step(1e-4)
+    # bf16 keeps 8 bits: 1 - 1e-4 is 1 again, 1 - 1e-2 is not.
+    assert module.weight.item() == pytest.approx(0.99, abs=2e-3)
+
+
+def test_gradients_of_low_precision_parameters_add_up_in_fp32() -> None:
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    AdamW(module, OPTIONS)
+    for size in (256.0, 1.0, 1.0, 1.0):
+        (module.weight * size).sum().backward()
+    # In bf16 256 + 1 is 256.
+    assert float(module.weight.grad) == 259
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    module = make(torch.bfloat16)
+    optimizer = AdamW(module, OPTIONS)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = torch.full(parameter.shape, math.inf)
+    assert not math.isfinite(optimizer.step(1e-3))
+    assert all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
+    assert list(optimizer.state(module.weight)) == ["master"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_state_that_is_loaded_goes_on_as_if_nothing_had_happened(first: torch.dtype, second: torch.dtype) -> None:
+    module, other = make(first), make(second)
+    optimizer, resumed = AdamW(module, OPTIONS), AdamW(other, OPTIONS)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for mine, its in zip(other.parameters(), module.parameters(), strict=True):
+                    mine.copy_(its)
+                    resumed.load_state(mine, optimizer.state(its))
+        for which, stepped in ((module, optimizer), (other, resumed)) if step >= 2 else ((module, optimizer),):
+            for parameter, gradient in zip(which.parameters(), gradients(step), strict=True):
+                parameter.grad = gradient
+            stepped.step(1e-3)
+    for mine, its in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(resumed.state(mine).get("master", mine.detach()), optimizer.state(its)["master"])
+
+
+def step_sharded(group: ProcessGroup) -> list[Tensor]:
+    """Three ranks hold a row each of the weight, and an element of the bias."""
+    module = make(torch.bfloat16)
+    fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    optimizer = AdamW(module, OPTIONS)
+    for step in range(STEPS):
+        for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
+            rank = group.rank()
+            local = gradient[rank : rank + 1].bfloat16()
+            parameter.grad = torch.distributed.tensor.DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False
+            )
+        optimizer.step(1e-3)
+    return [optimizer.state(parameter)["master"] for parameter in module.parameters()]
+
+
+def test_a_sharded_parameter_steps_by_its_parts(ranks: RankPool) -> None:
+    parts = ranks.run(step_sharded, world=3)
+    for number, expected in enumerate(reference()):
+        torch.testing.assert_close(torch.cat([part[number] for part in parts]), expected)
