@@ -11,9 +11,9 @@ from transformers import AttentionInterface
 from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
 from hf_patches.npu import npu_attention
 from hf_patches.report import KeyValues
-from hf_patches.ulysses import ulysses_attention
 from parallel_layers.attention import packed_attention
 from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.context_parallel import exchange_heads
 
 # transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
 ATTENTION_NAME = "hf_patches_packed"
@@ -46,7 +46,7 @@ def packed_attention_forward(
     """Attention within the segments of a packed batch, in the form transformers calls.
 
     Takes query [1, Q, T, D], key and value [1, K, T, D]; returns ([1, T, Q, D], None). Under sequence parallelism T is
-    this rank's part, and heads are exchanged for tokens around the attention (`ulysses_attention`). Raises ValueError
+    this rank's part, and heads are exchanged for tokens around the attention (`exchange_heads`). Raises ValueError
     when the batch's plan is missing, when a mask is given (packing replaces it), and for dropout, which no backend
     applies.
     """
@@ -95,10 +95,7 @@ def packed_attention_forward(
         return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
     query_TQD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    if plan.group is None:
-        output_TQD = attend(query_TQD, key_TKD, value_TKD, s_aux)
-    else:
-        output_TQD = ulysses_attention(attend, query_TQD, key_TKD, value_TKD, s_aux, plan.group)
+    output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
     if plan.trace is not None:
         kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)
         plan.trace.calls.append(AttentionCall(module, plan, kind, output_TQD))
