@@ -1,7 +1,8 @@
-"""Inference: caches of keys and values, for which prefill and decoding are one code path."""
+"""Inference: caches of keys and values, for which prefill and decoding are one code path; linears that overlap."""
 
 from parallel_layers.inference.cache import SequenceCache
 from parallel_layers.inference.contiguous import KVCache
+from parallel_layers.inference.linear import available_linear_backends, for_inference
 from parallel_layers.inference.paged import PagedKVCache
 
-__all__ = ["KVCache", "PagedKVCache", "SequenceCache"]
+__all__ = ["KVCache", "PagedKVCache", "SequenceCache", "available_linear_backends", "for_inference"]

@@ -1,0 +1,135 @@
+"""`for_inference`: a trained model's linears as inference runs them, without a copy of any weight.
+
+Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
+"""
+
+from functools import partial
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import comm
+from parallel_layers.inference.symmetric_memory import (
+    gather_matmul,
+    matmul_reduce_scatter,
+    why_not_symmetric_memory,
+)
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
+Linear = Column | RowParallelLinear
+BACKENDS = ("symmetric-memory", "collectives")
+
+
+def available_linear_backends(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
+    """How the linears of `group` can gather and scatter tokens in inference on `device`, the preferred first.
+
+    "symmetric-memory": the product overlaps with the gather or scatter (NVLink, no multicast needed). "collectives": as
+    in training. Every rank of the group has to ask; all get the same answer.
+    """
+    return BACKENDS if why_not_symmetric_memory(group, torch.device(device)) is None else BACKENDS[1:]
+
+
+def for_inference(model: Model, *, backend: str = "auto") -> Model:
+    """The same model for inference: other code in its parallel linears, the same parameters.
+
+    Under sequence parallelism a column-parallel layer multiplies the tokens of one rank while it copies those of the
+    next, and a row-parallel one sends the sums of one while it multiplies the next, where the GPUs can
+    (`available_linear_backends`). Everything else is computed by the trained layers' own code, bitwise as in training:
+    layers without sequence parallelism, other backends, and calls that do not fit (no tokens; `output_dtype`,
+    `reduce_dtype` or `gather_output`).
+
+        fast = for_inference(model)
+        with torch.no_grad():
+            logits = fast(...)
+
+    The modules are copied shallowly, in evaluation mode, so `model` is not changed; parameters and buffers are the very
+    ones of `model`, before and after an optimizer's step, loading, or FSDP2's gathering. A module that refers to
+    another one by more than being its parent still refers to the one of `model`.
+
+    Every rank has to call it. Communication: `why_not_symmetric_memory`'s, once for each group.
+
+    Args:
+        model: Any module.
+        backend: "auto", or one that must be taken: "symmetric-memory" or "collectives". Each linear says in
+            `inference_backend` which it got.
+
+    Returns:
+        A view of the model, to be called under `torch.no_grad()`.
+
+    Raises:
+        ValueError: The backend is unknown, or a group of the model cannot use it (says why).
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend={backend!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
+    chosen: dict[ProcessGroup | None, str] = {None: "collectives"}
+    for module in model.modules():
+        if isinstance(module, Linear) and (group := _group_of(module)) not in chosen:
+            chosen[group] = _choose(backend, group, next(model.parameters()).device)
+    return cast(Model, _view(model, chosen, {}))
+
+
+def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> str:
+    if backend == "collectives":
+        return backend
+    reason = why_not_symmetric_memory(group, device)
+    if reason is not None and backend != "auto":
+        raise ValueError(f"backend={backend!r} cannot be used: {reason}; use 'auto' or 'collectives'")
+    return BACKENDS[0] if reason is None else BACKENDS[1]
+
+
+def _group_of(layer: Linear) -> ProcessGroup | None:
+    """The group over which the layer gathers or scatters tokens."""
+    return layer.group if layer.sequence_parallel and comm.is_sharded(layer.group) else None
+
+
+def _view(module: nn.Module, chosen: dict[ProcessGroup | None, str], views: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in views:  # a child of several modules
+        return views[module]
+    # Not the class's own __new__: that of a module that FSDP2 shards makes a new one of the class before.
+    view = views[module] = object.__new__(type(module))
+    # Around __setattr__, as the registered parameters, buffers and hooks are to stay shared.
+    own = view.__dict__
+    own.update(module.__dict__)
+    own["training"] = False
+    own["_modules"] = {
+        name: None if child is None else _view(child, chosen, views) for name, child in module._modules.items()
+    }
+    if isinstance(module, Linear):
+        own["inference_backend"] = chosen[_group_of(module)]
+        if own["inference_backend"] == "symmetric-memory":
+            own["forward"] = (
+                partial(_row, module) if isinstance(module, RowParallelLinear) else partial(_column, module)
+            )
+    return view
+
+
+def _column(layer: Column, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A column-parallel layer's forward: `[T/n, ..., I]` -> `[T, ..., O/n]`."""
+    if layer.output_dtype not in (None, x.dtype) or getattr(layer, "gather_output", False) or not x.numel():
+        return layer.forward(x, weight)
+    return gather_matmul(x, *_operands(layer, x, weight))
+
+
+def _row(layer: RowParallelLinear, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A row-parallel layer's forward: `[T, ..., I/n]` -> `[T/n, ..., O]`."""
+    other_dtype = layer.output_dtype not in (None, x.dtype) or layer.reduce_dtype not in (None, x.dtype)
+    if other_dtype or not layer.input_is_parallel or not x.numel():
+        return layer.forward(x, weight)
+    return matmul_reduce_scatter(x, *_operands(layer, x, weight))
+
+
+def _operands(layer: Linear, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None, ProcessGroup]:
+    weight = layer._given_weight(weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        raise ValueError("for_inference(...) is for inference; run it under torch.no_grad()")
+    assert layer.group is not None
+    return weight, None if layer.defer_bias else layer.bias, layer.group
