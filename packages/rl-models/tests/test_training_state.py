@@ -18,7 +18,7 @@ from ckpt import training
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.offload import reshard
+from rl_models.backends.fsdp import release
 from rl_models.schedule import Schedule
 
 SIZES: dict[str, Any] = {
@@ -103,13 +103,15 @@ def resume(
 
 
 ONE, DP2, TP2, DP2TP2 = ParallelDims(), ParallelDims(dp=2), ParallelDims(tp=2), ParallelDims(dp=2, tp=2)
+PP2, DP2PP2 = ParallelDims(pp=2), ParallelDims(dp=2, pp=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "saved", "resumed"),
     [
-        ("actor", ("parallel", DP2TP2), [("parallel", ONE), ("parallel", TP2), ("transformers", DP2)]),
-        ("critic", ("transformers", DP2), [("parallel", DP2), ("transformers", ONE)]),
+        ("actor", ("parallel", DP2TP2), [("parallel", ONE), ("parallel", DP2PP2), ("transformers", DP2)]),
+        ("actor", ("parallel", PP2), [("parallel", TP2)]),
+        ("critic", ("transformers", DP2), [("parallel", DP2PP2), ("transformers", ONE)]),
     ],
 )
 def test_a_run_goes_on_on_another_grid_and_backend(
@@ -242,12 +244,12 @@ def offload_and_look(group: ProcessGroup, path: Path, backend: str, dims: Parall
         update(worker, 1)
     worker.onload()
     worker.onload()
-    reshard(worker.engine.module)
+    release(worker.engine.module)
     assert all(torch.equal(now, then) for now, then in zip(bits(worker), before, strict=True))
     update(worker, 1)
 
 
-@pytest.mark.parametrize(("backend", "dims"), [("parallel", ONE), ("parallel", DP2TP2), ("transformers", DP2)])
+@pytest.mark.parametrize(("backend", "dims"), [("parallel", ONE), ("parallel", DP2PP2), ("transformers", DP2)])
 def test_offload_gives_the_memory_up_and_onload_brings_it_back_bit_for_bit(
     ranks: RankPool, model: Path, backend: str, dims: ParallelDims
 ) -> None:
@@ -281,7 +283,7 @@ def stream(
     ("name", "kind", "backend", "dims"),
     [
         ("model", "actor", "parallel", DP2TP2),
-        ("model", "critic", "parallel", TP2),
+        ("model", "critic", "parallel", DP2PP2),
         ("model", "actor", "transformers", DP2),
         ("moe", "actor", "transformers", ONE),
     ],

@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 import ckpt
 from parallel_layers.dims import form_group
 from rl_models.backends import Engine
+from rl_models.backends.fsdp import release
 from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
-from rl_models.offload import reshard
 from rl_models.optimizer import Optimizer
 
 
@@ -45,7 +45,7 @@ def background_group(grid: Grid) -> ProcessGroup | None:
 
 
 def _shards(engine: Engine) -> Shards:
-    reshard(engine.module)
+    release(engine.module)
     return engine.shards()
 
 

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_utils.memory import HostOffload
+from rl_models.backends.fsdp import release
 from rl_models.optimizer import Optimizer
-
-
-def reshard(module: nn.Module) -> None:
-    """Leave of FSDP2's parameters only this rank's parts; a forward pass without a backward leaves some gathered."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 class Offload:
@@ -36,7 +29,7 @@ class Offload:
         if optimizer and not self._optimizer.offloaded:
             freed += self._optimizer.offload(self.optimizer.tensors())
         if weights and not self._weights.offloaded:
-            reshard(self.module)
+            release(self.module)
             freed += self._weights.offload(_memory(self.module))
         return freed
 

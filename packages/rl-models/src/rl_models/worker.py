@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckpt import PendingSave
 from ckpt.agree import agree, all_gather_json
 from megatron_utils.pipeline_parallel import split_micro_batches
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.attention.layer import ContextParallel
 from parallel_layers.embedding import check_token_ids
+from rl_models import checkpoint
 from rl_models.aggregation import token_weights
 from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, load_engine
 from rl_models.batch import Batch
+from rl_models.checkpoint import Resumed
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
+from rl_models.offload import Offload
 from rl_models.optimizer import OptimizerOptions
 
 
@@ -40,6 +44,9 @@ class Worker:
     """An engine, its optimizer, and the division of batches; the base of `Actor` and `Critic`.
 
     Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
+
+    Attributes:
+        steps: of the optimizer, taken so far; the learning rate follows from it.
     """
 
     role: ClassVar[Role]
@@ -49,6 +56,10 @@ class Worker:
         self.options = options
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.optimizer = engine.build_optimizer(options)
+        self.steps = 0
+        self._memory = Offload(engine.module, self.optimizer)
+        self._background: dist.ProcessGroup | None = None
+        self._saving = PendingSave()
 
     @classmethod
     def from_pretrained(
@@ -107,12 +118,126 @@ class Worker:
         """Of this rank."""
         return self.engine.grid.device
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.options.learning_rate_at(self.steps)
+
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the one that was loaded.
 
         Every rank calls it. The folder appears in one step when it is complete; what was there is kept until then.
         """
+        self._memory.require("save_pretrained")
         self.engine.save(path)
+
+    def save_training(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write `path/step-NNNNNNNN`: weights, optimizer state, steps taken and random-number states.
+
+        Every rank calls it and writes its own part. When the checkpoint is complete it appears in one step, and
+        `path/latest` names it; a kill before that leaves the ones that were there.
+
+        Args:
+            path: the run's folder; an actor and a critic each need their own.
+            step: a number for the checkpoint; default the steps of the optimizer.
+            keep: how many checkpoints to keep, the newest; None: all.
+            extra: JSON values to find again, the same on every rank (rank 0's are kept).
+            asynchronous: return once all is copied to host memory, and write in the background. The next save, a load,
+                and `wait_for_save` wait for the end.
+
+        Raises:
+            ValueError, OSError: this save, or the one before in the background, went wrong; on every rank.
+            RuntimeError: weights or optimizer state are offloaded.
+        """
+        self._memory.require("save_training", optimizer=True)
+        self.wait_for_save()
+        group = self.grid.everyone
+        if asynchronous:
+            # Of its own: the collectives of the save run beside those of the next steps.
+            self._background = group = self._background or checkpoint.background_group(self.grid)
+        self._saving = checkpoint.save_training(
+            self.engine,
+            self.optimizer,
+            path,
+            self.steps if step is None else step,
+            extra={"steps": self.steps, "extra": dict(extra or {})},
+            keep=keep,
+            group=group,
+            asynchronous=asynchronous,
+        )
+
+    def wait_for_save(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            ValueError, OSError: what went wrong with it, on every rank, once.
+        """
+        saving, self._saving = self._saving, PendingSave()
+        saving.wait()
+
+    def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
+        """Go on from a training checkpoint, whatever grid it was saved on; every rank calls it.
+
+        Weights, optimizer state, steps taken and (for a rank of the same number) random-number states are those of the
+        checkpoint; options, such as the learning rate and its schedule, stay as this worker was made with.
+
+        Args:
+            path: the folder given to `save_training`.
+            step: which checkpoint; None: the latest.
+
+        Raises:
+            ValueError: there is none, it is broken, or it is of another model; on every rank alike.
+            RuntimeError: weights or optimizer state are offloaded.
+        """
+        self._memory.require("load_training", optimizer=True)
+        self.wait_for_save()
+        state = checkpoint.load_training(self.engine, self.optimizer, path, step)
+        self.steps = int(state.extra["steps"])
+        return Resumed(state.step, state.extra["extra"])
+
+    def stream_weights(
+        self,
+        *,
+        to: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        bucket_bytes: int = 64 << 20,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of everything `save_pretrained` would write, for an inference engine.
+
+        Every rank iterates to the end. Memory: the tensors of one bucket, and as much again for the exchange; what
+        FSDP2 has divided is gathered one tensor at a time.
+
+        Args:
+            to: ranks of the grid that receive; on the others nothing is yielded. None: all.
+            dtype: cast floating-point tensors to it.
+            device: where the tensors are; None: where the parameters are.
+            bucket_bytes: how much is exchanged at once; at least one tensor.
+        """
+        self._memory.require("stream_weights")
+        return checkpoint.stream_weights(self.engine, to=to, dtype=dtype, device=device, bucket_bytes=bucket_bytes)
+
+    def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
+        """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
+
+        Methods that need what is away raise; `onload` brings it back, bit for bit. What is away already stays so.
+
+        Returns:
+            Bytes given up on the device.
+        """
+        return self._memory.offload(weights=weights, optimizer=optimizer)
+
+    def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
+        """Bring back what `offload` has moved; what is here already stays so."""
+        self._memory.onload(weights=weights, optimizer=optimizer)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """The sequences of each micro-batch: at most `max_tokens_per_micro_batch` tokens, equally many on all dp ranks.
@@ -131,6 +256,7 @@ class Worker:
 
     def predict(self, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, ...]:
         """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order."""
+        self._memory.require("a forward pass")
         batch = self._own(batch)
         indices = self.micro_batches(batch)
         if not indices:
@@ -161,12 +287,16 @@ class Worker:
         Raises:
             ValueError: the batch has nothing to learn from, or the loss is not one number per token.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
+            RuntimeError: weights or optimizer state are offloaded.
         """
+        self._memory.require("an update", optimizer=True)
         metrics = self._backward(self._own(batch), loss, aggregation, temperature)
-        norm = self.optimizer.step()
+        rate = self.learning_rate
+        norm = self.optimizer.step(rate)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
-        return {**metrics, "grad_norm": norm}
+        self.steps += 1
+        return {**metrics, "grad_norm": norm, "learning_rate": rate}
 
     def _backward(
         self, batch: Batch, loss: Callable[[Batch, Outputs], LossTerms], aggregation: str, temperature: float

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel_layers import PackedSequence
 from rl_models.backends.options import EngineOptions as EngineOptions
+from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
 from rl_models.optimizer import Optimizer, OptimizerOptions
 
@@ -65,6 +66,10 @@ class Engine(Protocol):
 
     def build_optimizer(self, options: OptimizerOptions) -> Optimizer:
         """The optimizer of its parameters."""
+        ...
+
+    def shards(self) -> Shards:
+        """The parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
         ...
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+import ckpt
 from ckpt.agree import agree
 from ckpt.atomic import FolderWriter
 from ckpt.files import copy_companions
@@ -29,6 +30,8 @@ from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
 from rl_models.backends.hub import load_model, save_model
+from rl_models.backends.hub_layout import HubLayout
+from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
 from rl_models.optimizer import AdamW, OptimizerOptions
 
@@ -83,6 +86,13 @@ class TransformersEngine:
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
         """AdamW on this rank's shards."""
         return AdamW(self.model, options)
+
+    def shards(self) -> Shards:
+        """The parameters of this rank."""
+        parameters = dict(self.model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        layout = HubLayout(self.model.config.to_dict(), self.role, shapes)
+        return Shards(layout, [(ckpt.Place(), parameters)])
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
@@ -139,18 +149,14 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             "with dims=ParallelDims(cp=...)"
         )
 
-    def build() -> tuple[PreTrainedModel, Patch]:
+    def build() -> tuple[PreTrainedModel, Patch, list[str]]:
         kind = KINDS[role]
         # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
         model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
         patched = patch(model, value_head=kind.value_head, sequence_parallel_group=grid.group("cp"), probe=False)
-        with torch.no_grad():
-            # A value head that the checkpoint lacks starts at 0, as on the native backend.
-            for name in lacked:
-                model.get_parameter(name).zero_()
-        return model, patched
+        return model, patched, lacked
 
-    model, patched = agree(build, grid.everyone)
+    model, patched, lacked = agree(build, grid.everyone)
     layers = patched.backbone.layers
     assert isinstance(layers, nn.ModuleList)
     if grid.everyone is None:
@@ -160,4 +166,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         shard_over_dp(model, layers, grid)
     with gathered(model):  # afterwards all is sharded again, as the optimizer must find it
         patched.probe()
+    with torch.no_grad():
+        # A value head that the checkpoint lacks starts at 0, as on the native backend; the probe needs one that is not.
+        for name in lacked:
+            model.get_parameter(name).zero_()
     return TransformersEngine(model, patched, role, grid, path)

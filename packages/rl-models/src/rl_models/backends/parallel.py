@@ -22,6 +22,7 @@ from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
 from rl_models.backends.options import EngineOptions
 from rl_models.backends.pipeline import Pipeline, sum_tied_gradients
+from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage, Task
 from rl_models.config import ModelConfig
 from rl_models.decoder import Chunk, ModelOptions
@@ -141,6 +142,11 @@ class ParallelEngine:
         grid = self.grid
         groups = [grid.group("tp"), grid.group("ep")]
         return AdamW(self.model, options, groups=groups, pipeline_group=grid.group("pp"))
+
+    def shards(self) -> Shards:
+        """The parameters of this rank."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return Shards(self.layout, [(place, self._of(place, parameters)) for place in self.places])
 
     def _of(self, place: ckpt.Place, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of one chunk, of all that this rank holds."""
