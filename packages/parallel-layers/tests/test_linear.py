@@ -448,15 +448,11 @@ def test_column_gelu_row(ranks: RankPool, world: int, sp: bool) -> None:
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bf16_error_is_like_dense_bf16(ranks: RankPool, world: int, sp: bool) -> None:
-    """Of every output and gradient, by norm and by the largest element; sums in bf16 round more often at tp 4."""
+    """Of every output and gradient, by norm and by the largest element; sums in bf16, on request, cost some of it."""
     full = mlp_tensors(128, 64, 128)
     truth = dense_mlp(full, torch.float64)
     dense = dense_mlp(full, torch.bfloat16)
-    for reduce_dtype, order, times in (
-        (torch.float32, 2, 1.5),
-        (torch.float32, torch.inf, 1.5),
-        (None, 2, 1.6 if world == 4 else 1.5),
-    ):
+    for reduce_dtype, order, times in ((None, 2, 1.05), (None, torch.inf, 1.5), (torch.bfloat16, 2, 1.6)):
         got = gathered(ranks.run(mlp, full, torch.bfloat16, sp, reduce_dtype, world=world), sp)
         for name, exact in truth.items():
             error = torch.linalg.vector_norm(got[name].double() - exact, order)

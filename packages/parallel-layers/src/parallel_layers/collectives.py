@@ -20,8 +20,10 @@ counts a replicated loss once for each rank.)
 All of them take a tensor and a group, return a new tensor (or the input itself when the group is None or has one rank),
 change neither inputs nor gradients, accept non-contiguous and empty tensors of any number of dims, can be
 differentiated twice, and are traced by torch.compile. Splits are equal; a size that does not divide raises ValueError.
-Only `all_to_all` takes uneven sizes. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its
-sequence parallelism (https://arxiv.org/abs/2205.05198).
+Only `all_to_all` takes uneven sizes. Those that sum over the ranks, forward or backward, do it in `reduce_dtype`, by
+default at least fp32, and round to the tensor's dtype afterwards; for bf16 that is twice the bytes of a sum in bf16,
+which rounds at each of its steps. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence
+parallelism (https://arxiv.org/abs/2205.05198).
 """
 
 from __future__ import annotations
@@ -37,20 +39,24 @@ from torch.distributed import ProcessGroup
 from parallel_layers import comm
 
 
-def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_to_tensor_parallel(
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     """Enter a region where each rank computes a part of the result from the whole `x`.
 
     Forward: identity. Backward: all-reduce (each rank's gradient is a part of the sum).
     """
-    return _Copy.apply(x, group) if comm.is_sharded(group) else x
+    return _Copy.apply(x, group, reduce_dtype) if comm.is_sharded(group) else x
 
 
-def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_from_tensor_parallel(
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     """Sum the ranks' partial results; every rank goes on with the sum.
 
     Forward: all-reduce. Backward: identity.
     """
-    return _Reduce.apply(x, group) if comm.is_sharded(group) else x
+    return _Reduce.apply(x, group, reduce_dtype) if comm.is_sharded(group) else x
 
 
 def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -61,21 +67,29 @@ def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _Split.apply(x, group, x.dim() - 1) if comm.is_sharded(group) else x
 
 
-def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = False) -> Tensor:
+def gather_from_tensor_parallel(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    reduce_gradient: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Concatenate the ranks' last dims: `[..., H/size]` -> `[..., H]`.
 
     Forward: all-gather. Backward: split; with `reduce_gradient`, for ranks that compute different parts from the
     gathered tensor, reduce-scatter.
     """
-    return _gather(x, group, x.dim() - 1, reduce_gradient)
+    return _gather(x, group, x.dim() - 1, reduce_gradient, reduce_dtype)
 
 
-def reduce_scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_to_tensor_parallel(
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/size]`.
 
     Forward: reduce-scatter. Backward: all-gather.
     """
-    return _ReduceScatter.apply(x, group, x.dim() - 1) if comm.is_sharded(group) else x
+    return _ReduceScatter.apply(x, group, x.dim() - 1, reduce_dtype) if comm.is_sharded(group) else x
 
 
 def scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -86,21 +100,29 @@ def scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tenso
     return _Split.apply(x, group, 0) if comm.is_sharded(group) else x
 
 
-def gather_from_sequence_parallel(x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = True) -> Tensor:
+def gather_from_sequence_parallel(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    reduce_gradient: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Concatenate the ranks' tokens: `[T/size, ...]` -> `[T, ...]`.
 
     Forward: all-gather. Backward: reduce-scatter; without `reduce_gradient`, for ranks that all compute the same from
     the gathered tensor, split.
     """
-    return _gather(x, group, 0, reduce_gradient)
+    return _gather(x, group, 0, reduce_gradient, reduce_dtype)
 
 
-def reduce_scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_to_sequence_parallel(
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/size, ...]`.
 
     Forward: reduce-scatter. Backward: all-gather.
     """
-    return _ReduceScatter.apply(x, group, 0) if comm.is_sharded(group) else x
+    return _ReduceScatter.apply(x, group, 0, reduce_dtype) if comm.is_sharded(group) else x
 
 
 def all_to_all(
@@ -155,10 +177,12 @@ def all_to_all(
     return _AllToAll.apply(x, group, split_dim, concat_dim, tuple(input_sizes), tuple(output_sizes))
 
 
-def _gather(x: Tensor, group: ProcessGroup | None, dim: int, reduce_gradient: bool) -> Tensor:
+def _gather(
+    x: Tensor, group: ProcessGroup | None, dim: int, reduce_gradient: bool, reduce_dtype: torch.dtype | None
+) -> Tensor:
     if not comm.is_sharded(group):
         return x
-    return (_GatherPart if reduce_gradient else _Gather).apply(x, group, dim)
+    return _GatherPart.apply(x, group, dim, reduce_dtype) if reduce_gradient else _Gather.apply(x, group, dim)
 
 
 # Each backward applies the conjugate as a Function of its own, which makes second derivatives right as well.
@@ -166,24 +190,24 @@ def _gather(x: Tensor, group: ProcessGroup | None, dim: int, reduce_gradient: bo
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Reduce.apply(gradient, ctx.group, ctx.reduce_dtype), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return comm.all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        return comm.all_reduce(x.to(comm.sum_dtype(x, reduce_dtype)), group).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Copy.apply(gradient, ctx.group, ctx.reduce_dtype), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -212,24 +236,24 @@ class _GatherPart(torch.autograd.Function):
     """All-gather for ranks that then compute different parts: the conjugate of reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.reduce_dtype = group, dim, reduce_dtype
         return comm.all_gather(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _ReduceScatter.apply(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReduceScatter.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return comm.reduce_scatter(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.reduce_dtype = group, dim, reduce_dtype
+        return comm.reduce_scatter(x.to(comm.sum_dtype(x, reduce_dtype)), group, dim).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _GatherPart.apply(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GatherPart.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -21,6 +21,16 @@ def is_sharded(group: ProcessGroup | None) -> bool:
     return group is not None and group.size() > 1
 
 
+def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None = None) -> torch.dtype:
+    """What a sum over the ranks is taken in: `reduce_dtype`, or by default at least fp32.
+
+    A sum of n bf16 parts in bf16 rounds at each of its n - 1 steps; in fp32 only its result is rounded.
+    """
+    if reduce_dtype is not None:
+        return reduce_dtype
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
 def wait(x: Tensor) -> Tensor:
     """The result of a started collective, complete (on CUDA: for what is queued after this on the current stream)."""
     result: Tensor = _ops.wait_tensor(x)

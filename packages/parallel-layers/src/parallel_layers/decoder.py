@@ -64,6 +64,7 @@ class DecoderConfig:
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
         context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
+        reduce_dtype: Of the sums over tensor-parallel ranks; None: at least fp32. See `ColumnParallelLinear`.
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
         norm_eps: Of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
@@ -91,6 +92,7 @@ class DecoderConfig:
     rotary_interleaved: bool = False
     attention_backend: str = "auto"
     context_parallel: ContextParallel = "ulysses"
+    reduce_dtype: torch.dtype | None = None
     moe: MoEConfig | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
@@ -197,6 +199,7 @@ class DecoderLayer(nn.Module):
             "rotary_interleaved": config.rotary_interleaved,
             "backend": config.attention_backend,
             "context_parallel": config.context_parallel,
+            "reduce_dtype": config.reduce_dtype,
             "context_group": context_group,
         }
         self.self_attn: ParallelAttention | ParallelLatentAttention
@@ -214,13 +217,14 @@ class DecoderLayer(nn.Module):
         if config.moe is None:
             self.mlp = ParallelMLP(
                 config.hidden_size, config.intermediate_size,
-                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias, **place,
+                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias,
+                reduce_dtype=config.reduce_dtype, **place,
             )  # fmt: skip
         else:
             self.mlp = MoE(
                 config.hidden_size, config.moe,
                 layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
-                **place,
+                reduce_dtype=config.reduce_dtype, **place,
             )  # fmt: skip
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:

@@ -77,9 +77,9 @@ class VocabParallelEmbedding(nn.Module):
         if self.group is None:
             return rows
         rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel(rows, self.group)
-        return reduce_from_tensor_parallel(rows, self.group)
+        reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
+        # Of the numbers that are added up one at most is not zero: in any dtype that is exact.
+        return reduce(rows, self.group, reduce_dtype=rows.dtype)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

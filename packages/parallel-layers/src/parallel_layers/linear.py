@@ -185,8 +185,8 @@ class ColumnParallelLinear(_ColumnLinear):
             - `accumulate_main_grad` (False): add the gradients to an fp32 tensor `parameter.main_grad`, made when first
               needed, and leave `.grad` None. For eager use, without FSDP2.
             - `output_dtype` (None): of the output; default the input's.
-            - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default that of the tensors. fp32
-              gives bf16 layers the error of layers that are not divided, for twice the bytes.
+            - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default at least fp32, so that
+              bf16 layers have the error of layers that are not divided. `torch.bfloat16` sends half the bytes.
             - `dtype`, `device`: of the parameters.
 
     Raises:
@@ -340,7 +340,7 @@ class RowParallelLinear(_ParallelLinear):
         out_features: O.
         input_is_parallel: x is this rank's `[..., I/tp]`; False: x is replicated and its part is taken here (no
             communication; backward: all-gather).
-        **options: As in `ColumnParallelLinear`. Of y, `output_dtype` is also the default of `reduce_dtype`.
+        **options: As in `ColumnParallelLinear`.
 
     Raises:
         ValueError: The group's size does not divide I.

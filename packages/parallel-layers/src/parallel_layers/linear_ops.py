@@ -47,8 +47,7 @@ def column_parallel_linear(
         shared_rows: `(first, replicas)`: the rows from `first` on are the same on `replicas` consecutive ranks (KV
             heads); their gradients are summed over these.
         output_dtype: Of y; default x's. A wider one is the product's own: nothing is rounded to x's first.
-        reduce_dtype: Of the sum dx over the ranks; default the weight's. fp32 for bf16 weights leaves dx one rounding
-            away from the exact product, as in a layer that is not divided, and sends twice the bytes.
+        reduce_dtype: Of the sum dx over the ranks; default at least fp32, see `row_parallel_linear`.
         main_grads: fp32 tensors that the gradients of weight and bias are added to; the parameters' `.grad` then stay
             None.
 
@@ -95,9 +94,9 @@ def row_parallel_linear(
         group: The tensor-parallel group.
         sequence_parallel: Keep only this rank's tokens of y.
         output_dtype: Of y; default x's.
-        reduce_dtype: Of the sum over the ranks; default y's. The ranks' parts are rounded to it before they are summed,
-            and the sum at every step: in bf16 that is 1.2 times a dense layer's error at tp 2, 1.5 times at tp 4. fp32
-            has a dense layer's error and sends twice the bytes.
+        reduce_dtype: Of the sum over the ranks; default at least fp32. The ranks' parts are rounded to it before they
+            are summed, and the sum at every step. In fp32 a bf16 layer has the error of one that is not divided;
+            `torch.bfloat16` sends half the bytes and has 1.2 times that error at tp 2, 1.5 times at tp 4.
         main_grads: As in `column_parallel_linear`.
 
     Returns:
@@ -130,7 +129,8 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.group, ctx.gather, ctx.reduce, ctx.shared_rows = group, gather, reduce, shared_rows
         ctx.main_grads = weight_main_grad, bias_main_grad
-        output_dtype, ctx.reduce_dtype = dtypes
+        output_dtype, reduce_dtype = dtypes
+        ctx.reduce_dtype = comm.sum_dtype(weight, reduce_dtype) if reduce else None
         if gather:
             assert group is not None
             x = comm.all_gather(x, group)
@@ -183,7 +183,7 @@ class _RowLinear(torch.autograd.Function):
         output_dtype = x.dtype if output_dtype is None else output_dtype
         if ctx.group is None:
             return _product(x, weight, bias, output_dtype)
-        y = _product(x, weight, bias if ctx.group.rank() == 0 else None, reduce_dtype or output_dtype)
+        y = _product(x, weight, bias if ctx.group.rank() == 0 else None, comm.sum_dtype(x, reduce_dtype))
         if sequence_parallel:
             y = comm.reduce_scatter(y, ctx.group)
         else:

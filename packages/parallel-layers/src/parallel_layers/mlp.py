@@ -71,6 +71,7 @@ class ParallelMLP(nn.Module):
         bias: Biases of all projections.
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
+        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -88,6 +89,7 @@ class ParallelMLP(nn.Module):
         bias: bool = False,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -95,7 +97,10 @@ class ParallelMLP(nn.Module):
         activation_named(activation)  # an unknown name is an error now
         self.activation = activation
         self.gated = gated
-        options = LinearOptions(bias=bias, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        options: LinearOptions = {
+            "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
+            "dtype": dtype, "device": device,
+        }  # fmt: skip
         if gated:
             self.gate_up_proj = MergedColumnParallelLinear(
                 hidden_size, [intermediate_size, intermediate_size], **options

@@ -127,6 +127,7 @@ class ParallelLatentAttention(nn.Module):
         context_group: See `ParallelAttention`.
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
+        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -151,6 +152,7 @@ class ParallelLatentAttention(nn.Module):
         context_group: ProcessGroup | None = None,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -159,7 +161,7 @@ class ParallelLatentAttention(nn.Module):
         self.q_a_layernorm: RMSNorm | None = None
         self.sizes, self.rotary_interleaved = sizes, rotary_interleaved
         self.group = group if comm.is_sharded(group) else None
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         self.num_heads_local = divide(num_heads, 1 if group is None else group.size(), "num_attention_heads")
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
         self.options: AttentionOptions = {
@@ -175,7 +177,7 @@ class ParallelLatentAttention(nn.Module):
         heads: LinearOptions = {"group": group, "dtype": dtype, "device": device}
         query_rows = num_heads * sizes.qk_head_dim
         if sizes.q_lora_rank is None:
-            self.q_proj = ColumnParallelLinear(hidden_size, query_rows, **place)
+            self.q_proj = ColumnParallelLinear(hidden_size, query_rows, reduce_dtype=reduce_dtype, **place)
         else:
             self.q_a_proj = _ReplicatedLinear(hidden_size, sizes.q_lora_rank, bias=bias, **place)
             self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps=sizes.norm_eps, **place)
@@ -186,7 +188,9 @@ class ParallelLatentAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), reduce_gradient=False, **heads
         )
-        self.o_proj = RowParallelLinear(num_heads * sizes.v_head_dim, hidden_size, bias=output_bias, **place)
+        self.o_proj = RowParallelLinear(
+            num_heads * sizes.v_head_dim, hidden_size, bias=output_bias, reduce_dtype=reduce_dtype, **place
+        )
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -199,7 +203,8 @@ class ParallelLatentAttention(nn.Module):
             return parts
         together = torch.cat(parts, dim=-1)
         share = gather_from_sequence_parallel if self.sequence_parallel else copy_to_tensor_parallel
-        return share(together, self.group).split([part.shape[-1] for part in parts], dim=-1)
+        whole = share(together, self.group, reduce_dtype=self.reduce_dtype)
+        return whole.split([part.shape[-1] for part in parts], dim=-1)
 
     def _queries_and_latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query heads `[T, Q, N + R]`, normed latents `[T, C]` and the shared key part `[T, R]`, not yet rotated."""

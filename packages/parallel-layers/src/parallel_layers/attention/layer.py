@@ -104,6 +104,7 @@ class ParallelAttention(nn.Module):
             their gradients are shares to be summed over it, as over data-parallel ranks.
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
+        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -133,6 +134,7 @@ class ParallelAttention(nn.Module):
         context_group: ProcessGroup | None = None,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -143,7 +145,10 @@ class ParallelAttention(nn.Module):
         self.head_dim, self.rotary_interleaved = head_dim, rotary_interleaved
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
         self.window, self.scale, self.softcap, self.backend = window, scale, softcap, backend
-        qkv = LinearOptions(bias=bias, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        qkv: LinearOptions = {
+            "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
+            "dtype": dtype, "device": device,
+        }  # fmt: skip
         self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
         output: LinearOptions = {**qkv, "bias": output_bias}
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, **output)

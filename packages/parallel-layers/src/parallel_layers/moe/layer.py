@@ -35,7 +35,9 @@ class MoE(nn.Module):
     Experts are divided in two ways, alone or together. Over `group`: every rank has I/n of each expert, and the ranks
     work on the same tokens. Over `expert_group`: every rank has some of the experts and tokens of its own, which
     travel. The expert group usually lies across data-parallel ranks; with `expert_tensor_parallel=False` experts stay
-    whole, and the expert group must contain the tensor-parallel group, whose ranks then exchange tokens as well.
+    whole, and the ranks of the tensor-parallel group exchange tokens as well: the expert group contains it, or is a
+    part of it. In a part of it an expert's gradient covers the tokens of that part alone: whoever trains the model sums
+    it over the ranks that hold the same experts, as over data-parallel ones.
 
     Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce; with sequence
     parallelism all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same reversed, and an all-reduce
@@ -49,6 +51,7 @@ class MoE(nn.Module):
         layer_number: The layer's number in the model, the key of its entries in a `RoutingContext`.
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
+        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
         expert_group: The ranks that share the experts; None: all experts are here.
         expert_tensor_parallel: Divide every expert over `group`.
         dtype: Of the parameters.
@@ -67,6 +70,7 @@ class MoE(nn.Module):
         layer_number: int = 0,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         expert_group: ProcessGroup | None = None,
         expert_tensor_parallel: bool = True,
         dtype: torch.dtype | None = None,
@@ -75,10 +79,10 @@ class MoE(nn.Module):
         super().__init__()
         group = group if comm.is_sharded(group) else None
         self.config, self.layer_number = config, layer_number
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel, self.reduce_dtype = group, sequence_parallel, reduce_dtype
         self.expert_tensor_parallel = expert_tensor_parallel
         if group is not None and not expert_tensor_parallel:
-            _check_contains(expert_group, group)
+            _check_nested(expert_group, group)
         split_tokens = sequence_parallel or not expert_tensor_parallel
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
         self.experts = GroupedExperts(
@@ -90,7 +94,8 @@ class MoE(nn.Module):
         if config.shared_intermediate_size:
             self.shared_experts = ParallelMLP(
                 hidden_size, config.shared_intermediate_size, activation=config.activation,
-                group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device,
+                group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype, dtype=dtype,
+                device=device,
             )  # fmt: skip
         if config.shared_expert_gate:
             self.shared_expert_gate = _SharedExpertGate(
@@ -122,12 +127,15 @@ class MoE(nn.Module):
         if self.group is None or not self.expert_tensor_parallel:
             return self.experts(x, experts, weights)
         # Each rank's experts are parts, so gradients of tokens and weights are parts, too: they are summed.
+        dtype = self.reduce_dtype
         if self.sequence_parallel:
-            x, weights = (gather_from_sequence_parallel(part, self.group) for part in (x, weights))
+            x = gather_from_sequence_parallel(x, self.group, reduce_dtype=dtype)
+            weights = gather_from_sequence_parallel(weights, self.group)
             out = self.experts(x, comm.all_gather(experts, self.group), weights)
-            return reduce_scatter_to_sequence_parallel(out, self.group)
-        x, weights = (copy_to_tensor_parallel(whole, self.group) for whole in (x, weights))
-        return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group)
+            return reduce_scatter_to_sequence_parallel(out, self.group, reduce_dtype=dtype)
+        x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
+        weights = copy_to_tensor_parallel(weights, self.group)
+        return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group, reduce_dtype=dtype)
 
 
 class _SharedExpertGate(nn.Module):
@@ -153,11 +161,12 @@ class _SharedExpertGate(nn.Module):
         return F.linear(hidden, copy_to_tensor_parallel(self.weight, self.group)).sigmoid()
 
 
-def _check_contains(expert_group: ProcessGroup | None, group: ProcessGroup) -> None:
-    members = dist.get_process_group_ranks(group)
-    exchanging = [] if expert_group is None else dist.get_process_group_ranks(expert_group)
-    if not set(members) <= set(exchanging):
+def _check_nested(expert_group: ProcessGroup | None, group: ProcessGroup) -> None:
+    members = set(dist.get_process_group_ranks(group))
+    exchanging = set() if expert_group is None else set(dist.get_process_group_ranks(expert_group))
+    if len(exchanging) < 2 or not (members <= exchanging or exchanging <= members):
         raise ValueError(
-            f"with expert_tensor_parallel=False the expert group must contain the tensor-parallel ranks {members}, "
-            f"but it is {exchanging}; their copies of an expert would get different gradients"
+            f"with expert_tensor_parallel=False the expert group must contain the tensor-parallel ranks "
+            f"{sorted(members)} or be some of them, but it is {sorted(exchanging)}; copies of an expert would get "
+            "different gradients"
         )
