@@ -2,8 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt.agreement import agree, all_gather_json
+from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter
 from ckpt.compare import Difference, Report, verify, verify_live
+from ckpt.families import Role
+from ckpt.files import copy_companions
 from ckpt.folder import Checkpoint, open_checkpoint
 from ckpt.layout import Canonical, Layout, layout_for
 from ckpt.live import redistribute, redistribute_optimizer
@@ -25,6 +29,7 @@ __all__ = [
     "Canonical",
     "Checkpoint",
     "Difference",
+    "FolderWriter",
     "Grid",
     "IOCounter",
     "Layout",
@@ -32,9 +37,13 @@ __all__ = [
     "Piece",
     "Place",
     "Report",
+    "Role",
     "Shards",
     "TrainingState",
+    "agree",
+    "all_gather_json",
     "capture_rng",
+    "copy_companions",
     "latest_step",
     "layout_for",
     "load_hf",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json
 from ckpt.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.families import Role
 from ckpt.layout import Layout

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json
 from ckpt.boxio import view_of
 from ckpt.holdings import Holdings, Tensors, take_stock
 from ckpt.layout import Layout

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree
+from ckpt.agreement import agree
 from ckpt.boxio import IOCounter, StagingPool, read_box, view_of
 from ckpt.checksums import check_share
 from ckpt.folder import Checkpoint, open_checkpoint

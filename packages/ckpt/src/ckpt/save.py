@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
 from ckpt.checksums import share_of_checksums

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
 from ckpt.config import load_config, read_json_file

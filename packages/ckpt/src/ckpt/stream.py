@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import agree
+from ckpt.agreement import agree
 from ckpt.holdings import Tensors, take_stock
 from ckpt.layout import Layout
 from ckpt.owners import assign_owners

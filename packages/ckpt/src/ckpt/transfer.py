@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agree import group_device
+from ckpt.agreement import group_device
 from ckpt.boxio import view_of
 from ckpt.holdings import Holdings
 from ckpt.owners import Held

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt import PendingSave
-from ckpt.agree import agree, all_gather_json
+from ckpt import PendingSave, agree, all_gather_json
 from megatron_utils.pipeline_parallel import split_micro_batches
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.attention.layer import ContextParallel

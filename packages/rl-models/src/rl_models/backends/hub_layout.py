@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ckpt
-from ckpt.families import Role
-from ckpt.layout import Canonical
-from ckpt.pieces import Block
+from ckpt import Block, Canonical, Role
 
 
 class HubLayout(ckpt.Layout):

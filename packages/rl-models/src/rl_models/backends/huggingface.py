@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 import ckpt
-from ckpt.agree import agree
-from ckpt.atomic import FolderWriter
-from ckpt.files import copy_companions
+from ckpt import FolderWriter, agree, copy_companions
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.collectives import gather_from_sequence_parallel

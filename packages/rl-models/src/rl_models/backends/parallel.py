@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.agree import agree
+from ckpt import agree
 from parallel_layers import PackedSequence
 from parallel_layers.moe import MoE
 from rl_models.backends.accumulate import backward_each, forward_each

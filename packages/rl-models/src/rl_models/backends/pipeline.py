@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
-from ckpt.agree import all_gather_json
+from ckpt import all_gather_json
 from parallel_layers import PackedSequence
 from rl_models.backends.engine import Loss, Outputs
 from rl_models.backends.options import PipelineOptions
