@@ -11,6 +11,7 @@ from parallel_layers.data import broadcast_data
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.dims import ParallelDims
 from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.float8 import Float8Config, with_float8
 from parallel_layers.gradients import clip_grad_norm_
 from parallel_layers.initialization import initialize_
 from parallel_layers.linear import (
@@ -38,6 +39,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DecoderConfig",
     "DecoderLayer",
+    "Float8Config",
     "LatentConfig",
     "LogProbs",
     "MergedColumnParallelLinear",
@@ -69,4 +71,5 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",
     "vocab_parallel_log_probs",
+    "with_float8",
 ]

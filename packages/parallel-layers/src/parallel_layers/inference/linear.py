@@ -4,7 +4,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 """
 
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.views import Model, view_of
 
-Model = TypeVar("Model", bound=nn.Module)
 Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
 Linear = Column | RowParallelLinear
 BACKENDS = ("symmetric-memory", "collectives")
@@ -51,9 +51,11 @@ def for_inference(model: Model, *, backend: str = "auto") -> Model:
         with torch.no_grad():
             logits = fast(...)
 
-    The modules are copied shallowly, in evaluation mode, so `model` is not changed; parameters and buffers are the very
-    ones of `model`, before and after an optimizer's step, loading, or FSDP2's gathering. A module that refers to
-    another one by more than being its parent still refers to the one of `model`.
+    The result is a view (`views.view_of`), in evaluation mode: its parameters are the very ones of `model`, which is
+    not changed.
+
+    An overlapping row-parallel product rounds each rank's part to the input's dtype before it sums them, in fp32. A
+    layer with `reduce_dtype=torch.float32` keeps its own code.
 
     Every rank has to call it. Communication: `why_not_symmetric_memory`'s, once for each group.
 
@@ -74,7 +76,21 @@ def for_inference(model: Model, *, backend: str = "auto") -> Model:
     for module in model.modules():
         if isinstance(module, Linear) and (group := _group_of(module)) not in chosen:
             chosen[group] = _choose(backend, group, next(model.parameters()).device)
-    return cast(Model, _view(model, chosen, {}))
+
+    def change(module: nn.Module, own: dict[str, Any]) -> None:
+        own["training"] = False
+        if not isinstance(module, Linear):
+            return
+        if "forward" in own:  # a view already, of this kind or in FP8
+            own.setdefault("inference_backend", "collectives")
+            return
+        own["inference_backend"] = chosen[_group_of(module)]
+        if own["inference_backend"] == "symmetric-memory":
+            own["forward"] = (
+                partial(_row, module) if isinstance(module, RowParallelLinear) else partial(_column, module)
+            )
+
+    return view_of(model, change)
 
 
 def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> str:
@@ -89,27 +105,6 @@ def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> s
 def _group_of(layer: Linear) -> ProcessGroup | None:
     """The group over which the layer gathers or scatters tokens."""
     return layer.group if layer.sequence_parallel and comm.is_sharded(layer.group) else None
-
-
-def _view(module: nn.Module, chosen: dict[ProcessGroup | None, str], views: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in views:  # a child of several modules
-        return views[module]
-    # Not the class's own __new__: that of a module that FSDP2 shards makes a new one of the class before.
-    view = views[module] = object.__new__(type(module))
-    # Around __setattr__, as the registered parameters, buffers and hooks are to stay shared.
-    own = view.__dict__
-    own.update(module.__dict__)
-    own["training"] = False
-    own["_modules"] = {
-        name: None if child is None else _view(child, chosen, views) for name, child in module._modules.items()
-    }
-    if isinstance(module, Linear):
-        own["inference_backend"] = chosen[_group_of(module)]
-        if own["inference_backend"] == "symmetric-memory":
-            own["forward"] = (
-                partial(_row, module) if isinstance(module, RowParallelLinear) else partial(_column, module)
-            )
-    return view
 
 
 def _column(layer: Column, x: Tensor, weight: Tensor | None = None) -> Tensor:

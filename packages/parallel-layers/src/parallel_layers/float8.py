@@ -1,0 +1,211 @@
+"""Column- and row-parallel linears whose products run in FP8, by Transformer Engine (the extra `te`).
+
+Shape suffixes: T tokens, I input features, O output features, of which this rank has `I/n` or `O/n`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallel_layers.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_from_tensor_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    scatter_to_tensor_parallel,
+)
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from parallel_layers.views import Model, view_of
+
+Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
+Linear = Column | RowParallelLinear
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A row of the table.
+
+    Attributes:
+        recipe: Its class in `transformer_engine.common.recipe`.
+        available: The function of `transformer_engine.pytorch` that says whether the GPU can.
+        multiple: Every dim of a product is divisible by this.
+    """
+
+    recipe: str
+    available: str
+    multiple: int
+
+
+# Those that keep no history: with one, every product would depend on what was computed before it.
+RECIPES = {
+    "current": _Recipe("Float8CurrentScaling", "is_fp8_available", 16),
+    "block": _Recipe("Float8BlockScaling", "is_fp8_block_scaling_available", 128),
+    "mxfp8": _Recipe("MXFP8BlockScaling", "is_mxfp8_available", 32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """How numbers are scaled to FP8.
+
+    Attributes:
+        recipe: "current": one scale a tensor, from its own maximum (Ada, Hopper or newer). "block": one for each 128
+            numbers, or 128 x 128 of a weight (Hopper or newer). "mxfp8": one for each 32 numbers (Blackwell).
+        format: "e4m3", or "hybrid": gradients in e5m2; None: the recipe's own default in Transformer Engine.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+
+    recipe: str = "current"
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for names that are unknown."""
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe={self.recipe!r} is unknown; use one of {', '.join(RECIPES)}")
+        if self.format not in (None, "e4m3", "hybrid"):
+            raise ValueError(f"format={self.format!r} is unknown; use 'e4m3', 'hybrid' or None")
+
+
+def why_not_float8(config: Float8Config) -> str | None:
+    """Why this process cannot compute as `config` says, in words; None when it can. Imports Transformer Engine."""
+    if find_spec("transformer_engine") is None:
+        return "it needs the transformer-engine package (extra parallel-layers[te])"
+    import transformer_engine.pytorch as te  # an optional extra
+
+    able, reason = getattr(te, RECIPES[config.recipe].available)(return_reason=True)
+    return None if able else str(reason)
+
+
+def with_float8(
+    model: Model, config: Float8Config | None = None, *, where: Callable[[str, nn.Module], bool] | None = None
+) -> Model:
+    """The same model with the products of its parallel linears in FP8: forward, dx and dW.
+
+    The parameters stay in their dtype and are rounded to FP8 for each product. Collectives, biases and sums over the
+    ranks are in the activations' dtype, as without FP8; tokens are padded with zeros to what the recipe needs.
+
+    The result is a view (`views.view_of`), for training and inference: its parameters are the very ones of `model`,
+    which is not changed. Each linear says in `float8` whether it computes in FP8. Those do not that are left out by
+    `where`, whose sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"), or that have
+    key-value heads on several ranks, `accumulate_main_grad`, `output_dtype` or `reduce_dtype`.
+
+    Communication: as without FP8; in the backward the sums do not overlap with the products.
+
+    Args:
+        model: Any module.
+        config: Default `Float8Config()`.
+        where: Told each linear's name in the model and the linear; False leaves it out. Default: all.
+
+    Returns:
+        A view of the model.
+
+    Raises:
+        ValueError: Transformer Engine is not installed or the GPU cannot (says why); no linear is left.
+    """
+    config = config or Float8Config()
+    if (reason := why_not_float8(config)) is not None:
+        raise ValueError(f"recipe={config.recipe!r} cannot be used: {reason}")
+    multiple = RECIPES[config.recipe].multiple
+    chosen = {
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and _is_able(module, multiple) and (where is None or where(name, module))
+    }
+    if not chosen:
+        raise ValueError(
+            f"no linear of the model can be in FP8: recipe={config.recipe!r} needs multiples of {multiple}"
+        )
+
+    def change(module: nn.Module, own: dict[str, Any]) -> None:
+        if isinstance(module, Linear):
+            own["float8"] = module in chosen
+            if module in chosen:
+                product = _Product(module.weight_shape, _dtype_of(module), config)
+                own["forward"] = (
+                    partial(_row, module, product)
+                    if isinstance(module, RowParallelLinear)
+                    else partial(_column, module, product)
+                )
+
+    return view_of(model, change)
+
+
+def _is_able(layer: Linear, multiple: int) -> bool:
+    plain = not layer.accumulate_main_grad and layer.output_dtype is None and layer.reduce_dtype is None
+    divides = all(size % multiple == 0 for size in layer.weight_shape)
+    return plain and divides and layer.weight is not None and getattr(layer, "shared_rows", None) is None
+
+
+def _dtype_of(layer: Linear) -> torch.dtype:
+    assert layer.weight is not None
+    return layer.weight.dtype
+
+
+class _Product:
+    """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter that another module owns.
+
+    Not a module, so that its owner's parameters stay the only ones.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, config: Float8Config) -> None:
+        import transformer_engine.pytorch as te  # an optional extra
+        from transformer_engine.common import recipe
+
+        row = RECIPES[config.recipe]
+        options = {} if config.format is None else {"fp8_format": recipe.Format[config.format.upper()]}
+        self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipe, row.recipe)(**options))
+        self.multiple = row.multiple
+        # On the meta device: the weight that it makes is never used.
+        self.linear: nn.Module = te.Linear(shape[1], shape[0], bias=False, params_dtype=dtype, device="meta")
+
+    def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """`x [T, ..., I]` -> `[T, ..., O]`."""
+        self.linear.weight = weight
+        rows = x.reshape(-1, x.shape[-1])
+        count = rows.shape[0]
+        with self.autocast():
+            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, -count % self.multiple)))
+        return y[:count].unflatten(0, x.shape[:-1])
+
+
+def _column(layer: Column, product: _Product, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A column-parallel layer's forward: `[T, ..., I]` (sequence parallel `[T/n, ..., I]`) -> `[T, ..., O/n]`."""
+    if weight is not None or not x.numel():
+        return layer.forward(x, weight)
+    assert layer.weight is not None
+    if layer.sequence_parallel:
+        x = gather_from_sequence_parallel(x, layer.group)
+    elif layer.reduce_gradient:
+        x = copy_to_tensor_parallel(x, layer.group)
+    y = product(x, layer.weight)
+    if layer.bias is not None and not layer.defer_bias:
+        y = y + layer.bias
+    return gather_from_tensor_parallel(y, layer.group) if getattr(layer, "gather_output", False) else y
+
+
+def _row(layer: RowParallelLinear, product: _Product, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A row-parallel layer's forward: `[T, ..., I/n]` -> `[T, ..., O]` (sequence parallel `[T/n, ..., O]`)."""
+    if weight is not None or not x.numel():
+        return layer.forward(x, weight)
+    assert layer.weight is not None
+    if not layer.input_is_parallel:
+        x = scatter_to_tensor_parallel(x, layer.group)
+    y = product(x, layer.weight)
+    total = reduce_scatter_to_sequence_parallel if layer.sequence_parallel else reduce_from_tensor_parallel
+    y = total(y, layer.group)
+    bias = None if layer.defer_bias else layer.deferred_bias()
+    return y if bias is None else y + bias

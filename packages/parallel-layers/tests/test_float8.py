@@ -1,0 +1,222 @@
+"""Linears in FP8: with a stand-in that computes the same mathematics, outputs and gradients are the plain layers'."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
+from parallel_layers.float8 import Float8Config, why_not_float8, with_float8
+from parallel_layers.inference import for_inference
+from parallel_layers.testing import RankPool
+
+CONFIG = DecoderConfig(
+    hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=64, attention_bias=True,
+    output_bias=True,
+)  # fmt: skip
+TOKENS = 10
+
+
+class TransformerEngine:
+    """Stands for the package: the names that are used of it, and what was asked."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.recipes: list[tuple[str, dict[str, Any]]] = []
+        self.products: list[tuple[int, ...]] = []
+        self.recipe: Any = None
+        engine = self
+
+        class Linear(nn.Module):
+            def __init__(
+                self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str
+            ) -> None:
+                super().__init__()
+                assert (bias, device) == (False, "meta")
+                shape = out_features, in_features
+                self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+
+            def forward(self, x: Tensor) -> Tensor:
+                assert engine.recipe is not None
+                assert all(size % 16 == 0 for size in (*x.shape, *self.weight.shape))
+                engine.products.append(tuple(x.shape))
+                return x @ self.weight.T
+
+        @contextmanager
+        def autocast(*, enabled: bool, recipe: Any) -> Iterator[None]:
+            assert enabled
+            engine.recipe = recipe
+            yield
+            engine.recipe = None
+
+        class Format(Enum):
+            E4M3 = 1
+            HYBRID = 2
+
+        def recipe_named(name: str) -> Any:
+            return lambda **options: engine.recipes.append((name, options)) or name
+
+        names = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+        self.pytorch = SimpleNamespace(
+            Linear=Linear,
+            autocast=autocast,
+            is_fp8_available=lambda return_reason: (not reason, reason),
+            is_mxfp8_available=lambda return_reason: (False, "needs Blackwell"),
+        )
+        self.recipe_module = SimpleNamespace(Format=Format, **{name: recipe_named(name) for name in names})
+
+    @contextmanager
+    def installed(self) -> Iterator["TransformerEngine"]:
+        package, common, pytorch = (ModuleType(f"transformer_engine{part}") for part in ("", ".common", ".pytorch"))
+        package.__spec__ = ModuleSpec("transformer_engine", None)
+        vars(common).update(recipe=self.recipe_module)
+        vars(pytorch).update(vars(self.pytorch))
+        vars(package).update(common=common, pytorch=pytorch)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (package, common, pytorch):
+                patch.setitem(sys.modules, module.__name__, module)
+            yield self
+
+
+def new_layer(group: ProcessGroup | None, sequence_parallel: bool) -> DecoderLayer:
+    torch.manual_seed(0)
+    layer = DecoderLayer(CONFIG, group=group, sequence_parallel=sequence_parallel)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return layer
+
+
+def run(layer: nn.Module, parameters: nn.Module, x: Tensor, seed: Tensor) -> list[Tensor]:
+    """Output, and the gradients of x and of every parameter."""
+    rotary = RotaryEmbedding(16)(torch.arange(TOKENS))
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf, rotary, torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS)
+    return [out.detach(), *torch.autograd.grad(out, [leaf, *parameters.parameters()], seed)]
+
+
+def _run_both(group: ProcessGroup | None, sequence_parallel: bool, x: Tensor, seed: Tensor) -> Any:
+    layer = new_layer(group, sequence_parallel)
+    if group is not None and sequence_parallel:
+        x, seed = (part.chunk(group.size())[group.rank()] for part in (x, seed))
+    with TransformerEngine().installed() as engine:
+        view = with_float8(layer, Float8Config(format="hybrid"))
+        names = [name for name, module in view.named_modules() if getattr(module, "float8", False)]
+        ours = run(view, layer, x, seed)
+    return ours, run(layer, layer, x, seed), names, engine.products
+
+
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: bool) -> None:
+    """All four linears, with 10 tokens that are padded to 16."""
+    arguments = sequence_parallel, torch.randn(TOKENS, 32), torch.randn(TOKENS, 32)
+    results = [_run_both(None, *arguments)] if world == 1 else ranks.run(_run_both, *arguments, world=world)
+    for ours, theirs, names, products in results:
+        for mine, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+        assert names == ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+        assert [shape[0] for shape in products] == [16] * 4
+
+
+def _run_options(group: ProcessGroup) -> None:
+    place: dict[str, Any] = {"group": group, "bias": True}
+    layers = [
+        ColumnParallelLinear(32, 32, gather_output=True, **place),
+        ColumnParallelLinear(32, 32, reduce_gradient=False, defer_bias=True, **place),
+        RowParallelLinear(32, 32, input_is_parallel=False, **place),
+        RowParallelLinear(32, 32, defer_bias=True, sequence_parallel=True, **place),
+    ]
+    with TransformerEngine().installed():
+        for layer in layers:
+            nn.init.normal_(layer.bias)
+            size = layer.weight.shape[1] if layer is layers[3] else 32
+            results = []
+            for module in (with_float8(layer), layer):
+                x = torch.arange(6.0 * size).view(2, 3, size).div(99).requires_grad_()
+                y = module(x)
+                results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+            for ours, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(with_float8(layer)(x[:0]), layer(x[:0]))
+
+
+def test_options(ranks: RankPool) -> None:
+    ranks.run(_run_options, world=2)
+
+
+def test_which_linears() -> None:
+    model = nn.ModuleDict(
+        {
+            "able": ColumnParallelLinear(32, 32),
+            "left_out": ColumnParallelLinear(32, 32),
+            "odd": ColumnParallelLinear(32, 40),
+            "wide": RowParallelLinear(32, 32, output_dtype=torch.float64),
+            "main_grad": RowParallelLinear(32, 32, accumulate_main_grad=True),
+        }
+    )
+    with TransformerEngine().installed():
+        view = with_float8(model, where=lambda name, module: name != "left_out")
+        assert {name: module.float8 for name, module in view.items()} == {name: name == "able" for name in model}
+        assert [name for name, _ in view.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert for_inference(view)["able"].inference_backend == "collectives"
+        assert for_inference(view)["able"].forward is view["able"].forward
+        with pytest.raises(
+            ValueError, match="no linear of the model can be in FP8: recipe='current' needs multiples of"
+        ):
+            with_float8(model["odd"])
+
+
+def test_recipes() -> None:
+    layer = ColumnParallelLinear(32, 32)
+    with TransformerEngine().installed() as engine:
+        with_float8(layer)
+        with_float8(layer, Float8Config(format="e4m3"))
+        (first, nothing), (second, options) = engine.recipes
+        assert first == second == "Float8CurrentScaling"
+        assert nothing == {}
+        assert options["fp8_format"].name == "E4M3"
+        with pytest.raises(ValueError, match="recipe='mxfp8' cannot be used: needs Blackwell"):
+            with_float8(layer, Float8Config(recipe="mxfp8"))
+    with (
+        TransformerEngine("compute capability 8.9 or higher required").installed(),
+        pytest.raises(ValueError, match=r"recipe='current' cannot be used: compute capability 8\.9"),
+    ):
+        with_float8(layer)
+    with pytest.raises(ValueError, match="recipe='delayed' is unknown; use one of current, block, mxfp8"):
+        Float8Config(recipe="delayed")
+    with pytest.raises(ValueError, match="format='e5m2' is unknown"):
+        Float8Config(format="e5m2")
+
+
+def test_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel_layers.float8.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the transformer-engine package \(extra parallel-layers\[te\]\)"):
+        with_float8(ColumnParallelLinear(32, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_transformer_engine_itself(recipe: str) -> None:
+    """Outputs and gradients within e4m3's 3 binary places (e5m2's 2 for gradients) of bf16's, in the mean square."""
+    config = Float8Config(recipe=recipe)
+    if (reason := why_not_float8(config)) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(512, 256, bias=True, dtype=torch.bfloat16, device="cuda")
+    view = with_float8(layer, config)
+    x, seed = (torch.randn(100, size, device="cuda").bfloat16() for size in (512, 256))
+    results = []
+    for module in (view, layer):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        results.append((out, *torch.autograd.grad(out, (leaf, layer.weight, layer.bias), seed)))
+    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert error < (0.05 if i == 0 else 0.1)
