@@ -1,12 +1,14 @@
-"""One checkpoint, every backend, every grid: log-probs, entropies and values are the same numbers."""
+"""One checkpoint, every backend, every grid: log-probs, entropies, values and gradients are the same numbers."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import (
@@ -20,7 +22,8 @@ from transformers import (
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
-from rl_models import Actor, Batch, Critic
+from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models.losses import LossTerms
 
 SIZES: dict[str, Any] = {
     "vocab_size": 83,
@@ -42,6 +45,8 @@ PLACES = [
     ("parallel", ParallelDims(dp=2, tp=2)),
     ("transformers", ParallelDims()),
     ("transformers", ParallelDims(dp=2)),
+    ("transformers", ParallelDims(cp=2)),
+    ("transformers", ParallelDims(dp=2, cp=2)),
 ]
 
 
@@ -62,21 +67,44 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[list[int], Tensor]:
     """The sequences of this data-parallel rank, and `[3, T]`: log-probs, entropies and values of their tokens."""
+    actor, critic = load(group, folder, backend, dims)
+    indices, part = my_part(actor)
+    return indices, torch.stack([*actor.log_probs(part, temperature=1.3), critic.values(part)])
+
+
+def load(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[Actor, Critic]:
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     options: dict[str, Any] = {
-        "backend": backend, "dims": dims, "mesh": mesh, "device": "cpu", "max_tokens_per_micro_batch": 24
+        "backend": backend, "dims": dims, "mesh": mesh, "device": "cpu", "max_tokens_per_micro_batch": 24,
+        # So large an epsilon makes AdamW's first step proportional to the gradient.
+        "optimizer": OptimizerOptions(learning_rate=1e5, eps=1e5, max_grad_norm=math.inf),
     }  # fmt: skip
     actor = Actor.from_pretrained(folder / "actor", **options)
-    critic = Critic.from_pretrained(folder / "critic", **options)
+    return actor, Critic.from_pretrained(folder / "critic", **options)
+
+
+def my_part(worker: Actor) -> tuple[list[int], Batch]:
+    """The sequences of this data-parallel rank, and their numbers."""
     batch = make_batch()
-    indices = list(range(actor.grid.rank("dp"), len(batch), dims.dp))
-    part = batch.select(indices)
-    return indices, torch.stack([*actor.log_probs(part, temperature=1.3), critic.values(part)])
+    indices = list(range(worker.grid.rank("dp"), len(batch), worker.grid.dims.dp))
+    return indices, batch.select(indices)
 
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    return Batch.from_sequences([torch.randint(83, (n,), generator=generator) for n in (5, 1, 23, 8, 2, 13)])
+    lengths = (5, 1, 23, 8, 2, 13)
+    rows = [torch.randint(83, (n,), generator=generator) for n in lengths]
+    return Batch.from_sequences(rows, advantages=[torch.randn(n, generator=generator) for n in lengths])
+
+
+def step(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims, out: Path) -> None:
+    """One step of actor and critic, saved."""
+    actor, critic = load(group, folder, backend, dims)
+    _, part = my_part(actor)
+    actor.update(part, lambda log_probs, entropy, own: LossTerms(own["advantages"] * log_probs - 0.1 * entropy, {}))
+    critic.update(part, lambda values, own: LossTerms((values - own["advantages"]).square(), {}))
+    actor.save_pretrained(out / "actor")
+    critic.save_pretrained(out / "critic")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,3 +121,26 @@ def test_all_backends_and_grids_give_the_same_numbers(ranks: RankPool, checkpoin
                 actual, expected[:, batch.positions(indices)], rtol=0, atol=1e-5, msg=f"{backend} {dims}"
             )
         assert seen == set(range(len(batch)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_backends_and_grids_give_the_same_gradients(
+    ranks: RankPool, checkpoints: Path, family: str, tmp_path: Path
+) -> None:
+    for number, (backend, dims) in enumerate(PLACES):
+        ranks.run(step, checkpoints / family, backend, dims, tmp_path / str(number), world=dims.world_size, timeout=120)
+    for kind in ("actor", "critic"):
+        before, *after = (
+            load_file(folder / kind / "model.safetensors")
+            for folder in (checkpoints / family, *(tmp_path / str(number) for number in range(len(PLACES))))
+        )
+        for name, start in before.items():
+            expected = after[0][name] - start
+            scale = expected.abs().max()
+            assert scale > 0, name
+            for (backend, dims), tensors in zip(PLACES, after, strict=True):
+                # The difference of two parameters is rounded as these are.
+                atol = 1e-4 * scale.item() + 1e-6 * start.abs().max().item()
+                torch.testing.assert_close(
+                    tensors[name] - start, expected, rtol=0, atol=atol, msg=f"{name} {backend} {dims}"
+                )

@@ -73,6 +73,7 @@ def test_all_grids_and_backends_draw_the_same_tokens(
         (ParallelDims(tp=2), "parallel"),
         (ParallelDims(tp=4), "parallel"),
         (ParallelDims(), "transformers"),
+        (ParallelDims(cp=2), "transformers"),
     ):
         for batch in ranks.run(generate, models[model], dims, backend, options, world=dims.world_size):
             assert torch.equal(batch.tokens, first.tokens), (dims, backend)
