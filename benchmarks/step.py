@@ -14,7 +14,7 @@ import argparse
 import gc
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,9 +83,11 @@ def randomise(module: nn.Module) -> None:
 
 
 def ours(task: Task) -> tuple[nn.Module, Step]:
+    config = ModelConfig.from_hf(task.hf)
+    # Sums over the ranks as Megatron-Core's: in bf16.
+    config = replace(config, decoder=replace(config.decoder, reduce_dtype=torch.bfloat16))
     model = CausalLM(
-        ModelConfig.from_hf(task.hf), group=task.group, sequence_parallel=task.group is not None,
-        dtype=torch.bfloat16, device=DEVICE,
+        config, group=task.group, sequence_parallel=task.group is not None, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
     labels = next_token_labels(task.packed)
 
