@@ -100,17 +100,21 @@ def full_forward(config: DecoderConfig, sequences: list[Tensor]) -> list[Tensor]
     return outs
 
 
-@pytest.mark.parametrize(
-    "config",
-    [CONFIG, replace(CONFIG, window=3), replace(CONFIG, num_kv_heads=4), replace(CONFIG, attention_softcap=2.0)],
-    ids=["gqa", "window", "mha", "softcap"],
-)
+CONFIGS = {
+    "gqa": CONFIG,
+    "window": replace(CONFIG, window=3),
+    "mha": replace(CONFIG, num_kv_heads=4),
+    "softcap": replace(CONFIG, attention_softcap=2.0),
+}
+CASES = [("contiguous", case) for case in CONFIGS]
+CASES += [(cached, case) for cached in ("paged", "small-pool") for case in ("gqa", "window")]
+
+
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("cached", CACHES)
-def test_decoding_equals_the_full_forward(
-    ranks: RankPool, cached: str, config: DecoderConfig, tp: int, sp: bool
-) -> None:
+@pytest.mark.parametrize(("cached", "case"), CASES)
+def test_decoding_equals_the_full_forward(ranks: RankPool, cached: str, case: str, tp: int, sp: bool) -> None:
     torch.manual_seed(0)
+    config = CONFIGS[case]
     sequences = [torch.randn(sum(step[i] for step in STEPS), config.hidden_size) for i in range(3)]
     expected = full_forward(config, sequences)
     arguments = (cached, config, sequences, STEPS, sp)

@@ -145,10 +145,11 @@ class PagedKVCache(SequenceCache):
         used = [length + n for length, n in zip(before, new, strict=True)]
         if max(used, default=0) > self.max_length:
             raise self._outgrown(max(used))
-        # Before anything is written: the last owner of a copied block may write to the block itself.
-        copies = torch.tensor(self.blocks.reserve(new), dtype=torch.long, device=self.keys.device).view(-1, 2)
-        for pool in (self.keys, self.values):
-            pool[:, copies[:, 1]] = pool[:, copies[:, 0]]
+        if copies := self.blocks.reserve(new):
+            # Before anything is written: the last owner of a copied block may write to the block itself.
+            source, copy = torch.tensor(copies, device=self.keys.device).unbind(1)
+            for pool in (self.keys, self.values):
+                pool[:, copy] = pool[:, source]
         tables = [*self.blocks.tables, *[[]] * padding]
         width = max(1, *map(len, tables))
         table = torch.tensor(
