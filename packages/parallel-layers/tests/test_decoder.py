@@ -6,21 +6,27 @@ gradients is compared with its part.
 
 import copy
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from parallel_layers.attention import LatentConfig
+from parallel_layers.attention.reference import ReferenceKernel
 from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.context_parallel import gather_sequence, split_sequence
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.dims import ParallelDims
-from parallel_layers.moe import MoEConfig, RouterReplay, RoutingContext
+from parallel_layers.moe import MoEConfig, RouterReplay, RoutingContext, grouped
 from parallel_layers.rotary import RotaryEmbedding, yarn_softmax_scale
 from parallel_layers.testing import RankPool
 
@@ -530,7 +536,11 @@ def test_a_sequence_never_feels_another_bit_for_bit() -> None:
     [
         "llama",
         "gemma2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "olmo2", "gpt-oss attention")),
+        "deepseek",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3", "olmo2", "gpt-oss attention", "glm", "qwen3 moe", "mixtral")
+        ),
     ],
 )
 def test_compiles_without_a_graph_break(name: str) -> None:
@@ -549,6 +559,82 @@ def test_compiles_without_a_graph_break(name: str) -> None:
         leaves = [x, *layer.parameters()]
         for a, b in zip(torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(out, leaves, seed), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_value_is_read_on_the_host(name: str) -> None:
+    """Fake tensors have no values: reading one (`item`, a boolean index, `nonzero`) raises, forward or backward.
+
+    What is behind an operator of its own is not looked at: on a CPU attention and grouped products read their bounds.
+    """
+    family = FAMILIES[name]
+    config = family.ours
+    context = None
+    if config.moe is not None:
+        config = replace(config, moe=replace(config.moe, balance_loss=0.1, sequence_balance_loss=0.1, z_loss=0.1))
+        context = RoutingContext(segments=torch.zeros(20, dtype=torch.int64), replay=RouterReplay())
+    layer = DecoderLayer(config, device="meta")
+    named = [*layer.named_parameters(), *layer.named_buffers()]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state = {key: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad) for key, t in named}
+        x = torch.randn(20, HIDDEN, requires_grad=True)
+        tables = tuple(mode.from_tensor(table) for table in family.rotary(torch.arange(20)))
+        cu_seqlens = torch.zeros(4, dtype=torch.int32)
+        out = functional_call(layer, state, (x, tables, cu_seqlens, 9), {"routing": context})
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+        with pytest.raises(DataDependentOutputException):
+            out.sum().item()
+
+
+READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+
+
+class _ValuesStayOnTheDevice(TorchFunctionMode):
+    """Refuses what reads a tensor's value on the host."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        index = args[1] if function is Tensor.__getitem__ else None
+        indices = index if isinstance(index, tuple) else (index,)
+        by_mask = any(isinstance(i, Tensor) and i.dtype == torch.bool for i in indices)
+        if by_mask or function in [getattr(Tensor, name) for name in READS]:
+            raise AssertionError(f"{function.__name__} reads a value on the host")
+        return function(*args, **(kwargs or {}))
+
+
+def run_without_reading(group: ProcessGroup, config: DecoderConfig, rotary: tuple[Tensor, Tensor]) -> bool:
+    mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
+    tp, cp = mesh.get_group("tp"), mesh.get_group("cp")
+    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
+    x, cu_seqlens = torch.randn(10, HIDDEN, requires_grad=True), cu_seqlens_of([13, 1, 0, 21, 5])
+    # On a CPU attention and grouped products read their bounds; their kernels do not.
+    reference = [(ReferenceKernel, "forward"), (ReferenceKernel, "backward"), (grouped, "_runs")]
+    with ExitStack() as stack:
+        for owner, name in reference:
+            stack.enter_context(patch.object(owner, name, _unseen(getattr(owner, name))))
+        stack.enter_context(_ValuesStayOnTheDevice())
+        layer(x, rotary, cu_seqlens, 21).sum().backward()
+    return x.grad is not None
+
+
+def _unseen(function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "ulysses"), ("llama", "ring"), ("gpt-oss attention", "ring"), ("deepseek", "ring")],
+)
+def test_no_value_is_read_on_the_host_on_a_grid(ranks: RankPool, name: str, attention: str) -> None:
+    with pytest.raises(AssertionError, match="tolist reads"), _ValuesStayOnTheDevice():
+        torch.zeros(2).tolist()
+    family = FAMILIES[name]
+    config = replace(family.ours, context_parallel=attention)
+    assert all(ranks.run(run_without_reading, config, family.rotary(torch.arange(20)), world=4))
 
 
 def test_mistakes_are_named() -> None:

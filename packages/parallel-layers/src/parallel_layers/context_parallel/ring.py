@@ -129,7 +129,7 @@ class _Plan:
         without keys after it.
         """
         start = later * self.chunk
-        at = torch.searchsorted(self.cu_seqlens, self.cu_seqlens.new_tensor([start]), right=True)
+        at = torch.searchsorted(self.cu_seqlens, self.cu_seqlens.new_full((1,), start), right=True)
         begin, end = self.cu_seqlens[at - 1], self.cu_seqlens[at]
         queries = end.clamp(max=start + self.chunk) - start
         skipped = sum((begin - c * self.chunk).clamp(0, self.chunk) for c in earlier)

@@ -9,7 +9,8 @@ context.loads[5], context.losses[5]["balance_loss"]
 
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
-from parallel_layers.moe.experts import GroupedExperts, grouped_linear
+from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.grouped import grouped_linear
 from parallel_layers.moe.layer import MoE
 from parallel_layers.moe.losses import (
     attach_loss,

@@ -7,30 +7,12 @@ expert, E experts, e = E / ranks of the expert group, n ranks of the tensor-para
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
 from parallel_layers.mlp import activation_named, gated
 from parallel_layers.moe.dispatch import Dispatch
+from parallel_layers.moe.grouped import grouped_linear
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
-
-
-def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
-    """Each run of rows times the transposed weight of its own expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
-
-    In bf16 on CUDA one kernel, without a host synchronisation; otherwise a loop over the experts. An expert without
-    rows is fine: its weight's gradient is zero.
-
-    Args:
-        x_MK: Rows, in order of expert.
-        weight_eNK: The experts' weights.
-        counts_e: How many rows each expert has; they add up to M.
-    """
-    whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
-    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
-        return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
-    runs = x_MK.split(counts_e.tolist())
-    return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weight_eNK.unbind(), strict=True)])
 
 
 class GroupedExperts(nn.Module):
