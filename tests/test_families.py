@@ -1,15 +1,20 @@
 """The README's table of families is the code's, and an actor of every cell in it scores like transformers."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ckpt.families import FAMILIES as LAYOUTS
 from hf_patches import supported_model_types
 from hf_patches.testing import one_by_one, random_sequences, tiny_model
+from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
+from megatron_utils.testing import cpu_stand_in
 from rl_models import Actor, Batch
 from rl_models.backends import BACKENDS
 from rl_models.families import FAMILIES
@@ -18,10 +23,17 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 # Families with images are patched by hf-patches, but the actor loads text models alone.
 CLAIMED: dict[str, Callable[[str], bool]] = {
     "parallel": FAMILIES.__contains__,
+    "megatron": MEGATRON_FAMILIES.__contains__,
     "transformers": lambda family: family in supported_model_types() and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
-ALL = sorted({*FAMILIES, *supported_model_types()})
+ALL = sorted({*FAMILIES, *MEGATRON_FAMILIES, *supported_model_types()})
 CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in ALL if claimed(family)]
+
+
+def axes(family: str, backend: str) -> str:
+    """The forms of parallelism of a cell; experts are divided where there are some."""
+    experts = family in LAYOUTS and LAYOUTS[family].experts
+    return ", ".join(axis for axis in BACKENDS[backend].axes if experts or axis != "ep")
 
 
 def table() -> str:
@@ -30,7 +42,7 @@ def table() -> str:
     heads = ["family", *(f'`backend="{name}"`' for name in BACKENDS)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for family in sorted({family for family, _ in CELLS}):
-        cells = [", ".join(BACKENDS[name].axes) if (family, name) in CELLS else "-" for name in BACKENDS]
+        cells = [axes(family, name) if (family, name) in CELLS else "-" for name in BACKENDS]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -41,6 +53,20 @@ def test_table_is_the_codes() -> None:
     assert printed[1] == table(), "replace the table in README.md by the one above"
 
 
+@contextlib.contextmanager
+def what_it_needs(backend: str) -> Iterator[None]:
+    """Megatron-Core wants a process group, and on a CPU its stand-in."""
+    if backend != "megatron":
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with cpu_stand_in():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("family", "backend"), CELLS)
 def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family: str, backend: str) -> None:
     model = tiny_model(family).eval()
@@ -49,7 +75,8 @@ def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family:
     batch = Batch.from_sequences(sequences)
     with torch.no_grad():
         expected = one_by_one(model, sequences)
-    scored = Actor.from_pretrained(tmp_path, backend=backend, device="cpu").log_probs(batch)
+    with what_it_needs(backend):
+        scored = Actor.from_pretrained(tmp_path, backend=backend, device="cpu").log_probs(batch)
     # transformers scores the next token; an actor's batch holds each token's own.
     starts = batch.first
     torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)

@@ -39,12 +39,13 @@ def wrap_data_parallel(
         use_distributed_optimizer=distributed,
         bucket_size=bucket_size,
     )
-    return [
-        DistributedDataParallel(
-            get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=None
-        )
-        for number, chunk in enumerate(chunks)
-    ]
+    with torch.enable_grad():  # it finds where gradients arrive by a graph of each parameter
+        return [
+            DistributedDataParallel(
+                get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=None
+            )
+            for number, chunk in enumerate(chunks)
+        ]
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:

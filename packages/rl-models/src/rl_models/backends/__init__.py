@@ -41,6 +41,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp"), ("causal_lm", "value")),
+    "megatron": Backend("rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
     "transformers": Backend("rl_models.backends.huggingface", ("dp", "cp"), ("causal_lm", "value")),
 }
 

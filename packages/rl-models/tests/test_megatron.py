@@ -1,0 +1,185 @@
+"""What is particular to `backend="megatron"`: its global state, its optimizer's state, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool, shared_pool
+from rl_models import Actor, Batch
+from rl_models.backends.options import EngineOptions, PipelineOptions
+from rl_models.grid import Grid
+from rl_models.losses import LossTerms
+from rl_models.optimizer import OptimizerOptions
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    return Batch.from_sequences([torch.randint(37, (n,), generator=generator) for n in (7, 3, 12, 5)])
+
+
+def actor_on(path: Path, dims: ParallelDims, **options: Any) -> Actor:
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+    return Actor.from_pretrained(path, backend="megatron", dims=dims, mesh=mesh, device="cpu", **options)
+
+
+def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(-log_probs)
+
+
+def two_grids_on(group: ProcessGroup, path: Path) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.testing import cpu_stand_in
+
+    batch = make_batch()
+    with cpu_stand_in():
+        one, other = actor_on(path, ParallelDims(tp=2)), actor_on(path, ParallelDims(pp=2))
+        before = one.log_probs(batch).log_probs
+        for actor in (one, other, one, other):
+            actor.update(batch, loss)
+        after = one.log_probs(batch).log_probs
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(after, other.log_probs(batch).log_probs, rtol=0, atol=1e-5)
+        with (
+            megatron_grid(ParallelDims(tp=2), ranks=[0, 1]),
+            pytest.raises(RuntimeError, match="a Megatron grid is already active"),
+        ):
+            one.log_probs(batch)
+
+
+def test_actors_on_two_grids_live_in_one_process(ranks: RankPool, model: Path) -> None:
+    ranks.run(two_grids_on, model, world=2)
+
+
+def accumulation_on(group: ProcessGroup, path: Path) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in():
+        engine = actor_on(path, ParallelDims(tp=2)).engine
+        micro_batches = [make_batch().select([i]).packed(multiple_of=2) for i in range(4)]
+
+        def gradients(*calls: range) -> list[Tensor]:
+            engine.drop_gradients()
+            for numbers in calls:
+                part = [micro_batches[i] for i in numbers]
+                engine.forward_backward(part, lambda _, outputs: outputs[0].sum())
+            return [parameter.main_grad.clone() for parameter in engine.module.parameters()]
+
+        for whole, summed in zip(gradients(range(4)), gradients(range(1), range(1, 4)), strict=True):
+            torch.testing.assert_close(whole, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_add_up_over_calls(ranks: RankPool, model: Path) -> None:
+    ranks.run(accumulation_on, model, world=2)
+
+
+def failing_loss_on(group: ProcessGroup, path: Path) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    def wrong(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        raise ValueError("nothing to learn")
+
+    with cpu_stand_in():
+        actor = actor_on(path, ParallelDims(pp=2), max_tokens_per_micro_batch=12)
+        before = actor.log_probs(make_batch()).log_probs
+        with pytest.raises(ValueError, match="nothing to learn"):
+            actor.update(make_batch(), wrong)
+        assert torch.equal(actor.log_probs(make_batch()).log_probs, before)
+
+
+def test_an_error_of_the_loss_is_raised_on_every_stage(ranks: RankPool, model: Path) -> None:
+    ranks.run(failing_loss_on, model, world=2, timeout=60)
+
+
+def optimizer_state_on(group: ProcessGroup, path: Path, dtype: torch.dtype) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    options = {"dtype": dtype, "optimizer": OptimizerOptions(learning_rate=1e-2, weight_decay=0.1)}
+    with cpu_stand_in():
+        one, other = actor_on(path, ParallelDims(), **options), actor_on(path, ParallelDims(), **options)
+        pairs = list(zip(one.engine.module.parameters(), other.engine.module.parameters(), strict=True))
+        assert one.optimizer.state(pairs[0][0]) == {}
+        one.update(make_batch(), loss)
+        with torch.no_grad():
+            for mine, copy in pairs:
+                copy.copy_(mine)
+                state = one.optimizer.state(mine)
+                assert state.keys() >= {"step", "exp_avg", "exp_avg_sq"}
+                assert ("master" in state) == (dtype == torch.bfloat16)
+                other.optimizer.load_state(copy, state)
+        assert len(list(one.optimizer.tensors())) == len(pairs) * (3 if dtype == torch.bfloat16 else 2)
+        first, second = one.update(make_batch(), loss), other.update(make_batch(), loss)
+        assert first == second
+        for mine, copy in pairs:
+            assert torch.equal(mine, copy)
+            for name, value in one.optimizer.state(mine).items():
+                assert torch.equal(value, other.optimizer.state(copy)[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizers_state_comes_out_and_goes_in(ranks: RankPool, model: Path, dtype: torch.dtype) -> None:
+    ranks.run(optimizer_state_on, model, dtype, world=1)
+
+
+def refused_on(group: ProcessGroup, path: Path) -> list[str]:
+    from megatron_utils.testing import cpu_stand_in
+    from rl_models.backends.megatron import load
+
+    grid = Grid.build(ParallelDims(), device="cpu")
+    messages = []
+
+    def attempt(grid: Grid, options: EngineOptions) -> None:
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
+            load(str(path), "causal_lm", grid, options)
+        messages.append(str(error.value))
+
+    attempt(grid, EngineOptions())
+    with cpu_stand_in():
+        attempt(grid, EngineOptions(dtype=torch.float16))
+        attempt(grid, EngineOptions(pipeline=PipelineOptions(schedule="zero-bubble")))
+    return messages
+
+
+def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path) -> None:
+    ((cpu, dtype, schedule),) = ranks.run(refused_on, model, world=1)
+    assert cpu.startswith("backend='megatron' does not compute on device='cpu'")
+    assert "cpu_stand_in()" in cpu
+    assert dtype == "backend='megatron' does not offer dtype=torch.float16; use torch.float32, torch.bfloat16"
+    assert schedule == "backend='megatron' does not offer schedule='zero-bubble'; it offers '1f1b'"
+
+
+def test_a_process_group_is_needed(model: Path) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in(), pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
+        Actor.from_pretrained(model, backend="megatron", device="cpu")
