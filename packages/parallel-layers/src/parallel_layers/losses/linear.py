@@ -38,7 +38,7 @@ def linear_log_probs(
     logit_softcap: float | None = None,
     accumulate_main_grad: bool = False,
     keep_probabilities: bool = False,
-    check_labels: bool | None = None,
+    check_labels: bool = True,
 ) -> LogProbs:
     """Log-probability of each label, and entropy, under a language-model head.
 
@@ -76,8 +76,8 @@ def linear_log_probs(
         accumulate_main_grad: add the weight's gradient to the fp32 tensor `weight_VH.main_grad`; return none.
         keep_probabilities: keep the probabilities, `[T, V]` rounded to bf16, from the forward to the backward, which
             then needs two matrix products instead of three. Where fused kernels run; elsewhere it changes nothing.
-        check_labels: whether to raise for a label outside the vocabulary, which reads the labels on the host. Default:
-            where that costs no synchronisation, on the CPU. Unchecked, such a label gives NaN, no plausible number.
+        check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
+            on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
 
     Returns:
         `LogProbs(log_probs, entropy)`, fp32 `[T]` (fp64 for fp64 inputs, so that gradients can be checked).
@@ -110,7 +110,7 @@ def linear_log_probs(
         float(logit_softcap or 0.0),
         vocab_size,
         ignore_index,
-        labels_T.device.type == "cpu" if check_labels is None else check_labels,
+        check_labels,
         keep_probabilities and torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad),
         sequence_parallel,
         group_name(group),

@@ -28,7 +28,7 @@ def vocab_parallel_log_probs(
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     ignore_index: int = -100,
-    check_labels: bool | None = None,
+    check_labels: bool = True,
 ) -> Tensor:
     """Log-probability of each label: `z_label - logsumexp(z)`, 0 and without gradient where the label is ignored.
 
@@ -40,8 +40,8 @@ def vocab_parallel_log_probs(
         group: the tensor-parallel group; None when the logits are whole.
         vocab_size: the true vocabulary; columns beyond it are padding, invisible here (default: all).
         ignore_index: the label that means "no label".
-        check_labels: whether to raise for a label outside the vocabulary, which reads the labels on the host. Default:
-            where that costs no synchronisation, on the CPU. Unchecked, such a label gives NaN, no plausible number.
+        check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
+            on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
 
     Returns:
         `[...]`, fp32.
@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     smoothing: Smoothing = "torch",
     reduction: Reduction = "mean",
-    check_labels: bool | None = None,
+    check_labels: bool = True,
 ) -> Tensor:
     """Cross-entropy with label smoothing, `-(1 - e) log p_label - e mean_j log p_j`; 0 where the label is ignored.
 
@@ -139,7 +139,7 @@ def _statistics(
     group: ProcessGroup | None,
     vocab_size: int | None,
     ignore_index: int,
-    check_labels: bool | None,
+    check_labels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(log_probs, entropy, logsumexp, mean_logit)` of the shape of the labels."""
     if logits.ndim < 1 or labels.shape != logits.shape[:-1] or not logits.is_floating_point():
@@ -153,7 +153,7 @@ def _statistics(
         labels.reshape(-1),
         _vocab_size(logits, group, vocab_size),
         ignore_index,
-        labels.device.type == "cpu" if check_labels is None else check_labels,
+        check_labels,
         group_name(group),
     )
     log_probs, entropy, logsumexp, mean_logit = (output.view(labels.shape) for output in outputs)

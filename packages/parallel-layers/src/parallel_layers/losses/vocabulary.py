@@ -44,9 +44,14 @@ class LocalVocabulary(NamedTuple):
 
 
 def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise for the first label outside the vocabulary. Reads the labels on the host."""
+    """Raise ValueError for the first label outside the vocabulary; CUDA: assert on the device that there is none.
+
+    As `parallel_layers.embedding.check_token_ids`: reading CUDA labels would stall the host in every step.
+    """
     wrong = ((labels_T < 0) | (labels_T >= vocab_size)) & (labels_T != ignore_index)
-    if wrong.any():
+    if labels_T.is_cuda:
+        torch._assert_async(~wrong.any(), f"a label is outside the vocabulary 0..{vocab_size - 1}")
+    elif wrong.any():
         position = int(wrong.nonzero()[0, 0])
         raise ValueError(
             f"label {int(labels_T[position])} at position {position} is outside the vocabulary of {vocab_size}; "
