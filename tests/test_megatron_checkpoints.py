@@ -21,9 +21,26 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama-biased": ("Llama", {"attention_bias": True}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "deepseek-v3": ("DeepseekV3", LATENT),
     "mistral": ("Mistral", {"sliding_window": 8}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 8}),
@@ -52,9 +69,9 @@ def save_transformers(name: str, folder: Path) -> None:
 
     kind, extra = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES, **extra))
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **extra}))
+    for tensor in model.state_dict().values():
+        tensor.normal_(0, 0.2)
     model.save_pretrained(folder)
 
 
@@ -74,6 +91,11 @@ def there_and_back_on(
     sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in (11, 1, 17, 6)]
     micro_batches = [PackedSequence.from_sequences(sequences[:2], multiple_of=dims.tp)]
     micro_batches.append(PackedSequence.from_sequences(sequences[2:], multiple_of=dims.tp))
+
+    def held(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+        biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+        return {**{name: parameter.data for name, parameter in chunk.named_parameters()}, **biases}
+
     with (
         cpu_stand_in(),
         megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid,
@@ -89,8 +111,7 @@ def there_and_back_on(
         place = {axis: (part.rank(), part.size()) for axis, part in axes.items()}
         places = [Place(**place, vpp=(number, len(chunks))) for number in range(len(chunks))]
         for chunk, where in zip(chunks, places, strict=True):
-            into = {name: parameter.data for name, parameter in chunk.named_parameters()}
-            assert load_hf(source, layout, where, into=into, group=group).keys() == into.keys()
+            assert load_hf(source, layout, where, into=held(chunk), group=group).keys() == held(chunk).keys()
         outputs = run_schedule(chunks, micro_batches, grid, labels=[next_token_labels(part) for part in micro_batches])
         log_probs = [
             rows for part, output in zip(micro_batches, outputs, strict=True) for rows in part.split(output[0])
@@ -99,17 +120,17 @@ def there_and_back_on(
             logits = model(input_ids=ids[None]).logits[0, :-1]
             expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             torch.testing.assert_close(rows[:-1], expected, rtol=1e-5, atol=1e-5)
-        tensors = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
-        save_hf(target, tensors, layout, places, group=group)
+        save_hf(target, [held(chunk) for chunk in chunks], layout, places, group=group)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(ranks: RankPool, tmp_path: Path, name: str, grid: str, request: pytest.FixtureRequest) -> None:
     dims, virtual_stages = GRIDS[grid]
-    if dims.ep > 1 and name not in ("qwen3-moe", "mixtral"):
+    if dims.ep > 1 and name not in ("qwen3-moe", "mixtral", "deepseek-v3"):
         pytest.skip("no experts")
     plain = {("llama", "tp2"), ("qwen2-tied", "tp2 pp2"), ("qwen3", "pp2 vpp2"), ("qwen3-moe", "dp2 ep2")}
+    plain |= {("deepseek-v3", "tp2"), ("llama-biased", "tp2")}
     if (name, grid) not in plain and not request.config.getoption("--slow"):
         pytest.skip("slow: run with --slow")
     source, target = tmp_path / "source", tmp_path / "target"
