@@ -132,8 +132,10 @@ def test_heads_sharded(ranks: RankPool, world: int, heads: int) -> None:
     torch.testing.assert_close(summed, d_x, rtol=1e-5, atol=1e-6)
 
 
-def test_compiles_without_a_graph_break() -> None:
-    norm = RMSNorm(16)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.filterwarnings("error")
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    norm = RMSNorm(16, backend=backend)
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     for tokens in (5, 9):
         x = torch.randn(tokens, 16, requires_grad=True)

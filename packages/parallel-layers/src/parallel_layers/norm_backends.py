@@ -77,6 +77,10 @@ def check_norm_backend(name: str) -> None:
         raise ValueError(f"backend={name!r} needs {BACKENDS[name].needs}; use 'auto' or one of {installed}")
 
 
+# To torch.compile the answer is a constant, not code to trace; see `attention.backends.choose_backend`.
+check_norm_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def choose_norm_backend(name: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> str:
     """The backend for these tensors: `name` itself, or for "auto" triton if it takes them, else torch.
 
