@@ -72,7 +72,7 @@ def run_on(
         load_transformers_state(chunks, state())
         wrapped = wrap_data_parallel(chunks, grid)
         packed = [
-            PackedSequence.from_sequences([sequences[i] for i in members], multiple_of=dims.tp)
+            PackedSequence.from_sequences([sequences[i] for i in members], multiple_of=dims.tp * 2 * dims.cp)
             for members in MICRO_BATCHES
         ]
         labels = [next_token_labels(part) for part in packed]
@@ -127,6 +127,8 @@ GRIDS = [
     (ParallelDims(pp=2), 2, SELECTIVE),
     (ParallelDims(dp=2, ep=2), None, {}),
     (ParallelDims(pp=2), None, {"layers_per_stage": [1, 3]}),
+    (ParallelDims(cp=2), None, FULL),
+    (ParallelDims(cp=2, tp=2), None, {"cp_comm_type": "a2a"}),
 ]
 
 

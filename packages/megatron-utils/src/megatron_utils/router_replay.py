@@ -22,8 +22,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_utils.gpt.modules import CONTEXT_PARALLEL
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import PackedSequence
+from parallel_layers.context_parallel import split_sequence
 from parallel_layers.moe import RouterReplay
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -61,7 +63,11 @@ class _Hook:
         self._session = session
         # Megatron counts layers from 1.
         self._layer = router.layer_number - 1
-        self._group: ProcessGroup | None = router.tp_group if router.config.sequence_parallel else None
+        self._tp: ProcessGroup | None = router.tp_group if router.config.sequence_parallel else None
+        self._cp: ProcessGroup = router.cp_group
+        # Those among whom the tokens of a pack are divided.
+        self._everyone: ProcessGroup = router.tp_cp_group
+        self._layout = CONTEXT_PARALLEL[router.config.cp_comm_type][1]
         self._to_recompute: deque[RouterReplay] = deque()
 
     def get_replay_topk(
@@ -78,16 +84,21 @@ class _Hook:
         else:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
-        if self._group is None or self._group.size() == 1:
+        size = self._cp.size() * (self._tp.size() if self._tp else 1)
+        if size == 1:
             experts = replay.select(self._layer, chosen)
-        elif replay.recording:
-            everyone = [torch.empty_like(chosen) for _ in range(self._group.size())]
-            dist.all_gather(everyone, chosen.contiguous(), group=self._group)
-            replay.select(self._layer, torch.cat(everyone))
-            experts = chosen
         else:
-            experts = replay.select(self._layer, chosen, first_token=self._group.rank() * len(chosen))
+            mine = self._places(len(chosen) * size, chosen.device)
+            whole = chosen.new_full((len(chosen) * size, topk), -1).index_copy_(0, mine, chosen)
+            if replay.recording:
+                dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self._everyone)
+            experts = replay.select(self._layer, whole)[mine]
         return scores.gather(1, experts), experts
+
+    def _places(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens stand in the pack: `[T']` int64."""
+        places = split_sequence(torch.arange(num_tokens, device=device), self._cp, layout=self._layout)
+        return places if self._tp is None else places.chunk(self._tp.size())[self._tp.rank()]
 
 
 @contextlib.contextmanager
