@@ -1,0 +1,55 @@
+"""torch.compile with its own backend, which generates and builds C++ here: linear layers and losses as one graph.
+
+The other tests of compilation, beside the layers', take the backend "aot_eager", which traces the same graphs.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.losses import linear_log_probs, vocab_parallel_cross_entropy
+from parallel_layers.testing import RankPool
+
+
+def two_lengths(group: ProcessGroup, sp: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Compiled and eager: a loss and the gradients of the input and of every parameter."""
+    torch._dynamo.reset()
+    up = ColumnParallelLinear(8, 12, bias=True, group=group, sequence_parallel=sp)
+    down = RowParallelLinear(12, 8, bias=True, group=group, sequence_parallel=sp)
+    head = torch.randn(5, 8, requires_grad=True)
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        hidden = down(F.gelu(up(x)))
+        log_probs = linear_log_probs(hidden, head, labels, group=group, sequence_parallel=sp).log_probs
+        if sp:
+            hidden = gather_from_sequence_parallel(hidden, group)
+        return log_probs.sum() + vocab_parallel_cross_entropy(hidden @ head.T, labels, group=group)
+
+    compiled = torch.compile(loss, fullgraph=True)
+    results = []
+    for tokens in (8, 12):
+        x = torch.randn(tokens // group.size() if sp else tokens, 8, requires_grad=True)
+        labels = torch.randint(10, (tokens,))
+        leaves = [x, head, *up.parameters(), *down.parameters()]
+        value, expected = compiled(x, labels), loss(x, labels)
+        results.append(
+            ([value, *torch.autograd.grad(value, leaves)], [expected, *torch.autograd.grad(expected, leaves)])
+        )
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("sp", [False, True])
+def test_linears_and_losses_compile_without_a_graph_break(ranks: RankPool, sp: bool) -> None:
+    for results in ranks.run(two_lengths, sp, world=2, timeout=600):
+        for compiled, eager in results:
+            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
