@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +95,13 @@ def with_float8(
     """The same model with the products of its parallel linears in FP8: forward, dx and dW.
 
     The parameters stay in their dtype and are rounded to FP8 for each product. Collectives, biases and sums over the
-    ranks are in the activations' dtype, as without FP8; tokens are padded with zeros to what the recipe needs.
+    ranks are as without FP8 (the parts that are summed are in the activations' dtype); tokens are padded with zeros to
+    what the recipe needs.
 
     The result is a view (`views.view_of`), for training and inference: its parameters are the very ones of `model`,
     which is not changed. Each linear says in `float8` whether it computes in FP8. Those do not that are left out by
     `where`, whose sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"), or that have
-    key-value heads on several ranks, `accumulate_main_grad`, `output_dtype` or `reduce_dtype`.
+    key-value heads on several ranks, `accumulate_main_grad` or `output_dtype`.
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
@@ -130,12 +130,12 @@ def with_float8(
             f"no linear of the model can be in FP8: recipe={config.recipe!r} needs multiples of {multiple}"
         )
 
-    def change(module: nn.Module, own: dict[str, Any]) -> None:
+    def change(module: nn.Module, view: nn.Module) -> None:
         if isinstance(module, Linear):
-            own["float8"] = module in chosen
+            view.__dict__["float8"] = module in chosen
             if module in chosen:
                 product = _Product(module.weight_shape, _dtype_of(module), config)
-                own["forward"] = (
+                view.__dict__["forward"] = (
                     partial(_row, module, product)
                     if isinstance(module, RowParallelLinear)
                     else partial(_column, module, product)
@@ -145,7 +145,7 @@ def with_float8(
 
 
 def _is_able(layer: Linear, multiple: int) -> bool:
-    plain = not layer.accumulate_main_grad and layer.output_dtype is None and layer.reduce_dtype is None
+    plain = not layer.accumulate_main_grad and layer.output_dtype is None
     divides = all(size % multiple == 0 for size in layer.weight_shape)
     return plain and divides and layer.weight is not None and getattr(layer, "shared_rows", None) is None
 
@@ -188,9 +188,9 @@ def _column(layer: Column, product: _Product, x: Tensor, weight: Tensor | None =
         return layer.forward(x, weight)
     assert layer.weight is not None
     if layer.sequence_parallel:
-        x = gather_from_sequence_parallel(x, layer.group)
+        x = gather_from_sequence_parallel(x, layer.group, reduce_dtype=layer.reduce_dtype)
     elif layer.reduce_gradient:
-        x = copy_to_tensor_parallel(x, layer.group)
+        x = copy_to_tensor_parallel(x, layer.group, reduce_dtype=layer.reduce_dtype)
     y = product(x, layer.weight)
     if layer.bias is not None and not layer.defer_bias:
         y = y + layer.bias
@@ -206,6 +206,6 @@ def _row(layer: RowParallelLinear, product: _Product, x: Tensor, weight: Tensor 
         x = scatter_to_tensor_parallel(x, layer.group)
     y = product(x, layer.weight)
     total = reduce_scatter_to_sequence_parallel if layer.sequence_parallel else reduce_from_tensor_parallel
-    y = total(y, layer.group)
+    y = total(y, layer.group, reduce_dtype=layer.reduce_dtype)
     bias = None if layer.defer_bias else layer.deferred_bias()
     return y if bias is None else y + bias

@@ -130,6 +130,28 @@ def _run_options(group: ProcessGroup, x: Tensor) -> None:
             for_inference(rows[0])(x[:3, :4])
 
 
+@torch.no_grad()
+def _run_bf16(group: ProcessGroup, x: Tensor) -> list[tuple[bool, list[str]]]:
+    """Whether the view computes what its layer does, and what overlapped, by the dtype of the sums."""
+    layer = RowParallelLinear(8, 4, group=group, sequence_parallel=True, dtype=torch.bfloat16)
+    x = x[:, :4].bfloat16()
+    results = []
+    with stand_in_for_symmetric_memory() as called:
+        for dtype in (None, torch.float32, torch.bfloat16):
+            called.clear()
+            ours = for_inference(layer, reduce_dtype=dtype)(x)
+            results.append((torch.equal(ours, layer(x)), list(called)))
+    assert layer.reduce_dtype is None
+    return results
+
+
+def test_sums_are_as_exact_as_in_training(ranks: RankPool) -> None:
+    """bf16 parts are summed only when they are asked for."""
+    torch.manual_seed(0)
+    for results in ranks.run(_run_bf16, 100 * torch.randn(64, 8), world=2):
+        assert results == [(True, []), (True, []), (False, ["scatter"])]
+
+
 def test_options(ranks: RankPool) -> None:
     ranks.run(_run_options, torch.randn(TOKENS, 8), world=2)
 
@@ -218,7 +240,7 @@ def _run_on_gpus(group: ProcessGroup, dtype: torch.dtype) -> str | None:
     for tokens in (1, 7, 128, 2000):
         x = torch.randn(tokens, 256, device=device).to(dtype)
         for layer in (column, row):
-            view = for_inference(layer, backend="symmetric-memory")
+            view = for_inference(layer, backend="symmetric-memory", reduce_dtype=dtype)
             ours, theirs = view(x), layer(x)
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
             x = theirs

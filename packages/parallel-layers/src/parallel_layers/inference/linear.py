@@ -3,8 +3,8 @@
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,14 @@ def available_linear_backends(group: ProcessGroup | None, device: torch.device |
     return BACKENDS if why_not_symmetric_memory(group, torch.device(device)) is None else BACKENDS[1:]
 
 
-def for_inference(model: Model, *, backend: str = "auto") -> Model:
+def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dtype | None = None) -> Model:
     """The same model for inference: other code in its parallel linears, the same parameters.
 
     Under sequence parallelism a column-parallel layer multiplies the tokens of one rank while it copies those of the
     next, and a row-parallel one sends the sums of one while it multiplies the next, where the GPUs can
     (`available_linear_backends`). Everything else is computed by the trained layers' own code, bitwise as in training:
-    layers without sequence parallelism, other backends, and calls that do not fit (no tokens; `output_dtype`,
-    `reduce_dtype` or `gather_output`).
+    layers without sequence parallelism, other backends, and calls that do not fit (no tokens; `output_dtype` or
+    `gather_output`; sums in a wider dtype than the input's).
 
         fast = for_inference(model)
         with torch.no_grad():
@@ -54,8 +54,8 @@ def for_inference(model: Model, *, backend: str = "auto") -> Model:
     The result is a view (`views.view_of`), in evaluation mode: its parameters are the very ones of `model`, which is
     not changed.
 
-    An overlapping row-parallel product rounds each rank's part to the input's dtype before it sums them, in fp32. A
-    layer with `reduce_dtype=torch.float32` keeps its own code.
+    An overlapping row-parallel product rounds each rank's part to the input's dtype before it sums them (in fp32), so
+    a bf16 layer takes it only with `reduce_dtype=torch.bfloat16`: its default are sums of fp32 parts.
 
     Every rank has to call it. Communication: `why_not_symmetric_memory`'s, once for each group.
 
@@ -63,6 +63,7 @@ def for_inference(model: Model, *, backend: str = "auto") -> Model:
         model: Any module.
         backend: "auto", or one that must be taken: "symmetric-memory" or "collectives". Each linear says in
             `inference_backend` which it got.
+        reduce_dtype: In the place of the linears' own; None: as in training.
 
     Returns:
         A view of the model, to be called under `torch.no_grad()`.
@@ -77,18 +78,19 @@ def for_inference(model: Model, *, backend: str = "auto") -> Model:
         if isinstance(module, Linear) and (group := _group_of(module)) not in chosen:
             chosen[group] = _choose(backend, group, next(model.parameters()).device)
 
-    def change(module: nn.Module, own: dict[str, Any]) -> None:
+    def change(module: nn.Module, view: nn.Module) -> None:
+        own = view.__dict__
         own["training"] = False
-        if not isinstance(module, Linear):
+        if not isinstance(view, Linear):
             return
+        if reduce_dtype is not None:
+            own["reduce_dtype"] = reduce_dtype
         if "forward" in own:  # a view already, of this kind or in FP8
             own.setdefault("inference_backend", "collectives")
             return
-        own["inference_backend"] = chosen[_group_of(module)]
+        own["inference_backend"] = chosen[_group_of(view)]
         if own["inference_backend"] == "symmetric-memory":
-            own["forward"] = (
-                partial(_row, module) if isinstance(module, RowParallelLinear) else partial(_column, module)
-            )
+            own["forward"] = partial(_row, view) if isinstance(view, RowParallelLinear) else partial(_column, view)
 
     return view_of(model, change)
 
@@ -110,16 +112,22 @@ def _group_of(layer: Linear) -> ProcessGroup | None:
 def _column(layer: Column, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """A column-parallel layer's forward: `[T/n, ..., I]` -> `[T, ..., O/n]`."""
     if layer.output_dtype not in (None, x.dtype) or getattr(layer, "gather_output", False) or not x.numel():
-        return layer.forward(x, weight)
+        return _trained(layer, x, weight)
     return gather_matmul(x, *_operands(layer, x, weight))
 
 
 def _row(layer: RowParallelLinear, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """A row-parallel layer's forward: `[T, ..., I/n]` -> `[T/n, ..., O]`."""
-    other_dtype = layer.output_dtype not in (None, x.dtype) or layer.reduce_dtype not in (None, x.dtype)
-    if other_dtype or not layer.input_is_parallel or not x.numel():
-        return layer.forward(x, weight)
+    wider = layer.output_dtype not in (None, x.dtype) or comm.sum_dtype(x, layer.reduce_dtype) != x.dtype
+    if wider or not layer.input_is_parallel or not x.numel():
+        return _trained(layer, x, weight)
     return matmul_reduce_scatter(x, *_operands(layer, x, weight))
+
+
+def _trained(layer: Linear, x: Tensor, weight: Tensor | None) -> Tensor:
+    """The forward of the layer's class, which the view's stands before."""
+    forward: Callable[..., Tensor] = type(layer).forward
+    return forward(layer, x, weight)
 
 
 def _operands(layer: Linear, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None, ProcessGroup]:
