@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -35,12 +36,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, view_of, write_box
+from ckpt.boxio import IOCounter, StagingPool, read_box, view_of
 from ckpt.config import read_json_file
 from ckpt.dtypes import DTYPES, dtype_name
-from ckpt.files import FilePlan, create_files, write_json
+from ckpt.files import write_json
 from ckpt.header import read_header
-from ckpt.pieces import Box, Shape, extents, full_box
+from ckpt.pieces import Box, Shape, extents
+from ckpt.relay import write_own_file
 
 METADATA = "metadata.json"
 
@@ -128,8 +130,9 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 class SafetensorsWriter(StorageWriter):
     """One safetensors file a rank, and `metadata.json` by the coordinator."""
 
-    def __init__(self, folder: Path, counter: IOCounter) -> None:
+    def __init__(self, folder: Path, group: ProcessGroup | None, counter: IOCounter) -> None:
         self._folder = folder
+        self._group = group
         self._counter = counter
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -149,20 +152,12 @@ class SafetensorsWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync this rank's file."""
+        """Write and sync this rank's file, or have it written (`ckpt.relay`)."""
         tensors = {_key(item.index.fqn, item.index.offset or torch.Size()): item for item in plan.items}
-        memory = {key: planner.resolve_data(item) for key, item in tensors.items()}
-        shapes = {
-            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in memory.items() if isinstance(tensor, Tensor)
-        }
-        layout = FilePlan({plan.storage_data: shapes}, {}, False)
-        create_files(self._folder, layout)
-        stagings = StagingPool()
-        with FileForWriting(self._folder / plan.storage_data) as fd:
-            for key, (_, info) in layout.tensors.items():
-                tensor = memory[key]
-                assert isinstance(tensor, Tensor)
-                write_box(fd, info, full_box(info.shape), tensor, stagings.on(tensor.device), self._counter)
+        resolved = {key: planner.resolve_data(item) for key, item in tensors.items()}
+        memory = {key: tensor for key, tensor in resolved.items() if isinstance(tensor, Tensor)}
+        layout = write_own_file(self._folder, plan.storage_data, memory, self._group, self._counter)
+        assert layout is not None
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [

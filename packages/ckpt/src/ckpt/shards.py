@@ -6,7 +6,6 @@ places in the order of `Grid.places()`. A file's tensors are `weights/LOCAL` and
 each of its slots.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +18,16 @@ from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
-from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.boxio import IOCounter, StagingPool, read_box
 from ckpt.config import load_config, read_json_file
 from ckpt.families import family_of
-from ckpt.files import FilePlan, create_files, write_json
+from ckpt.files import write_json
 from ckpt.header import Header, TensorInfo, read_header
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
 from ckpt.pieces import full_box
 from ckpt.place import Grid, Place
+from ckpt.relay import write_own_file
 
 LAYOUT = "layout.json"
 WEIGHTS = "weights"
@@ -153,7 +153,8 @@ def save_shards(
 ) -> None:
     """Write a sharded checkpoint: each place's tensors, and its optimizer's state, in a file of its own; atomically.
 
-    Of several ranks at one place the first writes. The ranks share a file system.
+    Of several ranks at one place the first writes. Files of ranks that do not reach the folder are written by one that
+    does, tensor by tensor.
 
     Raises:
         ValueError: the ranks' places are not a whole grid, or tensors do not fit; on every rank.
@@ -186,8 +187,9 @@ def save_shards(
         count = IOCounter() if counter is None else counter
 
         def write() -> None:
-            if held.index(place) == rank:
-                _write_place(folder, places.index(place), len(places), own, count)
+            mine = held.index(place) == rank
+            file = shard_name(places.index(place), len(places)) if mine else None
+            write_own_file(folder, file, own, group, count)
 
         agree(write, group)
 
@@ -203,18 +205,6 @@ def save_shards(
         if writer is not None:
             writer.discard()
         raise
-
-
-def _write_place(folder: Path, index: int, count: int, tensors: Mapping[str, Tensor], counter: IOCounter) -> None:
-    file = shard_name(index, count)
-    plan = FilePlan({file: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}}, {}, False)
-    create_files(folder, plan)
-    stagings = StagingPool()
-    with FileForWriting(folder / file) as fd:
-        for name, (_, info) in plan.tensors.items():
-            tensor = tensors[name]
-            if math.prod(info.shape):
-                write_box(fd, info, full_box(info.shape), tensor, stagings.on(tensor.device), counter)
 
 
 def load_shards(

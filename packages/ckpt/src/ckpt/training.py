@@ -242,7 +242,7 @@ def _write(
         with _torch_checkpoint(group):
             save(
                 {},
-                storage_writer=SafetensorsWriter(path, counter),
+                storage_writer=SafetensorsWriter(path, group, counter),
                 planner=BoxSavePlanner(boxes),
                 process_group=group,
                 no_dist=group is None,
