@@ -194,6 +194,35 @@ def test_a_segment_never_feels_another_bit_for_bit(backend: str, dtype: torch.dt
                 assert torch.equal(x[start:end], y[start:end])
 
 
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), backend=st.sampled_from(CPU_BACKENDS), window=st.none() | st.integers(1, 300))
+def test_packed_equals_one_by_one(data: st.DataObject, backend: str, window: int | None) -> None:
+    """Empty, single, short and long segments, whose total divides nothing; and each keeps its bits among others."""
+    lengths = data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 31, 64, 65, 129]), min_size=1, max_size=6))
+    chosen = data.draw(st.integers(0, len(lengths) - 1))
+    torch.manual_seed(sum(lengths))
+    cu_seqlens, (start, end) = boundaries(lengths), boundaries(lengths)[chosen : chosen + 2].tolist()
+    leaves, seed = inputs(sum(lengths), 2, 1, 4), torch.randn(sum(lengths), 2, 4).double()
+    arguments = {"window": window, "backend": backend}
+    packed = packed_attention(*leaves, cu_seqlens, max(lengths), **arguments)
+    alone = [
+        packed_attention(*parts, boundaries([len(parts[0])]), len(parts[0]), **arguments)
+        for parts in zip(*(leaf.split(lengths) for leaf in leaves), strict=True)
+    ]
+    assert_same_with_gradients(packed, torch.cat(alone), leaves)
+
+    others = torch.ones(sum(lengths), 1, 1, dtype=torch.bool)
+    others[start:end] = False
+    results = []
+    for change in (False, True):
+        changed = [
+            torch.where(others & change, x.detach() * 3 + 1, x.detach()).requires_grad_() for x in (*leaves, seed)
+        ]
+        out = packed_attention(*changed[:3], cu_seqlens, max(lengths), **arguments)
+        results.append([out, *torch.autograd.grad(out, changed[:3], changed[3])])
+    assert all(torch.equal(x[start:end], y[start:end]) for x, y in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_nothing_to_do(backend: str) -> None:
     for lengths in ([], [0], [0, 0, 0]):
