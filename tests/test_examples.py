@@ -1,9 +1,12 @@
-"""The programs in `examples/`, and the one in rl-models' README, run under torchrun as printed."""
+"""The programs in `examples/`, and those in rl-models' README, run as printed: under torchrun, or over Ray."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from rl_models.quickstart.task import make_checkpoint
 
@@ -18,6 +21,23 @@ def torchrun(program: Path) -> str:
     return result.stdout
 
 
+def over_ray(program: Path) -> str:
+    """What a program prints that starts a Ray of its own."""
+    # Without these the workers start by `uv run`, as this process may have, and Ray writes a token to the home folder.
+    settings = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {**os.environ, **settings}
+    command = [sys.executable, str(program)]
+    result = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def readme_programs(checkpoint: Path) -> list[str]:
+    """The programs in rl-models' README; `checkpoint` becomes the folder that they start from."""
+    make_checkpoint(checkpoint, seed=0)
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "packages/rl-models/README.md").read_text(), re.S | re.M)
+
+
 def test_critic_on_another_grid_learns() -> None:
     output = torchrun(ROOT / "examples" / "critic_on_another_grid.py")
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
@@ -25,9 +45,24 @@ def test_critic_on_another_grid_learns() -> None:
     assert rewards[-1] > 3 * rewards[0]
 
 
-def test_the_program_in_the_readme_of_rl_models(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", seed=0)
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "packages/rl-models/README.md").read_text(), re.S | re.M)
-    (tmp_path / "program.py").write_text(program)
+def test_the_first_program_in_the_readme_of_rl_models(tmp_path: Path) -> None:
+    first, _ = readme_programs(tmp_path / "checkpoint")
+    (tmp_path / "program.py").write_text(first)
     torchrun(tmp_path / "program.py")
     assert (tmp_path / "learned" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_program_over_ray_in_the_readme_of_rl_models(tmp_path: Path) -> None:
+    _, second = readme_programs(tmp_path / "checkpoint")
+    (tmp_path / "program.py").write_text(second)
+    assert "value_error" in over_ray(tmp_path / "program.py")
+    assert (tmp_path / "run" / "actor" / "latest").exists()
+
+
+@pytest.mark.slow
+def test_ppo_over_ray_learns() -> None:
+    output = over_ray(ROOT / "examples" / "ray_ppo.py")
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
+    assert len(rewards) == 20
+    assert rewards[-1] > 3 * rewards[0]

@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 # Read when Ray is imported. Under `uv run` Ray would start each worker by `uv run` again, in a copy of the project.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Otherwise Ray writes a token to the home folder.
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -172,27 +172,3 @@ def test_a_call_behind_a_failed_one_is_not_run(pair: tuple[RayModelGroup, RayMod
     with pytest.raises(ZeroDivisionError, match="the reason"):
         first.result()
     assert actor.apply(lambda worker: "run") == ["run", "run"]
-
-
-def test_the_end_leaves_nothing(ray_cluster: Any, checkpoint: Path) -> None:
-    import ray
-
-    def running() -> list[str]:
-        return [group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-
-    before = len(running())
-    with pytest.raises(ValueError, match=r"num_attention_heads=4|divisible"):
-        RayModelGroup(Actor, ParallelDims(tp=3), checkpoint, resources=Resources(device="cpu"))
-    assert len(running()) == before
-    group = RayModelGroup(Actor, ParallelDims(), checkpoint, resources=Resources(device="cpu"))
-    pid = group.seats[0].pid
-    assert len(running()) == before + 1
-    group.shutdown()
-    group.shutdown()
-    assert len(running()) == before
-    deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")
-    with pytest.raises(ValueError, match="Actor has been shut down"):
-        group.log_probs(make_batch())

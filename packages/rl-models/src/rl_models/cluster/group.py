@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from rl_models.cluster.methods import METHODS, Join
 from rl_models.cluster.placement import Placement, Share
 from rl_models.cluster.ranks import Ranks, Stand
 from rl_models.cluster.resources import Resources, import_ray
+from rl_models.launch import RankFailed
 from rl_models.losses import LossTerms
 from rl_models.worker import Worker
 
@@ -164,12 +166,24 @@ class RayModelGroup:
         self.submit("save_pretrained", os.path.abspath(path)).result()
 
     def save_training(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """As `Worker.save_training`; `restart` goes back to the last one."""
+        """As `Worker.save_training`; `restart` goes back to the latest checkpoint in this folder."""
         self.submit("save_training", path, **options).result()
 
-    def load_training(self, path: str | os.PathLike[str]) -> Any:
+    def load_training(self, path: str | os.PathLike[str], **options: Any) -> Any:
         """As `Worker.load_training`."""
-        return self.submit("load_training", path).result()
+        return self.submit("load_training", path, **options).result()
+
+    def wait_for_save(self) -> None:
+        """As `Worker.wait_for_save`."""
+        self.submit("wait_for_save").result()
+
+    def offload(self, **which: bool) -> int:
+        """As `Worker.offload`, on every rank; returns the bytes that all of them together gave up."""
+        return self.submit("offload", **which).result()
+
+    def onload(self, **which: bool) -> None:
+        """As `Worker.onload`, on every rank."""
+        self.submit("onload", **which).result()
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(worker, *args, **kwargs)` on every rank, `worker` being the `Actor` or `Critic` there.
@@ -185,7 +199,8 @@ class RayModelGroup:
         Where a node is gone, Ray finds another for its part of the placement. Futures of the old ranks fail.
 
         Args:
-            checkpoint: default the last that this group saved or loaded; one that was never updated needs none.
+            checkpoint: the folder of `save_training`; default the last that this group saved to or loaded from. One
+                that was never updated needs none.
 
         Returns:
             What `load_training` returned; None without a checkpoint.
@@ -201,8 +216,16 @@ class RayModelGroup:
                 "as you go, pass restart(checkpoint), or make a new RayModelGroup to start over"
             )
         self._running().end()
-        self.placement.wait()
-        self._start()
+        deadline = time.monotonic() + self.placement.resources.timeout
+        while True:
+            self.placement.wait()
+            try:
+                self._start()
+                break
+            except RankFailed:
+                # Ray may learn only now that a node of the placement is gone.
+                if time.monotonic() > deadline:
+                    raise
         self.ready()
         return None if checkpoint is None else self.load_training(checkpoint)
 
@@ -235,8 +258,8 @@ class RayModelGroup:
         replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]
         parts: list[Any] | None = None
         join: Join = operator.itemgetter(0)
-        if method.everywhere:
-            replies, join = list(range(len(places))), list
+        if method.gather is not None:
+            replies, join = list(range(len(places))), method.gather
         elif method.split is not None:
             if not args:
                 raise ValueError(f"{name} takes the whole batch, or all prompts, as its first argument")

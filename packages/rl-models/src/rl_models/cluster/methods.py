@@ -17,7 +17,7 @@ from parallel_layers.embedding import check_token_ids
 from rl_models.batch import Batch
 
 Division = list[list[int]]
-# The results of the dp ranks, in order -> that of the whole.
+# The results of ranks, in order -> that of the whole.
 Join = Callable[[list[Any]], Any]
 
 
@@ -26,14 +26,14 @@ class Method:
     """One row of `METHODS`.
 
     Attributes:
-        split: from the first argument to each dp rank's part of it, and the function that joins their results; None:
-            every rank gets the same arguments, and the first rank's result is returned.
-        everywhere: whether every rank's result is returned, as a list in order of rank.
+        split: from the first argument to each dp rank's part of it, and the function that joins their results. Without
+            it every rank gets the same arguments; without `gather` either, the first rank's result is returned.
+        gather: makes the result of all ranks' results, in order of rank.
         changes: whether it changes what a rank holds. If it fails on some ranks alone, they no longer hold one model.
     """
 
     split: Callable[[Any, int, int], tuple[list[Any], Join]] | None = None
-    everywhere: bool = False
+    gather: Join | None = None
     changes: bool = False
 
 
@@ -97,11 +97,12 @@ METHODS: dict[str, Method] = {
     "update": Method(for_all, changes=True),
     "save_pretrained": Method(),
     "save_training": Method(),
+    "wait_for_save": Method(),
     "load_training": Method(changes=True),
-    "offload": Method(changes=True),
+    "offload": Method(gather=sum, changes=True),
     "onload": Method(changes=True),
-    "apply": Method(everywhere=True, changes=True),
-    "load": Method(everywhere=True, changes=True),
+    "apply": Method(gather=list, changes=True),
+    "load": Method(gather=list, changes=True),
 }
 
 

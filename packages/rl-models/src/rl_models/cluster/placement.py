@@ -24,7 +24,8 @@ class Placement:
         resources: what each bundle holds, and how the bundles are spread; default `Resources()`.
 
     Groups stand on it by `RayModelGroup(..., resources=placement.share(0.5))`: groups with shares that add up to 1 are
-    on the same devices, each in processes of its own. Use it as a context manager, or call `remove`.
+    on the same devices, each in processes of its own. `group` is Ray's own handle. Use it as a context manager, or call
+    `remove`.
 
     Raises:
         ValueError: Ray is not installed, or the cluster has no room within `resources.timeout`; says what it has.
@@ -40,8 +41,8 @@ class Placement:
         self.accelerator = self.resources.accelerator(ray.cluster_resources())
         self.bundle = self.resources.bundle(self.accelerator)
         self.free = [1.0] * devices
-        self._group = ray.util.placement_group([self.bundle] * devices, strategy=self.resources.strategy)
-        self._finalizer = weakref.finalize(self, _remove, self._group)
+        self.group = ray.util.placement_group([self.bundle] * devices, strategy=self.resources.strategy)
+        self._finalizer = weakref.finalize(self, _remove, self.group)
         try:
             self.wait()
         except BaseException:
@@ -77,7 +78,7 @@ class Placement:
         ray = import_ray()
         deadline = time.monotonic() + self.resources.timeout
         while True:
-            table = ray.util.placement_group_table(self._group)
+            table = ray.util.placement_group_table(self.group)
             nodes: dict[int, str] = table.get("bundles_to_node_id", {})
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             if table["state"] == "CREATED" and set(nodes.values()) <= alive:
@@ -125,7 +126,7 @@ class Placement:
             "num_gpus": amounts.pop("GPU", 0),
             "resources": amounts,
             "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=bundle
+                self.group, placement_group_bundle_index=bundle
             ),
         }
 

@@ -120,7 +120,8 @@ class Ranks:
     def _settle(self, outcome: Outcome) -> None:
         """Learn from the end of a call whether the next one can be run."""
         if outcome.died is not None:
-            self._broken = str(outcome.died)
+            died = outcome.died
+            self._broken = f"rank {died.rank} (node {died.node}) died during {died.method}"
         elif outcome.raised:
             failed = ", ".join(map(str, sorted(outcome.raised)))
             methods = sorted({raised.method for raised in outcome.raised.values()})

@@ -1,0 +1,95 @@
+"""PPO over Ray: an actor on dp 2 and its critic on tp 2, on the same devices; this program is no rank itself.
+
+    python examples/ray_ppo.py [CHECKPOINT]       on this machine
+    ray job submit --working-dir . -- python examples/ray_ppo.py CHECKPOINT       on a cluster
+
+The task is the quickstart's: go on with the alphabet. CHECKPOINT is a folder that every node sees; without one, a small
+random model is made. After the loss of a rank the run goes on from its last training checkpoint.
+"""
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+# Read when Ray is imported: its workers use this environment, also where this program was started by `uv run`.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import ray
+import torch
+from torch import Tensor
+
+from parallel_layers import ParallelDims
+from rl_models import Actor, Batch, Critic, OptimizerOptions, Placement, RankDied, RayModelGroup, Resources, losses
+from rl_models.quickstart.task import correct, make_checkpoint, make_prompts
+
+RESPONSE_LENGTH = 8
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    surrogate = losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
+    return surrogate + losses.entropy_bonus(entropy, 0.02)
+
+
+def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.value_clip(values, batch["old_values"], batch["returns"])
+
+
+def ppo_step(actor: RayModelGroup, critic: RayModelGroup, step: int) -> str:
+    prompts = make_prompts(64, random.Random(step))
+    batch = actor.generate(prompts, max_new_tokens=RESPONSE_LENGTH, seed=step)
+    # Both work at the same time; a result is waited for where it is needed.
+    values = critic.submit("values", batch)
+    old_log_probs = actor.log_probs(batch).log_probs
+
+    earned = torch.where(batch.mask, correct(batch.tokens.roll(1), batch.tokens) / RESPONSE_LENGTH, 0)
+    advantages, returns = losses.gae(earned, values.result(), batch.mask, batch.lengths, gamma=0.9, lam=0.9)
+    batch = batch.with_fields(
+        old_log_probs=old_log_probs,
+        old_values=values.result(),
+        advantages=losses.whiten(advantages, batch.mask),
+        returns=returns,
+    )
+    for _ in range(2):
+        learned = actor.submit("update", batch, policy_loss), critic.submit("update", batch, value_loss)
+    policy, value = (future.result() for future in learned)
+    reward = float(batch.sum_by_sequence(earned).mean())
+    return f"reward {reward:.3f}, gradient norm {policy['grad_norm']:.3f}, value error {value['value_error']:.4f}"
+
+
+def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
+    optimizer = OptimizerOptions(learning_rate=3e-3)
+    with Placement(2, Resources(strategy="PACK")) as placement:
+        half = {"resources": placement.share(0.5), "optimizer": optimizer, "wait": False}
+        with (
+            RayModelGroup(Actor, ParallelDims(dp=2), checkpoint, name="actor", **half) as actor,
+            RayModelGroup(Critic, ParallelDims(tp=2), checkpoint, name="critic", **half) as critic,
+        ):
+            step = 0
+            while step < steps:
+                try:
+                    if step % save_every == 0:
+                        actor.save_training(run / "actor", step=step, keep=2)
+                        critic.save_training(run / "critic", step=step, keep=2)
+                    print(f"step {step}: {ppo_step(actor, critic, step)}", flush=True)
+                    step += 1
+                except RankDied as death:
+                    print(f"{death}\nback to the last training checkpoint", flush=True)
+                    step = min(group.restart().step for group in (actor, critic))
+                    # Where the death came between the two saves, one of them is ahead.
+                    actor.load_training(run / "actor", step=step)
+                    critic.load_training(run / "critic", step=step)
+            actor.save_pretrained(run / "learned")
+
+
+if __name__ == "__main__":
+    # On a cluster the environment says where Ray is; on a single machine this starts it.
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": max(2, os.cpu_count() or 1)}))
+    with tempfile.TemporaryDirectory() as folder:
+        if len(sys.argv) > 1:
+            main(Path(sys.argv[1]), Path("ray_ppo"), steps=200, save_every=20)
+        else:
+            make_checkpoint(Path(folder) / "start", seed=0)
+            main(Path(folder) / "start", Path(folder) / "run", steps=20, save_every=10)
+    ray.shutdown()
