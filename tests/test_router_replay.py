@@ -1,0 +1,166 @@
+"""Routing recorded on one backend replays on another: transformers' own mixtures and Megatron-Core, on any grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.moe import RouterReplay
+from parallel_layers.testing import RankPool, shared_pool
+
+LENGTHS = (11, 1, 17, 6)
+# What each family's config calls the same few experts; the last two layers are mixtures.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
+}
+MOE_LAYERS = [1, 2]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    return shared_pool()
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 37, (n,), generator=generator) for n in LENGTHS]
+
+
+def moved_routing() -> list[Tensor]:
+    """Experts that no router would choose, `[L_i, layers, k]` for each sequence."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(n * 2)]).view(n, 2, 4) for n in LENGTHS
+    ]
+
+
+def on_transformers(path: Path, routing: list[Tensor] | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(log-probs of all tokens, the routers' gradients, what was recorded for each sequence)."""
+    import transformers
+
+    from hf_patches import patch
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    patch(model, router_replay=True)
+    packed = PackedSequence.from_sequences(sequences())
+    replay = RouterReplay()
+    if routing is not None:
+        replay = RouterReplay.from_tensor(torch.cat(routing), MOE_LAYERS, num_experts=8)
+    log_probs = model(packed=packed, router_replay=replay).log_probs
+    log_probs.sum().backward()
+    routers = [model.model.layers[layer].mlp.gate.weight.grad for layer in MOE_LAYERS]
+    return log_probs.detach(), torch.stack(routers), packed.split(replay.as_tensor())
+
+
+def on_megatron(
+    group: ProcessGroup, path: Path, dims: ParallelDims, routing: list[Tensor] | None
+) -> tuple[Tensor, dict[int, Tensor], list[Tensor]]:
+    """The same; the gradients of the layers that this rank holds."""
+    from ckpt import Place, layout_for, load_hf
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.optimizer import wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size)) as grid:
+        (chunk,) = build_gpt(path, grid, layers_per_stage=None if dims.pp == 1 else [2, 1])
+        axes = {"tp": grid.groups.tp, "pp": grid.groups.pp, "ep": grid.groups.ep, "etp": grid.groups.expt_tp}
+        place = Place(**{axis: (part.rank(), part.size()) for axis, part in axes.items()})
+        layout = layout_for(path, target="megatron", layers=None if dims.pp == 1 else [2, 1])
+        into = {key: value for key, value in chunk.state_dict().items() if isinstance(value, Tensor)}
+        load_hf(path, layout, place, into={key: into[key] for key in layout.at(place)}, group=group)
+        wrapped = wrap_data_parallel([chunk], grid)
+        packed = PackedSequence.from_sequences(sequences(), multiple_of=dims.tp * 2 * dims.cp)
+        assert moe_layers(chunk.config) == MOE_LAYERS
+        replay = RouterReplay() if routing is None else make_replay(routing, packed, MOE_LAYERS, num_experts=8)
+        labels = next_token_labels(packed)
+        (output,) = run_schedule(
+            wrapped, [packed], grid, labels=[labels], loss=lambda output, _: output.log_probs.sum(), routing=[replay]
+        )
+        gradients = {
+            layer.layer_number - 1: layer.mlp.router.weight.main_grad
+            for layer in chunk.decoder.layers
+            if layer.layer_number - 1 in MOE_LAYERS
+        }
+        (recorded,) = collect_routing([replay], [packed], chunk.config, grid)
+        return torch.cat(packed.split(output.log_probs)), gradients, recorded
+
+
+GRIDS = [ParallelDims(), ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2, ep=2)]
+PLAIN = {("Qwen3Moe", ParallelDims(tp=2)), ("DeepseekV3", ParallelDims(dp=2, ep=2))}
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        pytest.param(name, dims, marks=() if (name, dims) in PLAIN else pytest.mark.slow)
+        for name in MODELS
+        for dims in GRIDS
+    ],
+    ids=str,
+)
+def test_routing_travels_between_backends(ranks: RankPool, tmp_path: Path, name: str, dims: ParallelDims) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **MODELS[name],
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in model.state_dict().values():
+        tensor.normal_(0, 0.2, generator=generator)
+    model.save_pretrained(tmp_path)
+
+    free, _, own = on_transformers(tmp_path, None)
+    moved = moved_routing()
+    expected, gradients, _ = on_transformers(tmp_path, moved)
+    assert not torch.allclose(free, expected)
+    # Recorded on transformers, replayed on Megatron-Core.
+    for log_probs, held, recorded in ranks.run(on_megatron, tmp_path, dims, moved, world=dims.world_size):
+        torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+        for layer, gradient in held.items():
+            torch.testing.assert_close(gradient, gradients[MOE_LAYERS.index(layer)], rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(one.long(), other) for one, other in zip(recorded, moved, strict=True))
+    # Recorded on Megatron-Core, replayed on transformers: what each would choose itself.
+    _, _, recorded = ranks.run(on_megatron, tmp_path, dims, None, world=dims.world_size)[0]
+    assert all(torch.equal(a.long().sort(-1)[0], b.sort(-1)[0]) for a, b in zip(recorded, own, strict=True))
+    replayed, _, _ = on_transformers(tmp_path, [table.long() for table in recorded])
+    torch.testing.assert_close(replayed, free, rtol=1e-5, atol=1e-5)
