@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
-from parallel_layers.inference import available_linear_backends, for_inference, linear
+from parallel_layers.inference import available_linear_backends, for_inference, linear, symmetric_memory
 from parallel_layers.inference.symmetric_memory import why_not_peers, why_not_symmetric_memory
 from parallel_layers.testing import RankPool
 
@@ -39,18 +40,18 @@ def run(layer: nn.Module, x: Tensor) -> Tensor:
 @contextmanager
 def stand_in_for_symmetric_memory() -> Iterator[list[str]]:
     """torch's operators on a CPU, by torch's own unfused definition of them; which of them were called."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
+    from torch.distributed import _symmetric_memory as theirs
 
     called = []
 
     def gather(x: Tensor, weights: list[Tensor], *rest: Any, return_A: bool = True) -> Any:
         assert return_A
         called.append("gather")
-        return symmetric_memory._fused_all_gather_matmul_fallback(x, weights, *rest, return_A=return_A)
+        return theirs._fused_all_gather_matmul_fallback(x, weights, *rest, return_A=return_A)
 
     def scatter(*arguments: Any) -> Tensor:
         called.append("scatter")
-        return symmetric_memory._fused_matmul_reduce_scatter_fallback(*arguments)
+        return theirs._fused_matmul_reduce_scatter_fallback(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("fused_all_gather_matmul", gather, "CPU")
@@ -225,6 +226,25 @@ def test_peers() -> None:
     reason = why_not_peers(1, ids, [b"b", b"a"], lambda own, other: (own, other) == (1, 2))
     assert reason == "GPU 1 has no peer access to GPU 0 (rank 1): they are not linked by NVLink"
     assert "rank 0 is on another host or hidden" in str(why_not_peers(1, ids, [b"d", b"b"], lambda own, other: True))
+
+
+def _ask(group: ProcessGroup, unlinked: tuple[int, int] | None, broken: int | None) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) != unlinked)
+        mapped = "torch could not map" if group.rank() == broken else None
+        patch.setattr(symmetric_memory, "_why_not_mapped", lambda group, device: mapped)
+        return symmetric_memory._why_not_linked(group, torch.device("cpu"), group.rank())
+
+
+def test_ranks_agree(ranks: RankPool) -> None:
+    """One rank's reason is a reason for all: none must wait in a product for one that went another way."""
+    assert ranks.run(_ask, None, None, world=2) == [None, None]
+    first, second = ranks.run(_ask, (0, 1), None, world=2)
+    assert "GPU 0 has no peer access to GPU 1 (rank 1)" in first
+    assert second == "another rank of the group cannot"
+    assert ranks.run(_ask, None, 1, world=2) == ["another rank of the group cannot", "torch could not map"]
 
 
 @torch.no_grad()

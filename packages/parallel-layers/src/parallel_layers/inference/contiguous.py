@@ -48,6 +48,7 @@ class KVCache(SequenceCache):
         num_kv_heads: K of this rank.
         head_dim: D.
         value_dim: D'; default D.
+        values_in_keys: Values are the first D' dims of the keys, and are kept only there (multi-head latent attention).
         dtype: Of keys and values.
         device: Where they are.
     """
@@ -60,16 +61,19 @@ class KVCache(SequenceCache):
         num_kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        values_in_keys: bool = False,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.num_sequences, self.max_length = num_sequences, max_length
+        self.value_dim = head_dim if value_dim is None else value_dim
         rows = num_sequences * max_length + 1
-        self.keys, self.values = (
-            [torch.zeros(rows, num_kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]
-            for dim in (head_dim, head_dim if value_dim is None else value_dim)
-        )
+
+        def room(dim: int) -> list[Tensor]:
+            return [torch.zeros(rows, num_kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]
+
+        self.keys, self.values = room(head_dim), None if values_in_keys else room(self.value_dim)
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self._longest = 0  # at least the longest sequence; the host's own count
         self._plan: _Plan | None = None
@@ -98,7 +102,7 @@ class KVCache(SequenceCache):
         unread = kept.new_full((1,), self.num_sequences * self.max_length)
         rows = torch.cat(((kept[:, None] * self.max_length + place).flatten(), unread))
         for layers in (self.keys, self.values):
-            for i, layer in enumerate(layers):
+            for i, layer in enumerate(layers or []):
                 layers[i] = layer[rows]
         self.lengths, self.num_sequences = self.lengths[kept], len(kept)
         self._longest, self._plan = self._longest_now(), None
@@ -127,9 +131,12 @@ class KVCache(SequenceCache):
     ) -> Tensor:
         """See `LayerCache.attend`."""
         plan = self._plan_for(cu_seqlens, max_seqlen, q_TQD.shape[0])
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
         keys.index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
-        values.index_copy_(0, plan.rows, v_TKD.to(values.dtype))
+        if self.values is None:
+            values = keys[..., : self.value_dim]
+        else:
+            values = self.values[layer].index_copy_(0, plan.rows, v_TKD.to(keys.dtype))
         options = {**options, "cu_seqlens_k": plan.cu_k, "max_seqlen_k": plan.max_used, "used_k": plan.used_k}
         k_all, v_all = keys[:-1].to(q_TQD.dtype), values[:-1].to(q_TQD.dtype)
         return packed_attention(q_TQD, k_all, v_all, cu_seqlens, max_seqlen, **options)

@@ -52,6 +52,7 @@ class PagedKVCache(SequenceCache):
         num_kv_heads: K of this rank.
         head_dim: D.
         value_dim: D'; default D.
+        values_in_keys: Values are the first D' dims of the keys, and are kept only there (multi-head latent attention).
         block_size: b. flash-attn reads blocks of a multiple of 256 where they are; others are gathered for each layer.
         num_blocks: P; default as many as N sequences of L tokens need.
         max_gathered: Where keys have to be gathered, no more of them at a time (nor fewer than one sequence's).
@@ -70,6 +71,7 @@ class PagedKVCache(SequenceCache):
         num_kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        values_in_keys: bool = False,
         *,
         block_size: int = 256,
         num_blocks: int | None = None,
@@ -84,8 +86,9 @@ class PagedKVCache(SequenceCache):
         self.max_length, self.block_size, self.max_gathered = max_length, block_size, max_gathered
         # The last block takes the tokens that are dropped; it is in no sequence's table.
         shape = (num_layers, num_blocks + 1, block_size, num_kv_heads)
+        self.value_dim = head_dim if value_dim is None else value_dim
         self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
+        self.values = None if values_in_keys else torch.zeros(*shape, self.value_dim, dtype=dtype, device=device)
         self.blocks = BlockTables(num_sequences, num_blocks, block_size)
         self._changed()
 
@@ -126,9 +129,13 @@ class PagedKVCache(SequenceCache):
     ) -> Tensor:
         """See `LayerCache.attend`; raises ValueError also when the pool has too few blocks for the new tokens."""
         plan = self._plan_for(cu_seqlens)
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
         keys.flatten(0, 1).index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, plan.rows, v_TKD.to(values.dtype))
+        if self.values is None:
+            values = keys[..., : self.value_dim]
+        else:
+            values = self.values[layer]
+            values.flatten(0, 1).index_copy_(0, plan.rows, v_TKD.to(values.dtype))
         return paged_attention(q_TQD, keys, values, plan.keys, options)
 
     def _changed(self) -> None:
@@ -149,7 +156,8 @@ class PagedKVCache(SequenceCache):
             # Before anything is written: the last owner of a copied block may write to the block itself.
             source, copy = torch.tensor(copies, device=self.keys.device).unbind(1)
             for pool in (self.keys, self.values):
-                pool[:, copy] = pool[:, source]
+                if pool is not None:
+                    pool[:, copy] = pool[:, source]
         tables = [*self.blocks.tables, *[[]] * padding]
         width = max(1, *map(len, tables))
         table = torch.tensor(

@@ -9,6 +9,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 """
 
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -49,12 +50,15 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
         return "one rank has nothing to send"
     if device.type != "cuda":
         return f"it needs CUDA devices, not {device.type}"
+    return _why_not_linked(group, device, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
+    """Why not, where this rank's GPU is number `own`; the messages are tensors on `device`."""
     ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
-    own = torch.cuda.current_device() if device.index is None else device.index
     gathered = comm.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
     peers = [bytes(row) for row in gathered.tolist()]
-    reason = why_not_peers(own, ids, peers, torch.cuda.can_device_access_peer)
-    reason = _agree(reason, group, device)
+    reason = _agree(why_not_peers(own, ids, peers, torch.cuda.can_device_access_peer), group, device)
     return reason or _agree(_why_not_mapped(group, device), group, device)
 
 
@@ -82,7 +86,8 @@ def why_not_peers(
 
 
 def _gpu_id(index: int) -> bytes:
-    return bytes.fromhex(str(torch.cuda.get_device_properties(index).uuid).replace("-", ""))
+    """The same in every process that sees the GPU, and of a fixed length."""
+    return sha256(str(torch.cuda.get_device_properties(index).uuid).encode()).digest()
 
 
 def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:
