@@ -31,7 +31,7 @@ def loss_of(
     group: ProcessGroup | None, full: dict[str, Tensor], ids: Tensor, labels: Tensor, sp: bool, fused: bool
 ) -> dict[str, Tensor]:
     """The loss, and each gradient laid into a zero tensor of the full shape at the places that this rank holds."""
-    model = Model(group, sp)
+    model = Model(group, sp).to(full["embed.weight"].dtype)
     load_full_(model, full)
     hidden = model.embed(ids)
     hidden = hidden + model.down(F.gelu(model.up(hidden)))
@@ -55,25 +55,56 @@ def loss_of(
     return result
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_loss_and_every_gradient(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
-    torch.manual_seed(0)
+def problem(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    torch.manual_seed(seed)
     full = {name: p.detach().clone() for name, p in Model(None, False).named_parameters()}
     full["up.bias"], full["down.bias"] = torch.randn(16), torch.randn(HIDDEN)
-    ids, labels = torch.randint(VOCAB, (8,)), torch.randint(VOCAB, (8,))
+    ids, labels = torch.randint(VOCAB, (tokens,)), torch.randint(VOCAB, (tokens,))
     labels[3] = -100
+    return {name: tensor.to(dtype) for name, tensor in full.items()}, ids, labels
+
+
+def unsharded(full: dict[str, Tensor], ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The loss and each gradient, by torch's functions."""
     p = {name: tensor.clone().requires_grad_() for name, tensor in full.items()}
     hidden = F.embedding(ids, p["embed.weight"])
     up = F.gelu(F.linear(hidden, p["up.weight"], p["up.bias"]))
     hidden = hidden + F.linear(up, p["down.weight"], p["down.bias"])
-    expected = F.cross_entropy(hidden @ p["embed.weight"].t(), labels, reduction="sum")
-    expected.backward()
-    results = ranks.run(loss_of, full, ids, labels, sp, fused, world=world)
-    for name, tensor in {"loss": expected.detach(), **{n: t.grad for n, t in p.items()}}.items():
-        assert tensor is not None
+    loss = F.cross_entropy(hidden @ p["embed.weight"].t(), labels, reduction="sum")
+    loss.backward()
+    return {"loss": loss.detach()} | {name: t.grad for name, t in p.items() if t.grad is not None}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_loss_and_every_gradient(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
+    tensors = problem(8)
+    results = ranks.run(loss_of, *tensors, sp, fused, world=world)
+    for name, tensor in unsharded(*tensors).items():
         parts = [result[name] for result in results]
         for part in parts:
             torch.testing.assert_close(torch.where(part.isnan(), tensor, part), tensor, rtol=1e-5, atol=1e-5)
         assert not torch.stack(parts).isnan().all(0).any(), f"{name}: a place that no rank holds"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bf16_error_is_at_most_that_of_unsharded_bf16(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
+    """Times 1.5, against fp64: of torch's functions, which round the logits to bf16 as well.
+
+    By norm, over all ranks and several batches, because the errors of few numbers scatter.
+    """
+    squares: dict[str, Tensor] = {}
+    for seed in range(4):
+        full, ids, labels = problem(256, torch.bfloat16, seed)
+        truth = unsharded({name: tensor.double() for name, tensor in full.items()}, ids, labels)
+        plain = unsharded(full, ids, labels)
+        for result in ranks.run(loss_of, full, ids, labels, sp, fused, world=world):
+            for name, exact in truth.items():
+                here = ~result[name].isnan()
+                errors = [(t[name].double() - exact)[here].square().sum() for t in (result, plain)]
+                squares[name] = squares.get(name, 0) + torch.stack(errors)
+    for name, (error, allowed) in squares.items():
+        assert error.sqrt() <= 1.5 * allowed.sqrt(), f"{name}: {(error / allowed).sqrt():.2f} times"
