@@ -348,7 +348,7 @@ def output_in(group: ProcessGroup, kind: str, full: dict[str, Tensor], dtype: to
     return y
 
 
-def test_output_dtype_is_also_the_sums(ranks: RankPool) -> None:
+def test_a_wider_output_is_not_rounded_on_the_way(ranks: RankPool) -> None:
     """Neither the parts nor their sum are rounded to bf16."""
     full = full_tensors("row", torch.bfloat16)
     wide = ranks.run(output_in, "row", full, torch.float32, world=4)
