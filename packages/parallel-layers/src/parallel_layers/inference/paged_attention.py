@@ -8,7 +8,7 @@ value head, S segments, B most blocks of a segment, P blocks of the pool, b toke
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -83,21 +83,24 @@ class PagedKeys:
             0 if new == 0 else used if window is None else min(used, new + window - 1)
             for new, used in zip(self.new, self.used, strict=True)
         ]
-        start, token = 0, 0
-        for stop in range(1, len(seen) + 1):
-            if stop < len(seen) and sum(seen[start : stop + 1]) <= self.max_gathered:
-                continue
+        borders, total = [0], 0
+        for n, count in enumerate(seen):
+            if n > 0 and total + count > self.max_gathered:
+                borders.append(n)
+                total = 0
+            total += count
+        tokens = [0, *accumulate(self.new)]
+        for start, stop in pairwise([*borders, len(seen)]):
             new, counts = self.new[start:stop], seen[start:stop]
             first = [used - count for used, count in zip(self.used[start:stop], counts, strict=True)]
             yield Run(
-                slice(token, token + sum(new)),
+                slice(tokens[start], tokens[stop]),
                 self.rows(slice(start, stop), first, counts),
                 self._bounds(new),
                 self._bounds(counts),
                 max(new),
                 max(counts),
             )
-            start, token = stop, token + sum(new)
 
     def _bounds(self, counts: Sequence[int]) -> Tensor:
         return self._int32([0, *accumulate(counts)])
