@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForTokenClassif
 from typer.testing import CliRunner
 
 from rl_models.cli import app
+from rl_models.prompts import read_prompts
 from rl_models.quickstart.task import MODEL, make_checkpoint
-from rl_models.score import read_sequences
 
 
 @pytest.fixture(scope="session")
@@ -31,12 +31,15 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_scores_equal_transformers_in_the_order_of_the_data(model: Path, critic: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", ["tp=2", "dp=2", "pp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
+def test_scores_equal_transformers_in_the_order_of_the_data(
+    model: Path, critic: Path, tmp_path: Path, dims: str
+) -> None:
     data = tmp_path / "data.jsonl"
     lines: list[dict[str, Any]] = [{"tokens": [1, 5, 9, 2]}, {"text": "hello"}, {"tokens": [7]}]
     data.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     out = tmp_path / "scores.jsonl"
-    arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), "--tp", "2"]
+    arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), "--dims", dims]
     options = ["--out", str(out), "--device", "cpu", "--temperature", "0.5", "--max-tokens", "7"]
     result = CliRunner().invoke(app, arguments + options)
     assert result.exit_code == 0, result.output
@@ -75,7 +78,7 @@ def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, message: st
     data = tmp_path / "data.jsonl"
     data.write_text('{"tokens": [1, 2]}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
-        read_sequences(data, model, max_tokens=5)
+        read_prompts(data, model, max_tokens=5)
 
 
 def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
@@ -91,7 +94,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
             ["--model", str(model), "--data", str(data), "--critic", str(empty), "--device", "cpu"],
             "no checkpoint folder",
         ),
-        (["--model", str(model), "--data", str(data), "--tp", "3"], "is not divisible by"),
+        (["--model", str(model), "--data", str(data), "--dims", "tp=3"], "is not divisible by"),
     ):
         out = tmp_path / "out.jsonl"
         result = runner.invoke(app, ["score", *arguments, "--out", str(out), "--device", "cpu"])
@@ -101,4 +104,4 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         assert not out.exists()
     data.write_text("\n")
     result = runner.invoke(app, ["score", "--model", str(model), "--data", str(data)])
-    assert "has no lines to score" in result.stderr
+    assert "has no lines" in result.stderr

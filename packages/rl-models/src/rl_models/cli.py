@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -12,7 +14,10 @@ from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
+
+from rl_models.train.options import TrainOptions, declared, resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -51,8 +56,8 @@ def quickstart(
 @app.command()
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
-    data: Annotated[Path, typer.Option(help='JSON lines: {"tokens": [ids]} or {"text": "..."}.')],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start.")] = 1,
+    data: Annotated[Path, typer.Option(help=escape('JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
+    dims: Annotated[str, typer.Option(help="The grid of ranks to start, such as tp=2,pp=2.")] = "",
     critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model.")] = None,
     out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
     temperature: Annotated[float, typer.Option(min=1e-6, help="The logits are divided by it.")] = 1.0,
@@ -61,11 +66,13 @@ def score(
 ) -> None:
     """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with _mistakes_as_messages():
-        from rl_models.score import ScoreOptions, read_sequences
+        from parallel_layers import ParallelDims
+        from rl_models.prompts import read_prompts
+        from rl_models.score import ScoreOptions
         from rl_models.score import score as run
 
-        options = ScoreOptions(model, critic, tp, temperature, max_tokens, device)
-        sequences = read_sequences(data, model, max_tokens)
+        options = ScoreOptions(model, critic, ParallelDims.parse(dims), temperature, max_tokens, device)
+        sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
         console = Console(stderr=True)
         with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("scoring", total=len(sequences))
@@ -75,6 +82,61 @@ def score(
                 progress.advance(task)
 
             run(options, sequences, write)
+
+
+def train(**given: Any) -> None:
+    """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended."""
+    config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
+    with _mistakes_as_messages():
+        from rl_models.train.report import Display, plan_table
+        from rl_models.train.run import plan
+        from rl_models.train.run import train as run
+
+        planned = plan(resolve_options(config, given))
+        if dry_run:
+            described = planned.describe()
+            if as_json:
+                typer.echo(json.dumps(described))
+            else:
+                Console().print(plan_table(described, "rl-models train"))
+            return
+        with Display(planned.options.steps) as display:
+            result = run(planned, display)
+        if as_json:
+            typer.echo(json.dumps(result))
+
+
+def _train_parameters() -> list[inspect.Parameter]:
+    """An option for every field of `TrainOptions`; what is not given is None, for the file of --config to say."""
+    options = declared()
+    extra = {
+        "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins."),
+        "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing."),
+        "as_json": (bool, False, "Print one JSON object on standard output."),
+    }
+    found = {}
+    for entry in dataclasses.fields(TrainOptions):
+        kind, says = options[entry.name]
+        plain = entry.default is dataclasses.MISSING or entry.default in (None, "")
+        found[entry.name] = (kind | None, None, says.text if plain else f"{says.text} [default: {entry.default}]")
+    flags = {"as_json": "--json"}
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[
+                kind, typer.Option(*[flags[name]] if name in flags else [], help=escape(help), show_default=False)
+            ],
+        )
+        for name, (kind, default, help) in (found | extra).items()
+    ]
+
+
+# typer reads a command's options from its signature.
+train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
+train.__annotations__ = {parameter.name: parameter.annotation for parameter in _train_parameters()}
+app.command()(train)
 
 
 @contextmanager

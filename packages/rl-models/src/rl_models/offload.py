@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_utils.memory import HostOffload
 from rl_models.backends.fsdp import release
-from rl_models.optimizer import Optimizer
 
 
 class Offload:
     """Where the weights (with their gradients) and the optimizer's state of one engine are.
 
     Storages move, not tensors: every reference to a parameter finds its numbers again, bit for bit.
+
+    Args:
+        module: with the weights.
+        optimizer_state: gives the optimizer's tensors.
+        pin_memory: of the host's buffers; default with a GPU.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, pin_memory: bool | None = None) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(
+        self, module: nn.Module, optimizer_state: Callable[[], Iterable[Tensor]], *, pin_memory: bool | None = None
+    ) -> None:
+        self.module, self.optimizer_state = module, optimizer_state
         self._weights = HostOffload(pin_memory=pin_memory)
         self._optimizer = HostOffload(pin_memory=pin_memory)
 
@@ -27,7 +33,7 @@ class Offload:
         """Move to the host what is not there yet; returns the bytes given up on the device."""
         freed = 0
         if optimizer and not self._optimizer.offloaded:
-            freed += self._optimizer.offload(self.optimizer.tensors())
+            freed += self._optimizer.offload(self.optimizer_state())
         if weights and not self._weights.offloaded:
             release(self.module)
             freed += self._weights.offload(_memory(self.module))

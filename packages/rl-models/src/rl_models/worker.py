@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,7 +26,7 @@ from rl_models.checkpoint import Resumed
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
 from rl_models.offload import Offload
-from rl_models.optimizer import OptimizerOptions
+from rl_models.optimizer import Optimizer, OptimizerOptions
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
@@ -54,9 +55,8 @@ class Worker:
         self.engine = engine
         self.options = options
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.optimizer = engine.build_optimizer(options)
         self.steps = 0
-        self._memory = Offload(engine.module, self.optimizer)
+        self._memory = Offload(engine.module, self._optimizer_state)
         self._background: dist.ProcessGroup | None = None
         self._saving = PendingSave()
 
@@ -106,6 +106,15 @@ class Worker:
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)
         return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """Made when it is first needed: a reference model has no use for fp32 masters."""
+        return self.engine.build_optimizer(self.options)
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        if "optimizer" in self.__dict__:
+            yield from self.optimizer.tensors()
 
     @property
     def grid(self) -> Grid:
@@ -289,9 +298,10 @@ class Worker:
             RuntimeError: weights or optimizer state are offloaded.
         """
         self._memory.require("an update", optimizer=True)
+        optimizer = self.optimizer  # before the backward: it says in which type gradients add up
         metrics = self._backward(self._own(batch), loss, aggregation, temperature)
         rate = self.learning_rate
-        norm = self.optimizer.step(rate)
+        norm = optimizer.step(rate)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
         self.steps += 1

@@ -1,0 +1,118 @@
+"""Token sequences from JSON lines: `{"tokens": [ids]}` or `{"text": "..."}`, with every mistake named by its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a file.
+
+    Attributes:
+        tokens: at least one.
+        row: the whole object, with whatever else it has.
+        line: its number, from 1.
+    """
+
+    tokens: list[int]
+    row: Mapping[str, Any]
+    line: int
+
+
+class TextCodec:
+    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "tokenizer.json"
+        self._tokenizer: Any = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the folder has one."""
+        return self.file.is_file()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer adds.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        ids: list[int] = self._loaded().encode(text).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text without special tokens."""
+        text: str = self._loaded().decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def _loaded(self) -> Any:
+        if self._tokenizer is None:
+            if not self.available:
+                raise ValueError(f'"text" needs {self.file}, which does not exist; give "tokens" instead')
+            from tokenizers import Tokenizer  # only text needs it
+
+            self._tokenizer = Tokenizer.from_file(str(self.file))
+        return self._tokenizer
+
+
+def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--max-tokens") -> list[Prompt]:
+    """Read JSON lines; blank ones are left out.
+
+    Args:
+        path: the file.
+        model: the checkpoint folder, for its vocabulary and tokenizer.
+        max_tokens: the most that a line may have; `limit` is what an error calls it.
+
+    Raises:
+        ValueError: the file cannot be read or has no lines; or a line is no such object, or has ids outside the
+            vocabulary or too many: names the line.
+    """
+    vocab_size = ModelConfig.from_hf(model).vocab_size
+    codec = TextCodec(model)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    prompts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            tokens, row = _parse(line, codec.encode)
+            if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+                raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
+            if len(tokens) > max_tokens:
+                raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        prompts.append(Prompt(tokens, row, number))
+    if not prompts:
+        raise ValueError(f"{path} has no lines")
+    return prompts
+
+
+def _parse(line: str, encode: Callable[[str], list[int]]) -> tuple[list[int], dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict) or len({"tokens", "text"} & value.keys()) != 1:
+        raise ValueError('expected an object with either "tokens" (a list of ids) or "text" (a string)')
+    if "text" in value:
+        if not isinstance(value["text"], str):
+            raise ValueError(f'"text" must be a string, got {type(value["text"]).__name__}')
+        tokens = encode(value["text"])
+    else:
+        tokens = value["tokens"]
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError('"tokens" must be a list of integers')
+    if not tokens:
+        raise ValueError("no tokens")
+    return tokens, value

@@ -1,0 +1,301 @@
+"""The loop: generate, score, estimate, learn; evaluate and save now and then; go on where a kill has ended it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ckpt
+from rl_models import losses
+from rl_models.batch import Batch
+from rl_models.prompts import Prompt, TextCodec
+from rl_models.train.algorithms import policy_loss, value_loss
+from rl_models.train.options import TrainOptions
+from rl_models.train.report import Metrics
+from rl_models.train.reward import Reward, load_reward, score
+
+# A step of dynamic sampling gives up the search for prompts with something to learn after so many batches.
+_MOST_BATCHES = 10
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a run trains and asks; each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
+
+    Attributes:
+        actor: the policy.
+        critic: where the algorithm has one.
+        reference: where there is a KL penalty.
+    """
+
+    actor: Any
+    critic: Any = None
+    reference: Any = None
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """Those with a training checkpoint, by the name of its folder."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: model for name, model in named.items() if model is not None}
+
+
+@dataclass
+class _Experience:
+    """Responses of a step, and what was learned of them when they were drawn."""
+
+    batch: Batch
+    scores: Tensor
+    groups: Tensor
+
+
+@dataclass
+class Loop:
+    """One run; every rank of a program of ranks has one, and takes the same steps.
+
+    Attributes:
+        options: of the run.
+        prompts, eval_prompts: read from their files.
+        stop_ids: that end a response.
+        models: what is trained.
+        once: calls a function on one rank and gives all its result (`rl_models.spmd.from_first`).
+        writes: this process writes the metrics.
+        tell: is told of every step, and in words of what else happens.
+    """
+
+    options: TrainOptions
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    stop_ids: tuple[int, ...]
+    models: Models
+    once: Callable[[Callable[[], Any]], Any]
+    writes: bool
+    tell: Callable[[Mapping[str, Any]], None]
+    _position: int = field(default=0, init=False)
+
+    def run(self) -> dict[str, float]:
+        """All steps that are left, and the result's checkpoint; returns the last step's metrics."""
+        options, training = self.options, self.options.out / "training"
+        self._codec = TextCodec(options.model)
+        self._reward: Reward = load_reward(options.reward)
+        done = self._resume(training)
+        metrics = Metrics(options.out, done=done, tensorboard=options.tensorboard) if self.writes else None
+        values: dict[str, float] = {}
+        try:
+            for step in range(done + 1, options.steps + 1):
+                values = self._step(step)
+                if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
+                    values |= self._evaluate()
+                if metrics is not None:
+                    metrics.write(step, values)
+                self.tell({"step": step, **values})
+                if options.save_every and (step % options.save_every == 0 or step == options.steps):
+                    self._save(training, step)
+        finally:
+            if metrics is not None:
+                metrics.close()
+        for name, model in self.models.trained.items():
+            model.wait_for_save()
+            model.save_pretrained(options.out / name)
+        return values
+
+    def _resume(self, training: Path) -> int:
+        """Load the newest checkpoint that all models have; the number of steps done."""
+        trained = self.models.trained
+
+        def newest() -> int:
+            common = set.intersection(*(set(ckpt.saved_steps(training / name)) for name in trained))
+            return max(common, default=0)
+
+        step = int(self.once(newest))
+        if step:
+            for name, model in trained.items():
+                found = model.load_training(training / name, step=step)
+                self._position = int(found.extra["position"])
+            self.tell({"message": f"going on after step {step} of {training}"})
+        return step
+
+    def _save(self, training: Path, step: int) -> None:
+        # One more than is kept: of two models one may have its newest checkpoint when a kill comes, the other not yet.
+        keep = self.options.keep + (self.models.critic is not None)
+        for name, model in self.models.trained.items():
+            extra = {"position": self._position}
+            model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
+
+    def _step(self, step: int) -> dict[str, float]:
+        began = time.monotonic()
+        experience = self._collect()
+        batch, values = self._estimate(experience)
+        generated = time.monotonic()
+        values |= self._learn(batch, step)
+        seconds = time.monotonic() - began
+        return values | {
+            "tokens": batch.num_tokens,
+            "seconds": seconds,
+            "seconds_learning": time.monotonic() - generated,
+            "tokens_per_second": batch.num_tokens / seconds,
+        }
+
+    def _collect(self) -> _Experience:
+        """Responses to a step's prompts; under dynamic sampling only to prompts whose responses differ in score."""
+        options, found = self.options, list[_Experience]()
+        wanted = options.prompts_per_step
+        for _ in range(_MOST_BATCHES if options.rule.dynamic_sampling else 1):
+            drawn = self._draw(wanted)
+            if options.rule.dynamic_sampling:
+                drawn = _informative(drawn)
+            if len(drawn.batch):
+                found.append(drawn)
+            wanted -= len(drawn.batch) // options.responses
+            if wanted <= 0:
+                break
+        if not found:
+            raise ValueError(
+                f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
+                f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
+            )
+        sizes = [len(part.batch) // options.responses for part in found]
+        return _Experience(
+            Batch.concatenate([part.batch for part in found]),
+            torch.cat([part.scores for part in found]),
+            torch.arange(sum(sizes)).repeat_interleave(options.responses),
+        )
+
+    def _draw(self, count: int) -> _Experience:
+        options = self.options
+        chosen = [self.prompts[index] for index in self._next(count)]
+        batch = self.models.actor.generate(
+            [prompt.tokens for prompt in chosen],
+            max_new_tokens=options.max_new_tokens,
+            n=options.responses,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            stop_ids=self.stop_ids,
+            # No two batches of a run draw from the same stream.
+            seed=options.seed * 1_000_003 + self._position,
+        )
+        asked = [prompt for prompt in chosen for _ in range(options.responses)]
+        scores = self._score(options.prompts, asked, batch)
+        if options.overlong_buffer:
+            lengths = torch.tensor([len(response) for response in batch.responses()])
+            scores = scores + losses.overlong_penalty(
+                lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
+            )
+        return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
+
+    def _next(self, count: int) -> list[int]:
+        """Prompts in an order of their own for each pass through the file, which the position alone decides."""
+        total = len(self.prompts)
+        places = [divmod(position, total) for position in range(self._position, self._position + count)]
+        orders = {
+            epoch: random.Random(f"{self.options.seed}/{epoch}").sample(range(total), total)
+            for epoch in {epoch for epoch, _ in places}
+        }
+        self._position += count
+        return [orders[epoch][place] for epoch, place in places]
+
+    def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
+        """`[N]`, from the user's function, which runs once."""
+
+        def scores() -> list[float]:
+            text = self._codec.available
+            values = []
+            for prompt, response in zip(prompts, batch.responses(), strict=True):
+                ids = response.tolist()
+                asked, answer = (
+                    (prompt.tokens, ids) if not text else (_text(self._codec, prompt), self._codec.decode(ids))
+                )
+                values.append(score(self._reward, file, prompt, asked, answer))
+            return values
+
+        return torch.tensor(self.once(scores), dtype=torch.float32)
+
+    def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
+        """Add what the losses read, while the policy is still the one that drew the responses."""
+        options, models, rules = self.options, self.models, self.options.rules()
+        batch, scores = experience.batch, experience.scores
+        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        values = {
+            "reward": float(scores.mean()),
+            "reward_std": float(scores.std(correction=0)),
+            "reward_min": float(scores.min()),
+            "reward_max": float(scores.max()),
+            "response_length": float(lengths.mean()),
+            "truncated": float((lengths == options.max_new_tokens).float().mean()),
+        }
+        old = models.actor.log_probs(batch, temperature=options.temperature).log_probs
+        if options.top_k is None and options.top_p == 1.0:
+            # What generation said against what training says of the same tokens.
+            difference = (old - batch["log_probs"]).abs()
+            values["rollout_difference"] = float(difference[batch.mask].max())
+        batch = batch.with_fields(old_log_probs=old)
+        if models.reference is not None:
+            reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
+            batch = batch.with_fields(reference_log_probs=reference)
+            values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
+        if models.critic is not None:
+            batch = batch.with_fields(old_values=models.critic.values(batch))
+        return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
+
+    def _learn(self, batch: Batch, step: int) -> dict[str, float]:
+        """The epochs over mini-batches; the means of their metrics."""
+        options, models, rules = self.options, self.models, self.options.rules()
+        sums: dict[str, float] = {}
+        updates = 0
+        for epoch in range(options.epochs):
+            order = list(range(len(batch)))
+            size = options.mini_batch or len(order)
+            if size < len(order):
+                random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
+            for start in range(0, len(order), size):
+                part = batch.select(order[start : start + size])
+                found = models.actor.update(
+                    part,
+                    partial(policy_loss, rules),
+                    temperature=options.temperature,
+                    aggregation=options.rule.aggregation,
+                )
+                if models.critic is not None:
+                    of_critic = models.critic.update(part, partial(value_loss, rules))
+                    found |= {f"critic_{name}": value for name, value in of_critic.items()}
+                for name, value in found.items():
+                    sums[name] = sums.get(name, 0.0) + value
+                updates += 1
+        return {name: total / updates for name, total in sums.items()}
+
+    def _evaluate(self) -> dict[str, float]:
+        """The mean score of greedy responses."""
+        options = self.options
+        batch = self.models.actor.generate(
+            [prompt.tokens for prompt in self.eval_prompts],
+            max_new_tokens=options.max_new_tokens,
+            temperature=0.0,
+            stop_ids=self.stop_ids,
+        )
+        assert options.eval_prompts is not None
+        scores = self._score(options.eval_prompts, self.eval_prompts, batch)
+        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
+
+
+def _text(codec: TextCodec, prompt: Prompt) -> str:
+    return str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
+
+
+def _informative(drawn: _Experience) -> _Experience:
+    """The responses to prompts whose responses do not all score the same (DAPO, section 3.2)."""
+    number = drawn.groups
+    count = int(number.max()) + 1
+    spread = [
+        float(drawn.scores[number == group].max() - drawn.scores[number == group].min()) for group in range(count)
+    ]
+    keep = [index for index, group in enumerate(number.tolist()) if spread[group] > 0]
+    return _Experience(drawn.batch.select(keep), drawn.scores[keep], number[keep])

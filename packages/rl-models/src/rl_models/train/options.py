@@ -1,0 +1,287 @@
+"""The options of `rl-models train`: one table for the command line, for YAML and TOML files, and for Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+# The command line is made from this file, and `--help` need not wait for torch: what needs it is imported when used.
+if TYPE_CHECKING:
+    from parallel_layers import ParallelDims
+    from rl_models.optimizer import OptimizerOptions
+    from rl_models.train.algorithms import Algorithm, Rules
+
+
+@dataclass(frozen=True)
+class Says:
+    """What `--help` says of an option; a run that is resumed may change one that is `free`."""
+
+    text: str
+    free: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train, on what, and how; `rl-models train --help` lists the same, from here."""
+
+    model: Annotated[Path, Says("Checkpoint folder of the policy.")]
+    prompts: Annotated[
+        Path, Says('JSON lines: {"text": "..."} or {"tokens": [ids]}, and whatever else the reward reads.')
+    ]
+    reward: Annotated[str, Says("module:function, called with (prompt, response, row); returns a number.")]
+    out: Annotated[Path, Says("Folder for metrics, training checkpoints and the result.", free=True)] = Path("run")
+    algorithm: Annotated[str, Says("ppo, grpo, rloo, reinforce++, gspo or dapo.")] = "grpo"
+    critic: Annotated[Path | None, Says("Checkpoint folder of the critic that ppo needs; default the policy's.")] = None
+    reference: Annotated[
+        Path | None, Says("Checkpoint folder of the reference for the KL penalty; default the policy's.")
+    ] = None
+
+    dims: Annotated[str, Says("The grid, such as tp=2,pp=2; data-parallel ranks are part of it: dp=2.", free=True)] = ""
+    backend: Annotated[str, Says("parallel, transformers or megatron.", free=True)] = "parallel"
+    ray: Annotated[bool, Says("Run on a Ray cluster (RAY_ADDRESS, or a local one).", free=True)] = False
+    device: Annotated[str | None, Says("cpu or cuda; default cuda where there is one.", free=True)] = None
+    dtype: Annotated[str | None, Says("float32 or bfloat16, of the weights; default as stored.")] = None
+    max_tokens: Annotated[int, Says("The most tokens of one forward pass.", free=True)] = 16384
+
+    steps: Annotated[int, Says("Steps: generate, score, learn.", free=True)] = 100
+    prompts_per_step: Annotated[int, Says("Prompts of a step.")] = 64
+    samples: Annotated[int | None, Says("Responses to each prompt; default the algorithm's.")] = None
+    max_new_tokens: Annotated[int, Says("The most tokens of a response.")] = 256
+    temperature: Annotated[float, Says("Of the draws.")] = 1.0
+    top_k: Annotated[int | None, Says("Draw from the k likeliest tokens.")] = None
+    top_p: Annotated[float, Says("Draw from the likeliest tokens of this mass.")] = 1.0
+    stop_ids: Annotated[
+        str | None, Says("Tokens that end a response, such as 2,7; default the model's end of text.")
+    ] = None
+    seed: Annotated[int, Says("Of the order of prompts and of the draws.")] = 0
+
+    epochs: Annotated[int, Says("Passes over the responses of a step.")] = 1
+    mini_batch: Annotated[int | None, Says("Responses of one optimizer step; default all of a step's.")] = None
+    learning_rate: Annotated[float, Says("Of the policy.")] = 1e-6
+    critic_learning_rate: Annotated[float, Says("Of the critic.")] = 1e-5
+    weight_decay: Annotated[float, Says("Of matrices.")] = 0.0
+    max_grad_norm: Annotated[float, Says("Gradients are scaled down to this norm.")] = 1.0
+    schedule: Annotated[str, Says("Of the learning rate: constant, linear, cosine, wsd or inverse-sqrt.")] = "constant"
+    warmup_steps: Annotated[int, Says("Steps of warm-up.")] = 0
+    decay_steps: Annotated[int | None, Says("Steps of wsd's decay.")] = None
+    min_ratio: Annotated[float, Says("The learning rate at the end, as a part of the full one.")] = 0.0
+    clip_low: Annotated[float | None, Says("How far a ratio may fall below 1; default the algorithm's.")] = None
+    clip_high: Annotated[float | None, Says("How far a ratio may rise above 1; default the algorithm's.")] = None
+    kl_coefficient: Annotated[float, Says("Of the penalty for leaving the reference; 0: no reference.")] = 0.0
+    entropy_coefficient: Annotated[float, Says("Of the entropy bonus.")] = 0.0
+    gamma: Annotated[float, Says("Discount of a token.")] = 1.0
+    lam: Annotated[float, Says("Lambda of generalised advantages.")] = 1.0
+    overlong_buffer: Annotated[int, Says("Tokens before the longest response over which its score falls by 1.")] = 0
+
+    eval_prompts: Annotated[Path | None, Says("Prompts to answer greedily, without learning.", free=True)] = None
+    eval_every: Annotated[int, Says("Steps between evaluations.", free=True)] = 20
+    save_every: Annotated[int, Says("Steps between training checkpoints; 0: none.", free=True)] = 20
+    keep: Annotated[int, Says("Training checkpoints to keep.", free=True)] = 2
+    tensorboard: Annotated[bool, Says("Write TensorBoard's events, too (the extra `tensorboard`).", free=True)] = False
+
+    def __post_init__(self) -> None:
+        from rl_models.train.algorithms import ALGORITHMS
+
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r} is unknown; known: {', '.join(ALGORITHMS)}")
+        positive = ("steps", "prompts_per_step", "max_new_tokens", "epochs", "max_tokens", "eval_every", "keep")
+        for name in (*positive, "samples", "mini_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name in ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0: a greedy policy has nothing to explore")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
+        if self.rule.groups and self.responses < 2:
+            raise ValueError(
+                f"{self.algorithm} compares the responses to a prompt; samples={self.samples} must be >= 2"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is more than max_new_tokens={self.max_new_tokens}"
+            )
+        if self.critic is not None and not self.rule.critic:
+            raise ValueError(f"{self.algorithm} has no critic; leave critic={self.critic} out, or use ppo")
+        _ = self.grid, self.stops, self.optimizer(1.0)
+
+    @property
+    def rule(self) -> Algorithm:
+        """The algorithm's row."""
+        from rl_models.train.algorithms import ALGORITHMS
+
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def grid(self) -> ParallelDims:
+        """The sizes of the grid."""
+        from parallel_layers import ParallelDims
+
+        return ParallelDims.parse(self.dims)
+
+    @property
+    def responses(self) -> int:
+        """To each prompt."""
+        return self.samples or self.rule.samples
+
+    @property
+    def batch(self) -> int:
+        """Responses of a step."""
+        return self.prompts_per_step * self.responses
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step."""
+        return self.epochs * -(-self.batch // (self.mini_batch or self.batch))
+
+    @property
+    def stops(self) -> tuple[int, ...] | None:
+        """Tokens that end a response; None: the model's."""
+        if self.stop_ids is None:
+            return None
+        try:
+            return tuple(int(part) for part in self.stop_ids.split(",") if part.strip())
+        except ValueError:
+            raise ValueError(f"stop_ids={self.stop_ids!r} must be numbers with commas, such as 2,7") from None
+
+    def optimizer(self, learning_rate: float) -> OptimizerOptions:
+        """The optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps."""
+        from rl_models.optimizer import OptimizerOptions
+        from rl_models.schedule import Schedule
+
+        every = self.updates_per_step
+        schedule = Schedule(
+            self.schedule,
+            warmup_steps=self.warmup_steps * every,
+            total_steps=None if self.schedule in ("constant", "inverse-sqrt") else self.steps * every,
+            decay_steps=None if self.decay_steps is None else self.decay_steps * every,
+            min_ratio=self.min_ratio,
+        )
+        return OptimizerOptions(
+            learning_rate, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm, schedule=schedule
+        )
+
+    def rules(self) -> Rules:
+        """What the advantages and the losses read."""
+        from rl_models.train.algorithms import Rules
+
+        rule = self.rule
+        return Rules(
+            rule.surrogate,
+            rule.clip_low if self.clip_low is None else self.clip_low,
+            rule.clip_high if self.clip_high is None else self.clip_high,
+            kl_in_loss=self.kl_coefficient if rule.kl == "loss" else 0.0,
+            kl_in_reward=self.kl_coefficient if rule.kl == "reward" else 0.0,
+            entropy=self.entropy_coefficient,
+            gamma=self.gamma,
+            lam=self.lam,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All options as JSON values."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()
+        }
+
+    def check_resumes(self, before: Mapping[str, Any]) -> None:
+        """Raise ValueError if a run with the options `before` (of `to_json`) would not go on as the same run."""
+        now = self.to_json()
+        for name, (_, says) in declared().items():
+            if not says.free and name in before and before[name] != now[name]:
+                raise ValueError(
+                    f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
+                    f"out, or give the same {name} to resume it"
+                )
+
+
+def declared() -> dict[str, tuple[Any, Says]]:
+    """Every option's type and what `--help` says of it, by name."""
+    hints = typing.get_type_hints(TrainOptions, include_extras=True)
+    return {
+        entry.name: (hints[entry.name].__origin__, hints[entry.name].__metadata__[0])
+        for entry in dataclasses.fields(TrainOptions)
+    }
+
+
+def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions:
+    """The options of a YAML or TOML file and of the command line, which wins; both by the names of `TrainOptions`.
+
+    Raises:
+        ValueError: a name is unknown (the nearest known one is named), a value has the wrong type or does not fit, or
+            something required is missing.
+    """
+    known = declared()
+    values: dict[str, Any] = {}
+    sources = [] if file is None else [(str(file), _read(file))]
+    for source, entries in (*sources, ("the command line", given)):
+        for key, value in entries.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
+            if value is not None:
+                values[name] = _convert(value, known[name][0], f"{source}: {key}")
+    required = [e.name for e in dataclasses.fields(TrainOptions) if e.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
+    return TrainOptions(**values)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path} is not valid TOML: {error}") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"{path} must end with .yaml, .yml or .toml")
+    import yaml  # only a YAML file needs it
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
+    return values
+
+
+def _convert(value: Any, kind: Any, what: str) -> Any:
+    accepted = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    of = next(option for option in accepted if option is not type(None))
+    try:
+        if of is bool and isinstance(value, bool):
+            return value
+        if of is int and not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+        if of is float and not isinstance(value, bool):
+            return float(value)  # YAML takes 1e-5 for a text
+        if of is Path and isinstance(value, str | Path):
+            return Path(value)
+        if of is str and isinstance(value, dict):
+            return ",".join(f"{name}={size}" for name, size in value.items())
+        if of is str and isinstance(value, list):
+            return ",".join(map(str, value))
+        if of is str and isinstance(value, str | int) and not isinstance(value, bool):
+            return str(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{what} must be {of.__name__}, got {json.dumps(value, default=str)}")

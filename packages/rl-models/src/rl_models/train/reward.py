@@ -1,0 +1,57 @@
+"""The user's reward: a Python function, found by its name, whose mistakes are named by the prompt's line."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_models.prompts import Prompt
+
+# (prompt, response, row) -> a number. Prompt and response are text where the checkpoint has a tokenizer, else lists of
+# token ids; the row is the prompt's whole line.
+Reward = Callable[[Any, Any, Mapping[str, Any]], float]
+
+
+def load_reward(name: str) -> Reward:
+    """Import `module:function`; modules of the working directory are found, as by `python -m`.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"reward {name!r} must be module:function, such as rewards:length")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    reward = getattr(found, attribute, None)
+    if not callable(reward):
+        raise ValueError(f"reward {name!r}: {module_name} has no function {attribute}")
+    return reward
+
+
+def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, response: Any) -> float:
+    """Call the reward for one response.
+
+    Raises:
+        ValueError: it raised, or returned no finite number; names the file and the line of the prompt.
+    """
+    where = f"{file}, line {prompt.line}: the reward"
+    try:
+        value = reward(prompt_value, response, prompt.row)
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} returned {value!r}, which is no number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{where} returned {number}; it must be finite")
+    return number

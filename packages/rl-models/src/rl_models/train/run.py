@@ -1,0 +1,185 @@
+"""From options to a run: check all that can be checked, start the ranks or the Ray groups, run the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_models.actor import Actor
+from rl_models.config import ModelConfig
+from rl_models.critic import Critic
+from rl_models.grid import checkpoint_folder
+from rl_models.launch import Devices, run_on_ranks
+from rl_models.prompts import Prompt, read_prompts
+from rl_models.spmd import WholeBatches, from_first
+from rl_models.train.loop import Loop, Models
+from rl_models.train.options import TrainOptions
+from rl_models.train.reward import load_reward
+from rl_models.worker import Worker
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked.
+
+    Attributes:
+        options: as resolved.
+        prompts, eval_prompts: read from their files.
+        stop_ids: that end a response.
+    """
+
+    options: TrainOptions
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    stop_ids: tuple[int, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """What would run, as JSON values: every option as resolved, and what follows from them."""
+        options = self.options
+        rule = options.rule
+        rules = options.rules()
+        return options.to_json() | {
+            "samples": options.responses,
+            "stop_ids": list(self.stop_ids),
+            "critic": str(options.critic or options.model) if rule.critic else None,
+            "reference": str(options.reference or options.model) if options.kl_coefficient else None,
+            "clip_low": rules.clip_low,
+            "clip_high": rules.clip_high,
+            "ranks": options.grid.world_size,
+            "source": rule.source,
+            "aggregation": rule.aggregation,
+            "number_of_prompts": len(self.prompts),
+            "number_of_eval_prompts": len(self.eval_prompts),
+            "responses_per_step": options.batch,
+            "updates_per_step": options.updates_per_step,
+            "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
+        }
+
+
+def plan(options: TrainOptions) -> Plan:
+    """Check the options against the files, the reward and the devices, and read the prompts.
+
+    Raises:
+        ValueError: something does not fit; names it.
+    """
+    folder = Path(checkpoint_folder(options.model))
+    for other in (options.critic, options.reference):
+        if other is not None:
+            checkpoint_folder(other)
+    room = options.max_tokens - options.max_new_tokens
+    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
+    prompts = read_prompts(options.prompts, folder, room, limit=limit)
+    eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
+    load_reward(options.reward)
+    if not options.ray:
+        Devices.find(options.device).require(options.grid.world_size)
+    before = options.out / "options.json"
+    if before.is_file():
+        options.check_resumes(json.loads(before.read_bytes()))
+    return Plan(options, prompts, eval_prompts, _end_of_text(folder) if options.stops is None else options.stops)
+
+
+def _end_of_text(folder: Path) -> tuple[int, ...]:
+    """The model's own end of text, from its generation config or its config."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        ids = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            vocab_size = ModelConfig.from_hf(folder).vocab_size
+            return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
+    return ()
+
+
+def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None) -> dict[str, float]:
+    """Run it, or what is left of it; returns the metrics of the last step.
+
+    `options.out` gets `options.json`, `metrics.jsonl`, `training/actor` (and `critic`) with the training checkpoints,
+    and at the end `actor` (and `critic`), Hugging Face checkpoints. A run that a kill has ended goes on from its newest
+    training checkpoint when it is started again.
+
+    Raises:
+        RankFailed: a rank failed.
+        ValueError: what `plan` did not see: a reward's mistake, a model that a backend does not offer.
+    """
+    options = planned.options
+    options.out.mkdir(parents=True, exist_ok=True)
+    temporary = options.out / f".options.{os.getpid()}"
+    temporary.write_text(json.dumps(options.to_json(), indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, options.out / "options.json")
+    if options.ray:
+        return _on_ray(planned, on_event)
+    devices = Devices.find(options.device)
+    ranks = options.grid.world_size
+    result: dict[str, float] = run_on_ranks(_on_rank, ranks, planned, devices=devices, on_event=on_event)
+    return result
+
+
+# What makes one model of a run: its class, its checkpoint, and the arguments of `from_pretrained`.
+Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
+
+
+def _models(options: TrainOptions, make: Make) -> Models:
+    common: dict[str, Any] = {
+        "backend": options.backend,
+        "dims": options.grid,
+        "dtype": None if options.dtype is None else getattr(torch, options.dtype),
+        "max_tokens_per_micro_batch": options.max_tokens,
+    }
+    actor = make(Actor, options.model, {**common, "optimizer": options.optimizer(options.learning_rate)})
+    critic = reference = None
+    if options.rule.critic:
+        learning_rate = options.optimizer(options.critic_learning_rate)
+        critic = make(Critic, options.critic or options.model, {**common, "optimizer": learning_rate})
+    if options.kl_coefficient:
+        reference = make(Actor, options.reference or options.model, common)
+    return Models(actor, critic, reference)
+
+
+def _loop(planned: Plan, models: Models, **how: Any) -> Loop:
+    return Loop(planned.options, planned.prompts, planned.eval_prompts, planned.stop_ids, models, **how)
+
+
+def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
+    """The loop on one of the ranks that all run it."""
+
+    def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
+        return WholeBatches(kind.from_pretrained(path, **arguments))
+
+    models = _models(planned.options, make)
+    first = dist.get_rank() == 0
+    once = partial(from_first, group=models.actor.grid.everyone)
+    return _loop(planned, models, once=once, writes=first, tell=send if first else lambda event: None).run()
+
+
+def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+    """The loop in this process, its models on the same devices of a Ray cluster."""
+    from rl_models.cluster.group import RayModelGroup
+    from rl_models.cluster.placement import Placement
+    from rl_models.cluster.resources import Resources
+
+    options = dataclasses.replace(planned.options, out=planned.options.out.absolute())
+    planned = dataclasses.replace(planned, options=options)
+    count = 1 + options.rule.critic + (options.kl_coefficient > 0)
+    with ExitStack() as stack:
+        resources = Resources() if options.device is None else Resources(device=options.device)
+        placement = stack.enter_context(Placement(options.grid.world_size, resources))
+
+        def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> RayModelGroup:
+            dims = arguments.pop("dims")
+            group = RayModelGroup(kind, dims, path, resources=placement.share(1 / count), wait=False, **arguments)
+            return stack.enter_context(group)
+
+        models = _models(options, make)
+        return _loop(planned, models, once=lambda make: make(), writes=True, tell=on_event).run()

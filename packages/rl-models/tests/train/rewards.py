@@ -1,0 +1,27 @@
+"""Rewards of the tests, as a user would write them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def alphabet(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """The share of the response that goes on with the alphabet."""
+    text = prompt[-1] + response
+    good = sum(ord(second) - ord(first) in (1, -25) for first, second in zip(text, response, strict=False))
+    return good / max(1, len(response)) + float(row.get("bonus", 0))
+
+
+def first_ids(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    return float("nan") if row.get("bad") == "nan" else float(row["bad"])
+
+
+def constant(prompt: str, response: str, row: Mapping[str, Any]) -> int:
+    return 1
+
+
+def slow_alphabet(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    time.sleep(0.02)
+    return alphabet(prompt, response, row)

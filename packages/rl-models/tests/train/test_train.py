@@ -1,0 +1,196 @@
+"""`rl-models train`: it learns, every algorithm runs, a kill changes nothing, and mistakes have a name and a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from rl_models.cli import app
+
+SMALL = {"prompts-per-step": 8, "max-new-tokens": 6, "device": "cpu", "save-every": 0, "learning-rate": 3e-3}
+
+
+def arguments(model: Path, prompts: Path, out: Path, **options: Any) -> list[str]:
+    given = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "out": out, **SMALL}
+    given |= {name.replace("_", "-"): value for name, value in options.items()}
+    return ["train", *(f"--{name}={value}" for name, value in given.items())]
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if "second" not in name}
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = {"algorithm": "ppo", "dims": "tp=2", "steps": 20, "prompts_per_step": 32, "epochs": 2, "mini_batch": 32}
+    options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 10, "eval_prompts": prompts}
+    result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), "--tensorboard", "--json"])
+    assert result.exit_code == 0, result.output
+    records = lines(out)
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert records[-1]["reward"] > 3 * records[0]["reward"]
+    assert [record["step"] for record in records if "eval/reward" in record] == [10, 20]
+    for name in ("kl", "critic_loss", "grad_norm", "clip_fraction", "entropy", "learning_rate", "tokens_per_second"):
+        assert all(name in record for record in records), name
+    assert all(record["rollout_difference"] < 1e-5 for record in records)
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("reward")] == list(range(1, 21))
+    assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
+    assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
+    assert (out / "critic" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dims"),
+    [
+        ("grpo", "tp=2"),
+        pytest.param("dapo", "", marks=pytest.mark.slow),
+        pytest.param("rloo", "pp=2", marks=pytest.mark.slow),
+        pytest.param("reinforce++", "dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("gspo", "tp=2", marks=pytest.mark.slow),
+        pytest.param("ppo", "dp=2,pp=2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_every_algorithm_runs_the_same_on_a_grid_as_on_one_rank(
+    model: Path, prompts: Path, tmp_path: Path, algorithm: str, dims: str
+) -> None:
+    curves = []
+    for name, grid in (("one", ""), ("grid", dims)):
+        options = {"algorithm": algorithm, "steps": 2, "dims": grid, "kl_coefficient": 0.1, "seed": 1}
+        if "dp" in dims:
+            # Data-parallel ranks draw from streams of their own: greedy draws are the same everywhere.
+            options["top_k"] = 1
+            options["reward"] = "rewards:by_prompt"
+        result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / name, **options))
+        assert result.exit_code == 0, result.output
+        curves.append([timeless(record) for record in lines(tmp_path / name)])
+    for one, other in zip(*curves, strict=True):
+        if "dp" in dims:
+            # Data-parallel ranks draw from streams of their own.
+            assert one.keys() == other.keys()
+            assert all(math.isfinite(value) for value in other.values())
+        else:
+            assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
+
+
+def launch(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "rl_models", *command]
+    return subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_a_killed_run_goes_on_with_the_same_curve(
+    model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path
+) -> None:
+    options = {"algorithm": "ppo", "dims": "dp=2", "steps": 8, "save_every": 2, "schedule": "cosine"}
+    whole, killed = (arguments(model, prompts, tmp_path / name, **options) for name in ("whole", "killed"))
+    assert CliRunner().invoke(app, whole, catch_exceptions=False).exit_code == 0
+    # The alphabet's reward, slowed down, so that there is a moment to be killed in.
+    slow = [argument.replace("rewards:alphabet", "rewards:slow_alphabet") for argument in killed]
+    process = launch(slow, folder_of_rewards)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 5):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(lines(tmp_path / "killed")) < 8
+    resumed = launch(slow, folder_of_rewards)
+    _, said = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, said
+    assert "going on after step" in said
+    first, second = ([timeless(record) for record in lines(tmp_path / name)] for name in ("whole", "killed"))
+    assert [record["step"] for record in second] == list(range(1, 9))
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
+    # Once more: there is nothing left to do, and nothing is lost.
+    assert CliRunner().invoke(app, killed[:3] + slow[3:], catch_exceptions=False).exit_code == 0
+    assert [timeless(record) for record in lines(tmp_path / "killed")] == second
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (tmp_path / "run.toml").write_text('algorithm = "dapo"\nsteps = 6\n')
+    given = [*arguments(model, prompts, out, steps=3), f"--config={tmp_path / 'run.toml'}", "--dry-run"]
+    result = CliRunner().invoke(app, [*given, "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    expected = {"algorithm": "dapo", "steps": 3, "samples": 8, "clip_high": 0.28, "stop_ids": [2], "ranks": 1}
+    assert expected.items() <= plan.items()
+    assert plan["responses_per_step"] == 64
+    assert plan["passes_over_prompts"] == 2
+    assert not out.exists()
+    assert "dapo" in CliRunner().invoke(app, given).stdout
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize(
+    ("options", "rows", "message"),
+    [
+        ({"reward": "rewards"}, [{"text": "a"}], "reward 'rewards' must be module:function"),
+        ({"reward": "rewards:none"}, [{"text": "a"}], "rewards has no function none"),
+        ({"reward": "no_such_module:f"}, [{"text": "a"}], "importing no_such_module raised ModuleNotFoundError"),
+        ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with either"),
+        ({"max_tokens": 8}, [{"text": "abc"}], "line 1: 4 tokens are more than --max-tokens less --max-new-tokens"),
+        (
+            {"reward": "rewards:first_ids"},
+            [{"text": "a", "bad": 1}, {"text": "b", "bad": "nan"}],
+            "prompts.jsonl, line 2: the reward returned nan",
+        ),
+        (
+            {"reward": "rewards:first_ids", "dims": "dp=2"},
+            [{"text": "a", "bad": 1}, {"text": "b"}],
+            "prompts.jsonl, line 2: the reward raised KeyError: 'bad'",
+        ),
+        ({"reward": "rewards:constant", "algorithm": "dapo"}, [{"text": "a"}], "there is nothing for dapo to learn"),
+        ({"dims": "tp=3"}, [{"text": "a"}], "is not divisible by"),
+        ({"algorithm": "pop"}, [{"text": "a"}], "algorithm 'pop' is unknown"),
+    ],
+)
+def test_mistakes_are_one_line_and_named(
+    model: Path, tmp_path: Path, options: dict[str, Any], rows: list[dict[str, Any]], message: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"steps": 1, "prompts_per_step": 2, **options}
+    result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / "run", **given))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path) -> None:
+    curves = []
+    for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
+        options = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1, "save_every": 2}
+        command = [*arguments(model, prompts, tmp_path / name, **options), flag]
+        process = launch(command, Path.cwd())
+        _, said = process.communicate(timeout=280)
+        assert process.returncode == 0, said
+        curves.append([timeless(record) for record in lines(tmp_path / name)])
+        assert (tmp_path / name / "critic" / "model.safetensors").is_file()
+    for one, other in zip(*curves, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
