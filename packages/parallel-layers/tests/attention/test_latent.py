@@ -3,13 +3,16 @@
 That attention is compared with transformers' in test_decoder.py, at every grid.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention import LatentConfig, ParallelLatentAttention
-from parallel_layers.inference import KVCache
+from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache
 from parallel_layers.initialization import initialize_
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.testing import RankPool
@@ -24,9 +27,12 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
+CACHES: dict[str, Callable[..., SequenceCache]] = {"contiguous": KVCache, "paged": partial(PagedKVCache, block_size=4)}
+
+
 @torch.no_grad()
 def decode(
-    group: ProcessGroup | None, sequences: list[Tensor], window: int | None
+    group: ProcessGroup | None, sequences: list[Tensor], window: int | None, kind: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each sequence's outputs: in one forward without a cache, and step by step with one."""
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, group=group)
@@ -35,8 +41,7 @@ def decode(
     lengths = [len(x) for x in sequences]
     positions = torch.cat([torch.arange(n) for n in lengths])
     whole = layer(torch.cat(sequences), rotary(positions), cu_seqlens_of(lengths), max(lengths))
-    shape = layer.cache_shape
-    cache = KVCache(1, len(sequences), max(lengths), shape.num_kv_heads, shape.head_dim, value_dim=shape.value_dim)
+    cache = CACHES[kind](1, len(sequences), max(lengths), *layer.cache_shape)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in STEPS:
         starts = cache.lengths.tolist()
@@ -50,20 +55,34 @@ def decode(
     return list(whole.split(lengths)), [torch.cat(out) for out in outs]
 
 
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int | None) -> None:
+def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int | None, kind: str) -> None:
     torch.manual_seed(0)
     sequences = [torch.randn(sum(step[i] for step in STEPS), HIDDEN) for i in range(3)]
-    results = [decode(None, sequences, window)] if tp == 1 else ranks.run(decode, sequences, window, world=tp)
+    arguments = (sequences, window, kind)
+    results = [decode(None, *arguments)] if tp == 1 else ranks.run(decode, *arguments, world=tp)
     for whole, stepwise in results:
         for ours, expected in zip(stepwise, whole, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cache_keeps_one_latent_a_token() -> None:
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_keeps_one_latent_a_token(kind: str) -> None:
+    """And nothing beside it for the values, also after sequences were selected, and one of them twice."""
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
-    assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank)
+    assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
+    cache = CACHES[kind](1, 2, 6, *layer.cache_shape)
+    assert cache.values is None
+    rotary, x = RotaryEmbedding(SIZES.qk_rope_head_dim), torch.randn(6, HIDDEN)
+    with torch.no_grad():
+        expected = layer(x, rotary(torch.arange(6)), cu_seqlens_of([6]), 6)
+        layer(x[:5], rotary(torch.arange(5)), cu_seqlens_of([0, 5]), 5, cache=cache.layer(0))
+        cache.advance(cu_seqlens_of([0, 5]))
+        cache.select([1, 1])
+        ends = layer(x[[5, 5]], rotary(torch.tensor([5, 5])), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
+    torch.testing.assert_close(ends, expected[[5, 5]], rtol=1e-5, atol=1e-5)
 
 
 def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:

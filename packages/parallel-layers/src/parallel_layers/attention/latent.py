@@ -194,8 +194,9 @@ class ParallelLatentAttention(nn.Module):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a cache keeps of a token: the latent and the rotated key, and of them the latent as a value."""
-        return CacheShape(1, self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim, self.sizes.kv_lora_rank)
+        """What a cache keeps of a token: the latent, which is also the value, and behind it the rotated key."""
+        rank = self.sizes.kv_lora_rank
+        return CacheShape(1, rank + self.sizes.qk_rope_head_dim, rank, values_in_keys=True)
 
     def _share(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Every rank's rows `[T', ...]` as all rows `[T, ...]`, with one exchange of all parts each way."""
@@ -260,7 +261,8 @@ class ParallelLatentAttention(nn.Module):
         max_seqlen: int,
     ) -> Tensor:
         """q_N · (W_K c) = (W_Kᵀ q_N) · c, and Σ p (W_V c) = W_V Σ p c: heads' outputs `[T, Q · V]`."""
-        heads = self.kv_b_proj._given_weight(None).unflatten(0, (self.num_heads_local, -1))
+        assert self.kv_b_proj.weight is not None
+        heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
         to_keys, to_values = heads.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)
         latent = latent[:, None]

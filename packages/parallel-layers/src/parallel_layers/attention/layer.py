@@ -49,11 +49,13 @@ class CacheShape(NamedTuple):
         num_kv_heads: Key-value heads.
         head_dim: Of a key.
         value_dim: Of a value.
+        values_in_keys: A value is the first dims of its key.
     """
 
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    values_in_keys: bool = False
 
 
 def attention_over(context_group: ProcessGroup | None, context_parallel: ContextParallel) -> Callable[..., Tensor]:

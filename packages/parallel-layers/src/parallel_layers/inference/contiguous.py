@@ -101,8 +101,8 @@ class KVCache(SequenceCache):
         place = torch.arange(self.max_length, device=kept.device)
         unread = kept.new_full((1,), self.num_sequences * self.max_length)
         rows = torch.cat(((kept[:, None] * self.max_length + place).flatten(), unread))
-        for layers in (self.keys, self.values):
-            for i, layer in enumerate(layers or []):
+        for layers in filter(None, (self.keys, self.values)):
+            for i, layer in enumerate(layers):
                 layers[i] = layer[rows]
         self.lengths, self.num_sequences = self.lengths[kept], len(kept)
         self._longest, self._plan = self._longest_now(), None
