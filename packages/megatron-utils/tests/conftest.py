@@ -1,6 +1,9 @@
 """One pool of gloo ranks for all tests of this package."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from hypothesis import settings
 
 from parallel_layers.testing import RankPool, shared_pool
@@ -13,3 +16,10 @@ settings.load_profile("megatron_utils")
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[RankPool]:
+    """One rank on each of at most four GPUs; tests that need more than there are were skipped before."""
+    with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
+        yield pool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, Literal
 
@@ -25,19 +24,14 @@ LayerSpec = Literal["local", "transformer_engine"]
 def block_spec(
     config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The specs of one chunk's layers, dense and mixture in their places.
-
-    Raises:
-        ValueError: an unknown spec, or one that cannot express the model.
-        ImportError: Transformer Engine is asked for and not installed.
-    """
+    """The specs of one chunk's layers, dense and mixture in their places; raises what `one_layer` raises."""
     if not gpt_layer_specs.HAVE_TE:
         # Megatron-Core 0.16 leaves the one undefined where Transformer Engine is missing, and then tests it against
         # None; in the other module it takes its own stand-ins for Transformer Engine, and then tests against a type.
         moe_utils.te_general_gemm = None
         multi_latent_attention.HAVE_TE = False
     is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: _layer(config, hf, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
+    specs = {kind: one_layer(config, hf, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
     if config.pipeline_model_parallel_layout is not None:
         layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=stage)
     else:
@@ -46,7 +40,13 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[is_moe[i]] for i in layers], layer_norm=Norm)
 
 
-def _layer(config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
+def one_layer(config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
+    """The spec of a dense layer or of a mixture.
+
+    Raises:
+        ValueError: an unknown spec, or one that cannot express the model.
+        ImportError: Transformer Engine is asked for and not installed.
+    """
     family = family_of(hf)
     latent = family.latent is not None
     options = {
@@ -71,7 +71,7 @@ def _layer(config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, mo
 
 def _local(hf: HfConfig, options: dict[str, Any]) -> ModuleSpec:
     """Megatron's own linears; norms that take sequence parallelism."""
-    spec = copy.deepcopy(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options))
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     attention = spec.submodules.self_attention.submodules
     inside = LatentNorm if options["multi_latent_attention"] else Norm
     for holder, name, norm in (
@@ -95,7 +95,7 @@ def _transformer_engine(hf: HfConfig, options: dict[str, Any]) -> ModuleSpec:
             f"rms_norm_eps={hf['rms_norm_eps']}: Transformer Engine's fused norms use it for the latents too, whose "
             f"norms have {LATENT_NORM_EPS}; use layer_spec='local'"
         )
-    return copy.deepcopy(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options))
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
 
 
 _SPECS = {"local": _local, "transformer_engine": _transformer_engine}

@@ -1,0 +1,118 @@
+"""Which module stands where in a layer. (What the layers compute: `test_model.py`, and on GPUs `test_gpu.py`.)"""
+
+from typing import Any
+
+import pytest
+
+from parallel_layers import ParallelDims
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
+
+
+def layers(hf: dict[str, Any], layer_spec: str) -> list[Any]:
+    from megatron_utils.gpt import transformer_config
+    from megatron_utils.gpt.layer_spec import one_layer
+
+    return [one_layer(transformer_config(hf, ParallelDims()), hf, layer_spec, moe=moe) for moe in (False, True)]
+
+
+def test_an_unknown_spec_and_a_missing_transformer_engine_are_named() -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    with pytest.raises(ValueError, match="layer_spec='apex' is unknown; use one of local, transformer_engine"):
+        layers(LLAMA, "apex")
+    if gpt_layer_specs.HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    with pytest.raises(ImportError, match="layer_spec='transformer_engine' needs transformer-engine"):
+        layers(LLAMA, "transformer_engine")
+
+
+def test_biases_are_where_the_family_has_them() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    plain, biased = (
+        layers({**LLAMA, "mlp_bias": bias, "attention_bias": bias}, "local")[0].submodules for bias in (False, True)
+    )
+    for spec, own in ((plain, True), (biased, False)):
+        assert (spec.self_attention.submodules.linear_proj is RowParallelLinear) is own
+        assert (spec.mlp.submodules.linear_fc1 is ColumnParallelLinear) is own
+        assert (spec.mlp.submodules.linear_fc2 is RowParallelLinear) is own
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's own spec of Transformer Engine, whose modules are never built here."""
+    from megatron.core.extensions import transformer_engine_spec_provider as provider
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", True)
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, raising=False)
+    for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"):
+        if getattr(provider, name) is None:
+            monkeypatch.setattr(provider, name, type(name, (), {}))
+    # Without the package its version is unknown.
+    monkeypatch.setattr(provider, "is_te_min_version", lambda version: True)
+    return provider
+
+
+def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer_engine: Any) -> None:
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    from megatron_utils.gpt import PackedCoreAttention
+
+    dense, mixture = (
+        spec.submodules
+        for spec in layers({**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 4}, "transformer_engine")
+    )
+    for spec in (dense, mixture):
+        attention = spec.self_attention.submodules
+        assert attention.linear_qkv is transformer_engine.TELayerNormColumnParallelLinear
+        assert attention.linear_proj is transformer_engine.TERowParallelLinear
+        assert attention.q_layernorm is transformer_engine.TENorm
+        assert attention.core_attention.module is PackedCoreAttention
+        assert attention.core_attention.params == {"rotates": True}
+    assert dense.mlp.submodules.linear_fc1 is transformer_engine.TELayerNormColumnParallelLinear
+    assert mixture.mlp.submodules.experts.module is TEGroupedMLP
+    assert mixture.pre_mlp_layernorm is transformer_engine.TENorm
+
+
+def test_transformer_engine_has_latent_attention_with_its_own_epsilon(transformer_engine: Any) -> None:
+    from megatron_utils.gpt.latent_attention import LatentAttention
+
+    spec = layers({**LLAMA, **LATENT}, "transformer_engine")[0].submodules.self_attention
+    assert spec.module is LatentAttention
+    assert spec.submodules.linear_kv_down_proj is transformer_engine.TELinear
+    assert spec.submodules.linear_kv_up_proj is transformer_engine.TELayerNormColumnParallelLinear
+    assert spec.submodules.core_attention.params == {"rotates": False}
+    with pytest.raises(ValueError, match="rms_norm_eps=1e-05: Transformer Engine's fused norms use it"):
+        layers({**LLAMA, **LATENT, "rms_norm_eps": 1e-5}, "transformer_engine")
