@@ -65,6 +65,34 @@ def test_results_are_those_of_one_process(pair: tuple[RayModelGroup, RayModelGro
         assert valued.result() == pytest.approx(judge.update(batch, value_loss), rel=1e-4, abs=1e-6)
 
 
+def test_a_part_is_stored_once_for_all_its_ranks(
+    pair: tuple[RayModelGroup, RayModelGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    stored: list[Any] = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: (stored.append(value), put(value))[1])
+    for group, dp in zip(pair, (2, 1), strict=True):
+        group.submit("log_probs" if dp == 2 else "values", make_batch()).result()
+        parts = [len(value) for value in stored if isinstance(value, Batch)]
+        assert len(parts) == dp
+        assert sum(parts) == len(LENGTHS)
+        stored.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2, tp=2)], ids=str)
+def test_every_axis(ray_cluster: Any, checkpoint: Path, dims: ParallelDims) -> None:
+    batch = make_batch()
+    one = Actor.from_pretrained(checkpoint, optimizer=OPTIMIZER)
+    resources = Resources(device="cpu", cpus=0.5, strategy="SPREAD")
+    with RayModelGroup(Actor, dims, checkpoint, resources=resources, optimizer=OPTIMIZER) as group:
+        assert group.update(batch, policy_loss()) == pytest.approx(one.update(batch, policy_loss()), rel=1e-4, abs=1e-6)
+        found = group.log_probs(batch)
+        torch.testing.assert_close(found.log_probs, one.log_probs(batch).log_probs, rtol=1e-5, atol=1e-5)
+
+
 def test_responses_are_in_the_order_of_the_prompts(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
     actor, _ = pair
     prompts = [[5], [6, 7, 8], torch.tensor([9, 10])]

@@ -24,6 +24,10 @@ def test_per_token_results_come_back_in_the_callers_order(lengths: list[int], dp
     assert joined.log_probs.tolist() == list(range(total))
     assert torch.equal(joined.entropy, -joined.log_probs)
     assert torch.equal(join([part["place"] for part in parts]), joined.log_probs)
+    # Routing, [T, M, k].
+    routing = join([part["place"].short()[:, None, None].expand(-1, 2, 3) for part in parts])
+    assert (routing.dtype, routing.shape) == (torch.int16, (total, 2, 3))
+    assert routing[:, 1, 2].tolist() == list(range(total))
 
 
 @given(st.lists(st.integers(1, 100), min_size=8, max_size=40), st.integers(1, 4))

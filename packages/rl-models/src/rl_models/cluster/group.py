@@ -137,9 +137,9 @@ class RayModelGroup:
         # It is what `restart` goes back to, once all ranks have come back from it.
         return self._send(method, (path, *args[1:]), kwargs, done=partial(setattr, self, "_checkpoint", path))
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenLogProbs:
+    def log_probs(self, batch: Batch, **options: Any) -> TokenLogProbs:
         """As `Actor.log_probs`."""
-        return self.submit("log_probs", batch, temperature=temperature).result()
+        return self.submit("log_probs", batch, **options).result()
 
     def values(self, batch: Batch) -> Tensor:
         """As `Critic.values`."""

@@ -43,11 +43,11 @@ def divide(lengths: Sequence[int], dp: int) -> Division:
 
 
 def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """A batch, for a method that returns `[T]` tensors: one, or a named tuple of them."""
+    """A batch, for a method that returns `[T, ...]` tensors: one, or a named tuple of them."""
     parts, division = _split(batch, dp, vocab_size)
 
     def whole(tensors: Sequence[Tensor]) -> Tensor:
-        joined = tensors[0].new_zeros(batch.num_tokens)
+        joined = tensors[0].new_zeros(batch.num_tokens, *tensors[0].shape[1:])
         for indices, tensor in zip(division, tensors, strict=True):
             joined[batch.positions(indices).cpu()] = tensor
         return joined
