@@ -31,7 +31,7 @@ def bring(cache: SequenceCache, lengths: list[int], padding: int = 0) -> tuple[T
     total = sum(lengths) + padding
     q = torch.randn(LAYERS, total, 2 * KV_HEADS, HEAD_DIM)
     k = torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM)
-    v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM)
+    v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if cache.values is not None else k[..., :VALUE_DIM]
     segments = [*lengths, padding] if padding else lengths
     cu_seqlens = bounds(segments)
     outs = [cache.layer(i).attend(q[i], k[i], v[i], cu_seqlens, max(segments)) for i in range(LAYERS)]
@@ -69,13 +69,15 @@ class AnyUse(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         spare=st.integers(0, 6),
         gathered=st.integers(1, 20),
+        in_keys=st.booleans(),
     )
-    def start(self, paged: bool, block_size: int, spare: int, gathered: int) -> None:
+    def start(self, paged: bool, block_size: int, spare: int, gathered: int, in_keys: bool) -> None:
         sizes = (LAYERS, 2, ROOM, KV_HEADS, HEAD_DIM)
-        self.cache: SequenceCache = KVCache(*sizes, value_dim=VALUE_DIM)
+        values: dict[str, Any] = {"value_dim": VALUE_DIM, "values_in_keys": in_keys}
+        self.cache: SequenceCache = KVCache(*sizes, **values)
         if paged:
             self.cache = PagedKVCache(
-                *sizes, value_dim=VALUE_DIM, block_size=block_size, num_blocks=4 + spare, max_gathered=gathered
+                *sizes, **values, block_size=block_size, num_blocks=4 + spare, max_gathered=gathered
             )
         self.model = PlainModel(2)
         self.model.check(*bring(self.cache, [3, 1]), [3, 1])
