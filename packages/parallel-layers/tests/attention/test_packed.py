@@ -124,12 +124,13 @@ def test_sinks_and_log_sum_exp(options: dict) -> None:
     torch.testing.assert_close(lse, dense_attention(*leaves, cu_seqlens, **options)[1].detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_value_heads_may_be_smaller() -> None:
-    leaves = inputs(sum(LENGTHS), head_dim=12, value_dim=8)
+@pytest.mark.parametrize("value_dim", [8, 15])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_value_heads_may_be_smaller_or_larger(backend: str, value_dim: int) -> None:
+    leaves = inputs(sum(LENGTHS), head_dim=12, value_dim=value_dim)
     cu_seqlens = boundaries(LENGTHS)
-    for backend in CPU_BACKENDS:
-        ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend)
-        assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
+    ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend)
+    assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
 
 
 @pytest.mark.parametrize("case", ["causal", "full", "window"])

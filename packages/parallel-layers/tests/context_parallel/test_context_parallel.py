@@ -99,6 +99,7 @@ def test_any_number_of_heads(ranks: RankPool, name: str, heads: str, world: int)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_options(ranks: RankPool, name: str) -> None:
     check(ranks, name, LENGTHS["ragged"], 2, value_dim=6, softcap=1.5, scale=0.7)
+    check(ranks, name, LENGTHS["ragged"], 2, value_dim=11)
     check(ranks, name, LENGTHS["ragged"], 2, (5, 1), with_sinks=True)
     check(ranks, name, LENGTHS["ragged"], 4, (14, 2), with_sinks=True)
 

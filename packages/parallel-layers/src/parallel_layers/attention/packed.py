@@ -118,19 +118,25 @@ def packed_attention(
         cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
     )
     wants_lse = return_lse or sinks is not None
-    name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, head_dim, softcap is not None, wants_lse)
+    value_dim = v_TKD.shape[-1]
+    size = max(head_dim, value_dim)
+    name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, size, softcap is not None, wants_lse)
 
     if BACKENDS[name].kernel is None:
         return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
-    value_dim = v_TKD.shape[-1]
-    if value_dim != head_dim and name != "reference":  # the flash kernels want one head size
-        v_TKD = F.pad(v_TKD, (0, head_dim - value_dim))
+    if name != "reference":  # the flash kernels want one head size
+        q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
     out, lse = _attention(
         q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window or 0, scoring.scale, softcap or 0.0, name
     )
     if out.shape[-1] != value_dim:
         out = out[..., :value_dim]
     return (out, lse.T.detach()) if return_lse else out
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """`[T, heads, D]` with zeros behind each head, `[T, heads, size]`: they change no score and no output."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _check(
@@ -149,8 +155,6 @@ def _check(
         raise ValueError(f"packed_attention takes q [T, Q, D], k [T, K, D], v [T, K, D'], got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads evenly ({shapes})")
-    if v.shape[2] > q.shape[2]:
-        raise ValueError(f"a value head of {v.shape[2]} is larger than a query head of {q.shape[2]} ({shapes})")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
-from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.attention.packed import AttentionOptions, packed_attention, widened
 from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
 from parallel_layers.context_parallel.halo import halo_attention
 
@@ -78,12 +77,13 @@ def ring_attention(
     head_dim, value_dim = q_TQD.shape[2], v_TKD.shape[2]
     scale, softcap, sinks = options.get("scale"), options.get("softcap"), options.get("sinks")
     scoring = Scoring(True, None, head_dim**-0.5 if scale is None else scale, softcap)
+    size = max(head_dim, value_dim)  # keys and values travel as one tensor
     name = choose_backend(
-        options.get("backend", "auto"), q_TQD.device.type, q_TQD.dtype, head_dim, softcap is not None, True
+        options.get("backend", "auto"), q_TQD.device.type, q_TQD.dtype, size, softcap is not None, True
     )
     kernel = BACKENDS[name].kernel
-    kv = torch.stack((k_TKD, F.pad(v_TKD, (0, head_dim - value_dim))))
-    out: Tensor = _Ring.apply(q_TQD, kv, sinks, cu_seqlens, max_seqlen, group, scoring, kernel)
+    kv = torch.stack((widened(k_TKD, size), widened(v_TKD, size)))
+    out: Tensor = _Ring.apply(widened(q_TQD, size), kv, sinks, cu_seqlens, max_seqlen, group, scoring, kernel)
     return out[..., :value_dim]
 
 

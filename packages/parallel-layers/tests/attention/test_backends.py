@@ -1,0 +1,116 @@
+"""Which backend a case gets, by the table alone: as if everything were installed, or all but some."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_layers.attention import backends, packed_attention
+from parallel_layers.attention.backends import BACKENDS, Backend, choose_backend
+from parallel_layers.attention.problem import Forward, Scoring, Segments
+from parallel_layers.attention.reference import ReferenceKernel
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    def install(*names: str) -> None:
+        monkeypatch.setattr(backends, "_is_installed", names.__contains__)
+        backends._choose.cache_clear()
+
+    yield install
+    backends._choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "softcap", "lse", "expected"),
+    [
+        (torch.bfloat16, 128, False, False, "flash-attn-4"),
+        (torch.bfloat16, 128, True, True, "flash-attn-4"),
+        (torch.bfloat16, 72, True, True, "flash-attn"),  # not a multiple of 32
+        (torch.float16, 192, False, True, "flash-attn"),  # latent attention
+        (torch.float16, 256, True, False, "flash-attn"),
+        (torch.bfloat16, 257, False, False, "sdpa"),
+        (torch.bfloat16, 576, False, False, "sdpa"),  # latents themselves
+        (torch.bfloat16, 576, True, False, "reference"),
+        (torch.float32, 64, False, False, "sdpa"),
+        (torch.float32, 64, False, True, "reference"),
+    ],
+)
+def test_auto_takes_the_first_that_can(
+    install: Install, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool, expected: str
+) -> None:
+    install(*BACKENDS)
+    assert choose_backend("auto", "cuda", dtype, head_dim, softcap, lse) == expected
+    assert choose_backend("auto", "cpu", dtype, head_dim, softcap, lse) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("missing", "softcap", "expected"),
+    [
+        (["flash-attn-4"], False, "flash-attn"),
+        (["flash-attn-4", "flash-attn"], False, "varlen"),
+        (["flash-attn-4", "flash-attn"], True, "reference"),
+        (["flash-attn-4", "flash-attn", "varlen"], False, "sdpa"),
+    ],
+)
+def test_auto_looks_at_what_is_installed(install: Install, missing: list[str], softcap: bool, expected: str) -> None:
+    install(*(name for name in BACKENDS if name not in missing))
+    assert choose_backend("auto", "cuda", torch.bfloat16, 64, softcap, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "head_dim", "softcap", "message"),
+    [
+        (
+            "flash-attn-4",
+            "cuda",
+            torch.bfloat16,
+            256,
+            False,
+            "its largest head size is 128, not 256; use 'auto' or one of",
+        ),
+        ("flash-attn", "cuda", torch.bfloat16, 12, False, "its head sizes are multiples of 8, not 12"),
+        ("flash-attn", "cuda", torch.float32, 64, False, "it takes torch.bfloat16, torch.float16, not torch.float32"),
+        ("flash-attn", "cpu", torch.bfloat16, 64, False, "it runs on cuda, not on cpu"),
+        ("varlen", "cuda", torch.bfloat16, 64, True, "it has no soft-cap"),
+    ],
+)
+def test_a_backend_that_cannot_says_why(
+    install: Install, name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, message: str
+) -> None:
+    install(*BACKENDS)
+    with pytest.raises(ValueError, match=f"backend='{name}' cannot do this case: {message}"):
+        choose_backend(name, device, dtype, head_dim, softcap, False)
+
+
+class OneHeadSize(ReferenceKernel):
+    """Stands for the flash kernels, which take queries, keys and values of one head size."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return super().forward(q, k, v, segments, scoring)
+
+    def backward(
+        self, d_out: Tensor, done: Forward, segments: Segments, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert d_out.shape[-1] == done.q.shape[-1]
+        return super().backward(d_out, done, segments, scoring)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(6, 4), (4, 6), (5, 5)])
+def test_head_sizes_are_made_one_for_kernels_that_want_it(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, value_dim: int
+) -> None:
+    monkeypatch.setitem(BACKENDS, "one-head-size", Backend("nothing", lambda: True, OneHeadSize()))
+    torch.manual_seed(0)
+    shapes = ((9, 4, head_dim), (9, 2, head_dim), (9, 2, value_dim))
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    outs = [packed_attention(*leaves, cu_seqlens, 5, backend=name) for name in ("one-head-size", "reference")]
+    seed = torch.randn_like(outs[0])
+    gradients = [torch.autograd.grad(out, leaves, seed) for out in outs]
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
