@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckpt
+from parallel_layers.moe import MoEConfig
 from rl_models import CausalLM, ModelConfig, ValueModel
 from rl_models.families import FAMILIES
 
@@ -67,12 +68,13 @@ def test_qwen3_norms_its_heads_and_mistral_has_one_window() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM",
+            "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM, ",
         ),
         ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 changes the numbers"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not known"),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer"),
@@ -97,6 +99,43 @@ def test_a_folder_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:
     assert ModelConfig.from_hf(tmp_path) == ModelConfig.from_hf(LLAMA)
 
 
+MOE_FIELDS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 12},
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+}
+# What a family's config has beyond LLAMA.
+MORE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**MOE_FIELDS, "mlp_only_layers": [1]},
+    "deepseek_v3": DEEPSEEK,
+}
+
+
+def test_qwen3_moe_has_experts_in_some_layers() -> None:
+    values = {**LLAMA, **MOE_FIELDS, "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+    config = ModelConfig.from_hf({**values, "mlp_only_layers": [1]})
+    assert [part is not None for part in config.moe] == [True, False, True]
+    assert config.layer(0).moe == MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
+    assert config.layer(1).moe is None
+    sparse = ModelConfig.from_hf({**values, "decoder_sparse_step": 2, "norm_topk_prob": False})
+    assert [part is not None for part in sparse.moe] == [False, True, False]
+    assert not sparse.layer(1).moe.normalize_top_k
+    # The coefficient that it was trained with adds nothing: an update's options do.
+    assert ModelConfig.from_hf({**values, "router_aux_loss_coef": 0.1}).layer(0).moe.balance_loss == 0
+    assert config.with_router_losses(balance_loss=0.1, z_loss=0.2).layer(0).moe.balance_loss == 0.1
+
+
+def test_deepseek_v3_routes_by_sigmoid_and_compresses_keys_and_values() -> None:
+    config = ModelConfig.from_hf({**LLAMA, **DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "head_dim": 4})
+    assert config.moe[0] is None
+    moe = config.layer(1).moe
+    assert (moe.scoring, moe.correction_bias, moe.num_groups, moe.shared_intermediate_size) == ("sigmoid", True, 2, 32)
+    assert config.decoder.latent.q_lora_rank == 12
+    assert config.decoder.head_dim == 12
+
+
 # The biases that a config may ask for.
 BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
 
@@ -108,6 +147,7 @@ def test_the_models_have_the_tensors_of_the_layout(family: str, options: str, mo
     changes = {"plain": {}, "tied": {"tie_word_embeddings": True}, "biases": BIASES.get(family, {})}[options]
     architectures = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
     values = {**LLAMA, "architectures": architectures, "model_type": family, "head_dim": 16, **changes}
+    values |= MORE.get(family, {})
     built = model(ModelConfig.from_hf(values), dtype=torch.float32, device="meta")
     blocks = ckpt.layout_for(values, role=role).at(ckpt.Place())
     assert {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()} == {

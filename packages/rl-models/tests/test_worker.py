@@ -312,8 +312,8 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(
 
 
 def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="backend='megatron' is not available; available: parallel, transformers"):
-        Actor.from_pretrained(model, backend="megatron")
+    with pytest.raises(ValueError, match="backend='jax' is not available; available: parallel, megatron, transformers"):
+        Actor.from_pretrained(model, backend="jax")
     with pytest.raises(ValueError, match="no process group"):
         Actor.from_pretrained(model, dims=ParallelDims(tp=2))
     with pytest.raises(ValueError, match="sequence_parallel=True needs tp > 1"):

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 
 from parallel_layers import DecoderConfig, RotaryEmbedding
+from parallel_layers.moe import MoEConfig
+from parallel_layers.rotary import yarn_softmax_scale
 from rl_models.families import family_of
 
 # Config fields, of any family, that change the numbers in a way that the native models do not compute, and the values
@@ -38,6 +40,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (None, False),
     "attention_chunk_size": (None,),
     "no_rope_layers": (None, []),
+    "router_jitter_noise": (None, 0, 0.0),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -53,8 +56,9 @@ class ModelConfig:
     Attributes:
         family: the row of `rl_models.families.FAMILIES`.
         vocab_size: of the embedding and the head, without the padding that tensor parallelism adds.
-        decoder: of a layer with full attention.
+        decoder: of a layer with full attention and an MLP.
         windows: the sliding window of every layer, None for full attention; its length is the number of layers.
+        moe: the mixture of experts of every layer, None for an MLP.
         tie_word_embeddings: the head is the embedding.
         hf: the Hugging Face config as it was read; a save writes it back.
     """
@@ -63,6 +67,7 @@ class ModelConfig:
     vocab_size: int
     decoder: DecoderConfig
     windows: tuple[int | None, ...]
+    moe: tuple[MoEConfig | None, ...]
     tie_word_embeddings: bool
     hf: Mapping[str, Any] = field(repr=False, hash=False)
 
@@ -77,7 +82,7 @@ class ModelConfig:
         values = config if isinstance(config, Mapping) else _read_folder(Path(config))
         family = family_of(values)
         for name, neutral in NEUTRAL_VALUES.items():
-            if values.get(name) not in neutral:
+            if name not in family.reads and values.get(name) not in neutral:
                 raise ValueError(
                     f"the config's {name}={values[name]!r} changes the numbers, and backend='parallel' does not "
                     f"compute it for {family.name}; use a checkpoint with {name}={neutral[-1]!r}"
@@ -86,11 +91,18 @@ class ModelConfig:
             raise ValueError(f"the config's layer_types {unknown} are not known for {family.name}")
         heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
         windows = family.windows({**values, "num_hidden_layers": _integer(values, "num_hidden_layers")})
+        latent, head_dim, scale = None, None, None
+        if family.latent is not None:
+            latent = family.latent(values)
+            rope = values.get("rope_parameters") or values.get("rope_scaling")
+            scale = yarn_softmax_scale(latent.qk_head_dim, rope)
+        else:
+            head_dim = _integer(values, "head_dim", None if family.explicit_head_dim else hidden // heads)
         decoder = DecoderConfig(
             hidden_size=hidden,
             num_heads=heads,
             num_kv_heads=_integer(values, "num_key_value_heads", heads),
-            head_dim=_integer(values, "head_dim", None if family.explicit_head_dim else hidden // heads),
+            head_dim=head_dim,
             intermediate_size=_integer(values, "intermediate_size"),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             activation=str(values.get("hidden_act", "silu")),
@@ -98,9 +110,13 @@ class ModelConfig:
             attention_bias=family.flag("qkv_bias", values),
             output_bias=family.flag("output_bias", values),
             mlp_bias=family.flag("mlp_bias", values),
+            latent=latent,
+            attention_scale=scale,
+            rotary_interleaved=family.flag("rotary_interleaved", values),
         )
+        moe = tuple(family.moe(values, i) if family.moe else None for i in range(len(windows)))
         tied = bool(values.get("tie_word_embeddings", False))
-        return cls(family.name, _integer(values, "vocab_size"), decoder, windows, tied, dict(values))
+        return cls(family.name, _integer(values, "vocab_size"), decoder, windows, moe, tied, dict(values))
 
     @property
     def num_layers(self) -> int:
@@ -109,7 +125,12 @@ class ModelConfig:
 
     def layer(self, index: int) -> DecoderConfig:
         """The config of one layer."""
-        return replace(self.decoder, window=self.windows[index])
+        return replace(self.decoder, window=self.windows[index], moe=self.moe[index])
+
+    def with_router_losses(self, *, balance_loss: float, z_loss: float) -> Self:
+        """The same model with these weights of its routers' auxiliary losses."""
+        moe = [None if part is None else replace(part, balance_loss=balance_loss, z_loss=z_loss) for part in self.moe]
+        return replace(self, moe=tuple(moe))
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
         """The rotary embedding, by the config's own rope parameters."""

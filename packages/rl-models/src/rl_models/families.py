@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parallel_layers.attention.latent import LatentConfig
+from parallel_layers.moe import MoEConfig
+
 Windows = tuple[int | None, ...]
 
 
@@ -35,6 +38,69 @@ def _mistral_windows(config: Mapping[str, Any]) -> Windows:
     return (None if window is None else int(window),) * int(config["num_hidden_layers"])
 
 
+def _mistral_windows_if_used(config: Mapping[str, Any]) -> Windows:
+    """One sliding window for every layer, switched on by `use_sliding_window`."""
+    return _mistral_windows(config) if config.get("use_sliding_window") else _no_windows(config)
+
+
+def _experts(config: Mapping[str, Any]) -> int | None:
+    """Their number, by the names that configs have given it."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _qwen3_moe(config: Mapping[str, Any], layer: int) -> MoEConfig | None:
+    """Every `decoder_sparse_step`th layer, but for `mlp_only_layers`."""
+    experts = _experts(config)
+    if not experts or layer in (config.get("mlp_only_layers") or ()):
+        return None
+    if (layer + 1) % int(config.get("decoder_sparse_step") or 1):
+        return None
+    return MoEConfig(
+        num_experts=int(experts),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+        activation=str(config.get("hidden_act", "silu")),
+    )
+
+
+def _mixtral(config: Mapping[str, Any], layer: int) -> MoEConfig | None:
+    """Every layer; the scores of a token's experts always add up to one."""
+    return MoEConfig(
+        num_experts=int(_experts(config) or 8),
+        top_k=int(config.get("num_experts_per_tok", 2)),
+        intermediate_size=int(config["intermediate_size"]),
+        activation=str(config.get("hidden_act", "silu")),
+    )
+
+
+def _deepseek_v3(config: Mapping[str, Any], layer: int) -> MoEConfig | None:
+    """From layer `first_k_dense_replace` on."""
+    if layer < int(config.get("first_k_dense_replace") or 0):
+        return None
+    size = int(config["moe_intermediate_size"])
+    return MoEConfig(
+        num_experts=int(config["n_routed_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=size,
+        scoring="sigmoid",
+        normalize_top_k=bool(config.get("norm_topk_prob", True)),
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        correction_bias=True,
+        num_groups=int(config.get("n_group") or 1),
+        top_k_groups=int(config.get("topk_group") or 1),
+        shared_intermediate_size=int(config.get("n_shared_experts") or 0) * size,
+        activation=str(config.get("hidden_act", "silu")),
+    )
+
+
+def _latent(config: Mapping[str, Any]) -> LatentConfig:
+    """DeepSeek's multi-head latent attention."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return LatentConfig(**{name: int(config[name]) for name in names}, q_lora_rank=config.get("q_lora_rank"))
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -47,6 +113,10 @@ class Family:
         explicit_head_dim: the config must state `head_dim`; else it defaults to hidden_size / num_attention_heads.
         windows: config -> the sliding window of every layer, None for full attention.
         layer_types: the values of the config's `layer_types` that `windows` understands.
+        moe: config, layer number -> the mixture of experts in that layer, None for an MLP; None: no layer has one.
+        latent: config -> multi-head latent attention; None: ordinary attention.
+        rotary_interleaved: pairs of neighbouring dims are rotated: the config field that decides.
+        reads: fields that other families must not have (`rl_models.config.NEUTRAL_VALUES`), and this one reads.
     """
 
     name: str
@@ -58,9 +128,13 @@ class Family:
     explicit_head_dim: bool = False
     windows: Callable[[Mapping[str, Any]], Windows] = _no_windows
     layer_types: frozenset[str] = frozenset({"full_attention"})
+    moe: Callable[[Mapping[str, Any], int], MoEConfig | None] | None = None
+    latent: Callable[[Mapping[str, Any]], LatentConfig] | None = None
+    rotary_interleaved: bool | str = False
+    reads: frozenset[str] = frozenset()
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Whether `qkv_bias`, `output_bias` or `mlp_bias` holds under a config."""
+        """Whether `qkv_bias`, `output_bias`, `mlp_bias` or `rotary_interleaved` holds under a config."""
         value = getattr(self, name)
         return bool(config.get(value, False)) if isinstance(value, str) else bool(value)
 
@@ -89,6 +163,35 @@ FAMILIES: dict[str, Family] = {
             layer_types=_EITHER,
         ),
         Family("mistral", "Mistral", windows=_mistral_windows, layer_types=_EITHER),
+        Family(
+            "mixtral",
+            "Mixtral",
+            windows=_mistral_windows,
+            layer_types=_EITHER,
+            moe=_mixtral,
+            reads=frozenset({"num_local_experts", "num_experts"}),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3Moe",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            qk_norm="head",
+            windows=_mistral_windows_if_used,
+            layer_types=_EITHER,
+            moe=_qwen3_moe,
+            reads=frozenset({"num_local_experts", "num_experts"}),
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            moe=_deepseek_v3,
+            latent=_latent,
+            rotary_interleaved="rope_interleave",
+            reads=frozenset({"n_routed_experts"}),
+        ),
     )
 }
 

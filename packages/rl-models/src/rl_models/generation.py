@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_layers.embedding import check_token_ids
 from rl_models.backends import Engine
@@ -43,17 +45,25 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
     for row in rows:
         check_token_ids(row, engine.vocab_size)
     rows = [row for row in rows for _ in range(options.n)]
+    count = len(rows)
+    # Ranks that share experts run every forward pass together: who has nothing to do brings a token that nobody reads.
+    together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
+    if together is not None and not rows:
+        rows = [torch.zeros(1, dtype=torch.int64, device=device)]
     generator = torch.Generator(device).manual_seed(_seed(options.seed, engine.grid.rank("dp")))
     stop = torch.tensor(sorted(options.stop_ids), dtype=torch.int64, device=device)
     tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
     lengths = torch.zeros(len(rows), dtype=torch.int64)
-    running = torch.ones(len(rows), dtype=torch.bool)
+    running = torch.arange(len(rows)) < count
     longest = max((len(row) for row in rows), default=0)
     with engine.decoding(len(rows), longest + options.max_new_tokens) as next_logits:
-        step_input = rows
-        for step in range(options.max_new_tokens if rows else 0):
+        step, step_input = 0, rows
+        while _anyone(going := step < options.max_new_tokens and bool(running.any()), together, device):
             logits = next_logits(step_input)
+            step_input = [row[:0] for row in rows]
+            if not going:
+                continue
             drawn, drawn_log_probs = sample(
                 logits,
                 temperature=options.temperature,
@@ -64,9 +74,10 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
             tokens[:, step], log_probs[:, step] = drawn, drawn_log_probs
             lengths += running
             running &= ~torch.isin(drawn, stop).cpu()
-            if not running.any():
-                break
-            step_input = [drawn[i : i + 1] if going else drawn[:0] for i, going in enumerate(running.tolist())]
+            step += 1
+            if step < options.max_new_tokens:
+                step_input = [drawn[i : i + 1] if goes_on else drawn[:0] for i, goes_on in enumerate(running.tolist())]
+    rows, tokens, log_probs, lengths = rows[:count], tokens[:count], log_probs[:count], lengths[:count]
     counts = lengths.tolist()
     responses = [row[:count] for row, count in zip(tokens, counts, strict=True)]
     zeros = [torch.zeros(len(row), device=device) for row in rows]
@@ -76,6 +87,15 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
         device=device,
         log_probs=[torch.cat([zero, row[:count]]) for zero, row, count in zip(zeros, log_probs, counts, strict=True)],
     )
+
+
+def _anyone(going: bool, group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether this rank, or any other of the group, has a token to draw."""
+    if group is None:
+        return going
+    flag = torch.tensor(int(going), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag)
 
 
 def _seed(seed: int, dp_rank: int) -> int:

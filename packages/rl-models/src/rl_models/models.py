@@ -13,7 +13,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from parallel_layers import LogProbs, PackedSequence, linear_log_probs, next_token_labels
+from parallel_layers import DecoderLayer, LogProbs, PackedSequence, linear_log_probs, next_token_labels
 from parallel_layers.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -164,17 +164,17 @@ class CausalLM(_PackedModel):
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
         """An empty cache for `next_logits`, for this rank's layers and their key-value heads."""
-        decoder = self.config.decoder
-        assert decoder.head_dim is not None  # filled in by the config
-        tp = 1 if self.group is None else self.group.size()
+        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
+        shape = layers[0].self_attn.cache_shape
         weight = next(self.parameters())
         return KVCache(
-            len(self.model.layers),
+            len(layers),
             num_sequences,
             max_length,
-            # With more ranks than key-value heads, each holds one.
-            max(1, decoder.num_kv_heads // tp),
-            decoder.head_dim,
+            shape.num_kv_heads,
+            shape.head_dim,
+            value_dim=shape.value_dim,
+            values_in_keys=shape.values_in_keys,
             dtype=weight.dtype,
             device=weight.device,
         )

@@ -20,7 +20,7 @@ from parallel_layers.attention.layer import ContextParallel
 from parallel_layers.embedding import check_token_ids
 from rl_models import checkpoint
 from rl_models.aggregation import token_weights
-from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, load_engine
+from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, RouterLosses, load_engine
 from rl_models.batch import Batch
 from rl_models.checkpoint import Resumed
 from rl_models.grid import Grid, checkpoint_folder
@@ -73,6 +73,7 @@ class Worker:
         sequence_parallel: bool | None = None,
         pipeline: PipelineOptions | None = None,
         context_parallel: ContextParallel = "ulysses",
+        router_losses: RouterLosses | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
@@ -89,6 +90,7 @@ class Worker:
             pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
                 possible.
             context_parallel: where cp > 1: "ulysses" or "ring".
+            router_losses: of a mixture of experts, added by `update`; default none.
             optimizer: default `OptimizerOptions()`.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
@@ -102,6 +104,7 @@ class Worker:
             sequence_parallel=sequence_parallel,
             pipeline=pipeline or PipelineOptions(),
             context_parallel=context_parallel,
+            router_losses=router_losses or RouterLosses(),
         )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)

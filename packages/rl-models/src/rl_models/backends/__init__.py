@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from rl_models.backends.engine import Engine, LoadEngine, Loss, NextLogits, Outputs, Role
-from rl_models.backends.options import EngineOptions, PipelineOptions
+from rl_models.backends.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Outputs",
     "PipelineOptions",
     "Role",
+    "RouterLosses",
     "load_engine",
 ]
 
@@ -40,7 +41,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp"), ("causal_lm", "value")),
+    "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
     "megatron": Backend("rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
     "transformers": Backend("rl_models.backends.huggingface", ("dp", "cp"), ("causal_lm", "value")),
 }

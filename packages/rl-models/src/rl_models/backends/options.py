@@ -42,6 +42,21 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
+class RouterLosses:
+    """Weights of the auxiliary losses of a mixture of experts, which an update adds to the loss it is given.
+
+    Each layer's is a mean over the tokens of a micro-batch, and these are averaged over micro-batches and ranks.
+
+    Attributes:
+        balance: of the load-balancing loss (`router_aux_loss_coef`; `parallel_layers.moe.load_balancing_loss`).
+        z: of the router z-loss (`parallel_layers.moe.router_z_loss`).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """How to load a model.
 
@@ -51,9 +66,11 @@ class EngineOptions:
         pipeline: where pp > 1.
         context_parallel: where cp > 1, the attention over divided sequences: "ulysses" or "ring"
             (`parallel_layers.context_parallel`).
+        router_losses: of a mixture of experts; the config's own coefficients count for nothing.
     """
 
     dtype: torch.dtype | None = None
     sequence_parallel: bool | None = None
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     context_parallel: ContextParallel = "ulysses"
+    router_losses: RouterLosses = field(default_factory=RouterLosses)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import ckpt
 from ckpt import agree
 from parallel_layers import PackedSequence
-from parallel_layers.moe import MoE
+from parallel_layers.moe import MoE, RoutingContext
 from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
-from rl_models.backends.options import EngineOptions
-from rl_models.backends.pipeline import Pipeline, sum_tied_gradients
+from rl_models.backends.options import EngineOptions, RouterLosses
+from rl_models.backends.pipeline import Pipeline, pad_to, sum_tied_gradients
 from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage, Task
 from rl_models.config import ModelConfig
@@ -52,7 +52,7 @@ class ParallelEngine:
         source: str,
     ) -> None:
         self.module = self.model = model
-        self.layout, self.places, self.grid, self.source = layout, places, grid, source
+        self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
         self.vocab_size = model.config.vocab_size
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
@@ -76,9 +76,9 @@ class ParallelEngine:
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
         """The outputs of every micro-batch, without a graph."""
         if self.pipeline is None:
-            outputs = forward_each(partial(self._outputs, temperature), micro_batches)
+            outputs = forward_each(partial(self._outputs, temperature, None), micro_batches)
         else:
-            outputs = self.pipeline.forward(micro_batches, partial(self._task, temperature))
+            outputs = self.pipeline.forward(micro_batches, partial(self._task, temperature, None))
         for stage in self.stages:
             release(stage)
         return outputs
@@ -86,38 +86,43 @@ class ParallelEngine:
     def forward_backward(
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
-        """Add the gradient of the losses."""
+        """Add the gradient of the losses, and of the routers' own."""
+        # Those are means over the tokens at hand, the loss a sum over micro-batches and ranks.
+        parts = len(micro_batches) * self.grid.dims.dp * self.grid.dims.cp
+        routing_scale = 1 / parts if self.options.router_losses != RouterLosses() else None
         if self.pipeline is None:
-            backward_each(partial(self._outputs, temperature), self.stages[0], micro_batches, loss)
+            backward_each(partial(self._outputs, temperature, routing_scale), self.stages[0], micro_batches, loss)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
         before = None if self._tied_copy is None else self._tied_copy.grad
         if self._tied_copy is not None:
             self._tied_copy.grad = None
-        self.pipeline.forward_backward(micro_batches, partial(self._task, temperature), loss, self.grid.everyone)
+        make_task = partial(self._task, temperature, routing_scale)
+        self.pipeline.forward_backward(micro_batches, make_task, loss, self.grid.everyone)
         sum_tied_gradients(self._tied_copy, self.pipeline.group)
         if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:
             self._tied_copy.grad += before
 
-    def _task(self, temperature: float, stage: Stage, packed: PackedSequence) -> Task:
+    def _task(self, temperature: float, routing_scale: float | None, stage: Stage, packed: PackedSequence) -> Task:
         """What a stage does with a micro-batch: hidden states, or the outputs of the last."""
 
         def task(hidden: Tensor | None) -> Tensor | Outputs:
             model, chunk = self.model, stage.chunk
+            routing = None if routing_scale is None else RoutingContext.of(packed, loss_scale=routing_scale)
             if not chunk.last:
-                states: Tensor = model(packed, hidden, chunk=chunk)
+                states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
                 return states
             if isinstance(model, ValueModel):
-                return (model.values(packed, hidden, chunk=chunk),)
-            result = model.log_probs(packed, hidden, chunk=chunk, temperature=temperature)
+                return (model.values(packed, hidden, chunk=chunk, routing=routing),)
+            result = model.log_probs(packed, hidden, chunk=chunk, temperature=temperature, routing=routing)
             assert result.entropy is not None
             return result.log_probs, result.entropy
 
         return task
 
-    def _outputs(self, temperature: float, packed: PackedSequence) -> Outputs:
+    def _outputs(self, temperature: float, routing_scale: float | None, packed: PackedSequence) -> Outputs:
         stage = self.stages[0]
-        outputs: Outputs = stage.run(self._task(temperature, stage, packed))
+        outputs: Outputs = stage.run(self._task(temperature, routing_scale, stage, packed))
         return outputs
 
     def _hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
@@ -145,7 +150,7 @@ class ParallelEngine:
 
     def shards(self) -> Shards:
         """The parameters of this rank."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = self.model.state_dict(keep_vars=True)
         return Shards(self.layout, [(place, self._of(place, parameters)) for place in self.places])
 
     def _of(self, place: ckpt.Place, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -175,17 +180,24 @@ class ParallelEngine:
                 packed = _continue(tokens, lengths, model.tokens_multiple_of)
                 for n, new in enumerate(tokens):
                     lengths[n] += len(new)
+                logits: Tensor | None
                 if pipeline is None:
-                    return run(packed, self.stages[0], None)
-                shape = self._hidden_shape(packed.num_tokens, cached=True)
-                logits = pipeline.relay(shape, partial(run, packed))
-                if logits is None:
-                    logits = torch.empty(num_sequences, self.vocab_size, device=self.grid.device)
-                logits = logits.contiguous()
-                dist.broadcast(logits, group=pipeline.group, group_src=pipeline.group.size() - 1)
-                return logits
+                    logits = run(packed, self.stages[0], None)
+                else:
+                    logits = pipeline.relay(self._hidden_shape(packed.num_tokens, cached=True), partial(run, packed))
+                return self._same_on_all_ranks(logits, (num_sequences, self.vocab_size))
 
             yield next_logits
+
+    def _same_on_all_ranks(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """The logits of the last pipeline stage, those of its first context-parallel rank bit for bit: each of them has
+        computed all, and may have met its tokens in another order at the experts."""
+        result = torch.empty(shape, device=self.grid.device) if logits is None else logits.contiguous()
+        if (context := self.grid.group("cp")) is not None:
+            dist.broadcast(result, group=context, group_src=0)
+        if (stages := self.grid.group("pp")) is not None:
+            dist.broadcast(result, group=stages, group_src=stages.size() - 1)
+        return result
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
@@ -213,6 +225,13 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     def build() -> tuple[CausalLM | ValueModel, ckpt.Layout]:
         config = ModelConfig.from_hf(path)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
+        losses = options.router_losses
+        config = config.with_router_losses(balance_loss=losses.balance, z_loss=losses.z)
+        if not any(config.moe) and (grid.dims.ep > 1 or losses != RouterLosses()):
+            raise ValueError(
+                f"ep={grid.dims.ep} and router_losses={losses} are for a mixture of experts, which {config.family} is "
+                "not; leave them out"
+            )
         split = "balanced" if pipeline.split is None else list(pipeline.split)
         layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=split)
         model_options: ModelOptions = {
@@ -280,6 +299,8 @@ def _stored_dtype(path: str) -> torch.dtype:
 def _continue(tokens: Sequence[Tensor], lengths: Sequence[int], multiple_of: int) -> PackedSequence:
     """Pack new tokens of sequences that already have `lengths` tokens: their positions go on from there."""
     packed = PackedSequence.from_sequences(tokens, multiple_of=multiple_of)
+    if not packed.num_tokens:
+        packed = pad_to(packed, multiple_of)
     starts = torch.tensor([*lengths, *[0] * (packed.padding > 0)], device=packed.position_ids.device)
     counts = packed.cu_seqlens.diff().long()
     shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)

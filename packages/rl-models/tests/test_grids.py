@@ -1,0 +1,233 @@
+"""Every grid computes what one rank does: log-probs, entropies, values, losses, gradients and their norm.
+
+That one rank computes what transformers does is shown in the repository's `tests/test_parity_models.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import ckpt
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models.backends import PipelineOptions
+from rl_models.losses import LossTerms
+from rl_models.worker import Worker
+
+VOCAB = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "mlp_only_layers": [1]}
+MODELS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True)),
+}
+# The longest fills a micro-batch alone.
+LENGTHS = (11, 1, 17, 6, 2, 9)
+TOKENS_PER_MICRO_BATCH = 17
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grid and how it is used."""
+
+    dims: ParallelDims
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        names = [f"{name}{getattr(self.dims, name)}" for name in ("pp", "dp", "cp", "tp", "ep")]
+        used = [name for name in names if not name.endswith("1")]
+        return "-".join([*used, *("vpp2" if name == "pipeline" else "ring" for name in self.options)]) or "one"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one rank of a grid has computed; gradients on the first rank alone."""
+
+    sequences: list[int]
+    outputs: list[Tensor]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+def case(*, ring: bool = False, vpp: int = 1, **sizes: int) -> Case:
+    options: dict[str, Any] = {"context_parallel": "ring"} if ring else {}
+    if vpp > 1:
+        options["pipeline"] = PipelineOptions(virtual_stages=vpp)
+    return Case(ParallelDims(**sizes), options)
+
+
+def save_models(folder: Path) -> dict[str, Path]:
+    """The checkpoint folder of each model."""
+    for name, build in MODELS.items():
+        torch.manual_seed(len(name))
+        build().save_pretrained(folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+    weights = {name: [torch.randn(length, generator=generator) for length in LENGTHS] for name in ("a", "b")}
+    return Batch.from_sequences(rows, **weights)
+
+
+def load(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case, **options: Any) -> Any:
+    """An actor or a critic on the first ranks of the pool."""
+    mesh = grid.dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    return kind.from_pretrained(
+        path,
+        dims=grid.dims,
+        mesh=mesh,
+        device="cpu",
+        max_tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH,
+        **grid.options,
+        **options,
+    )
+
+
+def actor_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(log_probs * part["a"] + entropy * part["b"], {"entropy": entropy.detach()})
+
+
+def critic_loss(values: Tensor, part: Batch) -> LossTerms:
+    return LossTerms((values - part["a"]).square())
+
+
+class _Recorder:
+    """An optimizer that keeps the gradients that it was to step with."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.inner, self.engine = worker.optimizer, worker.engine
+        self.gradients: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, *args: Any) -> float:
+        shards = self.engine.shards()
+        chunks = [
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in part.items()}
+            for _, part in shards.chunks
+        ]
+        whole = ckpt.stream_hf(chunks, shards.layout, self.engine.grid.everyone, shards.places, to=[0])
+        self.gradients = {name: tensor.clone() for name, tensor in whole}
+        return self.inner.step(*args)
+
+
+def measure(group: ProcessGroup, path: Path, grids: list[Case]) -> list[list[Numbers]]:
+    """For each grid, the actor's and the critic's numbers on the same batch."""
+    return [[_numbers(kind, group, path, grid) for kind in (Actor, Critic)] for grid in grids]
+
+
+def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) -> Numbers:
+    worker = load(kind, group, path, grid, optimizer=OptimizerOptions(learning_rate=0.0, max_grad_norm=1e9))
+    if kind is Critic and worker.grid.rank("pp") == grid.dims.pp - 1:
+        # A new value head is zero, and would pass no gradient on.
+        with torch.no_grad():
+            for name, parameter in worker.engine.module.named_parameters():
+                if name.startswith("score"):
+                    parameter.fill_(0.3)
+    batch = make_batch()
+    mine = list(range(worker.grid.rank("dp"), len(batch), grid.dims.dp))
+    part = batch.select(mine)
+    if kind is Actor:
+        outputs = list(worker.log_probs(part, temperature=1.3))
+        loss: Any = actor_loss
+    else:
+        outputs, loss = [worker.values(part)], critic_loss
+    worker.optimizer = recorder = _Recorder(worker)
+    metrics = worker.update(part, loss)
+    return Numbers(mine, outputs, metrics, recorder.gradients)
+
+
+def assert_equal(actual: list[list[Numbers]], expected: list[Numbers], grid: Case) -> None:
+    """Every rank's numbers of one grid, `[rank][actor or critic]`, against one rank's."""
+    batch = make_batch()
+    for role, wanted in enumerate(expected):
+        seen: set[int] = set()
+        for numbers in (rank[role] for rank in actual):
+            seen.update(numbers.sequences)
+            where = batch.positions(numbers.sequences)
+            for ours, theirs in zip(numbers.outputs, wanted.outputs, strict=True):
+                torch.testing.assert_close(ours, theirs[where], rtol=0, atol=1e-5, msg=lambda text: f"{grid}: {text}")
+            assert numbers.metrics.keys() == wanted.metrics.keys()
+            for name, value in wanted.metrics.items():
+                assert abs(numbers.metrics[name] - value) <= 1e-5 * max(1, abs(value)), (str(grid), name)
+        assert seen == set(range(len(batch)))
+        gradients = actual[0][role].gradients
+        assert gradients.keys() == wanted.gradients.keys()
+        for name, gradient in wanted.gradients.items():
+            assert gradient.abs().max() > 0, name
+            atol = 1e-5 * max(1.0, float(gradient.abs().max()))
+            torch.testing.assert_close(
+                gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{grid}, {name}: {text}"
+            )
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(tmp_path_factory.mktemp("grids"))
+
+
+@pytest.fixture(scope="session")
+def one_rank(ranks: RankPool, models: dict[str, Path]) -> dict[str, list[Numbers]]:
+    return {name: ranks.run(measure, path, [case()], world=1)[0][0] for name, path in models.items()}
+
+
+def all_grids(experts: bool) -> list[Case]:
+    """Every combination of tp, pp (with two virtual stages as well), cp, ep and dp on four ranks or fewer."""
+    grids = []
+    for tp, pp, cp, dp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2)):
+        if 1 < tp * pp * cp * dp <= 4:
+            for vpp, ep in itertools.product((1, 2) if pp == 2 else (1,), (1, 2) if experts else (1,)):
+                if cp * dp * tp % ep == 0:
+                    grids.append(case(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, vpp=vpp, ring=cp > 1 and tp == 1))
+    return grids
+
+
+FEW = {
+    "llama": [case(pp=2, vpp=2, dp=2), case(pp=2, cp=2), case(cp=2, tp=2, ring=True), case(pp=4)],
+    "qwen3_moe": [case(dp=2, tp=2, ep=2), case(pp=2, tp=2, ep=2), case(cp=2, dp=2, ep=2)],
+}
+
+
+def check(ranks: RankPool, path: Path, grids: list[Case], expected: list[Numbers]) -> None:
+    for world in sorted({grid.dims.world_size for grid in grids}):
+        chosen = [grid for grid in grids if grid.dims.world_size == world]
+        results = ranks.run(measure, path, chosen, world=world, timeout=280)
+        for number, grid in enumerate(chosen):
+            assert_equal([rank[number] for rank in results], expected, grid)
+
+
+@pytest.mark.parametrize("model", FEW)
+def test_some_grids_compute_what_one_rank_does(
+    ranks: RankPool, models: dict[str, Path], one_rank: dict[str, list[Numbers]], model: str
+) -> None:
+    check(ranks, models[model], FEW[model], one_rank[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FEW)
+def test_all_grids_compute_what_one_rank_does(
+    ranks: RankPool, models: dict[str, Path], one_rank: dict[str, list[Numbers]], model: str
+) -> None:
+    check(ranks, models[model], all_grids(experts=model == "qwen3_moe"), one_rank[model])
+    assert torch.isfinite(torch.tensor(list(one_rank[model][0].metrics.values()))).all()
