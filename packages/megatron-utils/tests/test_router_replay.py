@@ -127,6 +127,8 @@ GRIDS = [
     (ParallelDims(pp=2), 2, SELECTIVE),
     (ParallelDims(dp=2, ep=2), None, {}),
     (ParallelDims(pp=2), None, {"layers_per_stage": [1, 3]}),
+    # the second of four stages has no mixture
+    (ParallelDims(pp=4), None, {}),
     (ParallelDims(cp=2), None, FULL),
     (ParallelDims(cp=2, tp=2), None, {"cp_comm_type": "a2a"}),
 ]

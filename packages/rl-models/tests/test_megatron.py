@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_layers import ParallelDims
+from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models import Actor, Batch
 from rl_models.backends.options import EngineOptions, PipelineOptions
@@ -149,6 +150,32 @@ def optimizer_state_on(group: ProcessGroup, path: Path, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizers_state_comes_out_and_goes_in(ranks: RankPool, model: Path, dtype: torch.dtype) -> None:
     ranks.run(optimizer_state_on, model, dtype, world=1)
+
+
+def routing_on(group: ProcessGroup, path: Path) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    micro_batches = [make_batch().packed(multiple_of=2)]
+    with cpu_stand_in():
+        one, other = (actor_on(path, dims).engine for dims in (ParallelDims(pp=2), ParallelDims(tp=2)))
+        recording = RouterReplay()
+        with one.routing([recording]):
+            (own, _), *_ = one.forward(micro_batches)
+        assert list(recording.experts) == one.routed_layers == [0, 1]
+        moved = {layer: (experts + 1) % 4 for layer, experts in recording.experts.items()}
+        outputs = []
+        for engine in (one, other):
+            with engine.routing([RouterReplay(moved, num_experts=engine.num_experts)]):
+                outputs.append(engine.forward(micro_batches)[0][0])
+        assert not torch.allclose(outputs[0], own)
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
+
+
+def test_routing_recorded_on_one_grid_replays_on_another(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(tmp_path)
+    ranks.run(routing_on, tmp_path, world=2)
 
 
 def refused_on(group: ProcessGroup, path: Path) -> list[str]:

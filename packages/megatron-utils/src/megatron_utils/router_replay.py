@@ -105,11 +105,13 @@ class _Hook:
 def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
     """Put hooks on the routers of a model's chunks, and take them off again, whatever happens inside.
 
+    A pipeline stage may have none of the model's routers.
+
     Raises:
         ValueError: the model has no routers.
     """
     routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-    if not routers:
+    if not routers and not any(moe_layers(chunk.config) for chunk in chunks if hasattr(chunk, "config")):
         raise ValueError("the model has no mixture-of-experts layer; there is no routing to record or replay")
     session = RoutingSession()
     before = [router.router_replay for router in routers]
@@ -132,16 +134,11 @@ def moe_layers(config: Any) -> list[int]:
     return [layer for layer, is_moe in enumerate(pattern) if is_moe]
 
 
-def collect_routing(
+def complete_recordings(
     replays: Sequence[RouterReplay], micro_batches: Sequence[PackedSequence], config: Any, grid: MegatronGrid
-) -> list[list[Tensor]]:
-    """What was recorded, whole and per sequence: for each micro-batch, for each of its sequences, `[L_i, M, k]` int16.
-
-    Every stage of a pipeline has recorded its own layers; one all-reduce over the stages brings them together on all.
-    `restore_order` puts the sequences into the caller's order.
-    """
+) -> None:
+    """Give every stage of a pipeline what the others have recorded: one all-reduce over the stages a micro-batch."""
     layers, k = moe_layers(config), config.moe_router_topk
-    results = []
     for replay, packed in zip(replays, micro_batches, strict=True):
         # gloo and NCCL both reduce int32.
         table = packed.input_ids.new_full((packed.num_tokens, len(layers), k), -1, dtype=torch.int32)
@@ -150,8 +147,21 @@ def collect_routing(
                 table[:, column] = replay.experts[layer][: packed.num_tokens].to(table.dtype)
         if grid.dims.pp > 1:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=grid.groups.pp)
-        results.append(packed.split(table.to(torch.int16)))
-    return results
+        replay.experts = dict(zip(layers, table.unbind(1), strict=True))
+
+
+def collect_routing(
+    replays: Sequence[RouterReplay], micro_batches: Sequence[PackedSequence], config: Any, grid: MegatronGrid
+) -> list[list[Tensor]]:
+    """What was recorded, whole and per sequence: for each micro-batch, for each of its sequences, `[L_i, M, k]` int16.
+
+    Every stage of a pipeline has recorded its own layers; all of them get all. `restore_order` puts the sequences into
+    the caller's order.
+    """
+    complete_recordings(replays, micro_batches, config, grid)
+    return [
+        packed.split(replay.as_tensor().to(torch.int16)) for replay, packed in zip(replays, micro_batches, strict=True)
+    ]
 
 
 def make_replay(

@@ -26,8 +26,10 @@ from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
 from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
 from megatron_utils.optimizer.build import chained
 from megatron_utils.pipeline_parallel import run_schedule
+from megatron_utils.router_replay import complete_recordings, moe_layers
 from megatron_utils.testing import stand_in_is_active
 from parallel_layers import LogProbs, PackedSequence, next_token_labels
+from parallel_layers.moe import RouterReplay
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.shards import Shards
 from rl_models.backends.stored import stored_dtype
@@ -45,6 +47,8 @@ class MegatronEngine:
     Attributes:
         chunks: this rank's pipeline chunks.
         layout, places: where they stand in a checkpoint; a place for each chunk.
+        routed_layers: the numbers of the layers with routed experts; none in a dense model.
+        num_experts: of each of these layers.
     """
 
     def __init__(
@@ -62,6 +66,9 @@ class MegatronEngine:
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
+        self.routed_layers = moe_layers(chunks[0].config)
+        self.num_experts = int(chunks[0].config.num_moe_experts or 0)
+        self._replays: Sequence[RouterReplay] | None = None
         self._trained: list[Any] | None = None
         self._has_gradients = False
 
@@ -87,6 +94,7 @@ class MegatronEngine:
         """The outputs of every micro-batch, on every rank, without a graph."""
         with self.entered() as megatron, torch.no_grad():
             outputs = run_schedule(self.chunks, micro_batches, megatron, **self._inputs(micro_batches, temperature))
+            self._complete_recordings(micro_batches, megatron)
         assert outputs is not None
         return [_outputs(output) for output in outputs]
 
@@ -124,6 +132,7 @@ class MegatronEngine:
             )
             for buffer, gradient in zip(buffers, earlier, strict=bool(earlier)):
                 buffer.grad_data.add_(gradient)
+            self._complete_recordings(micro_batches, megatron)
         messages = all_gather_json(str(errors[0]) if errors else None, self.grid.everyone)
         self._has_gradients = all(message is None for message in messages)
         if errors:
@@ -134,9 +143,23 @@ class MegatronEngine:
 
     def _inputs(self, micro_batches: Sequence[PackedSequence], temperature: float) -> dict[str, Any]:
         """What the schedule gives the model beside the micro-batches."""
-        if self.layout.role == "value":
-            return {}
-        return {"labels": [next_token_labels(packed) for packed in micro_batches], "temperature": temperature}
+        inputs: dict[str, Any] = {"routing": self._replays}
+        if self.layout.role == "causal_lm":
+            inputs |= {"labels": [next_token_labels(packed) for packed in micro_batches], "temperature": temperature}
+        return inputs
+
+    @contextmanager
+    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
+        """Route the micro-batches of one call by `replays`; what records holds all layers afterwards, on every rank."""
+        self._replays = replays
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def _complete_recordings(self, micro_batches: Sequence[PackedSequence], megatron: MegatronGrid) -> None:
+        if self._replays is not None and self._replays[0].recording:
+            complete_recordings(self._replays, micro_batches, self.chunks[0].config, megatron)
 
     def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
         """Megatron's AdamW."""
