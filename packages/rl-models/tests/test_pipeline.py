@@ -1,0 +1,232 @@
+"""Pipelines and other grids at work: what stages hold, what they refuse, and that they learn and generate alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models.backends import PipelineOptions, RouterLosses
+from rl_models.backends.pipeline import pad_to
+from rl_models.losses import LossTerms
+
+VOCAB = 53
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+MODELS: dict[str, Any] = {
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4, tie_word_embeddings=True)),
+    "deep": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=30)),
+    "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, num_hidden_layers=2)),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    for name, build in MODELS.items():
+        torch.manual_seed(len(name))
+        build().save_pretrained(folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+def load(group: ProcessGroup, path: Path, dims: ParallelDims, kind: Any = Actor, **options: Any) -> Any:
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    return kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=12, **options)
+
+
+def make_batch(dims: ParallelDims, dp_rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(VOCAB, (length,), generator=generator) for length in (12, 1, 5, 7, 3, 4, 9, 2)]
+    return Batch.from_sequences(rows[dp_rank :: dims.dp])
+
+
+def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(-log_probs + 0.01 * entropy)
+
+
+def train(
+    group: ProcessGroup, path: Path, dims: ParallelDims, steps: int, options: dict[str, Any]
+) -> tuple[list[float], Tensor | None]:
+    """The losses of some steps, and the embedding (or its copy in the head) where this rank has one."""
+    actor = load(group, path, dims, optimizer=OptimizerOptions(learning_rate=3e-3), **options)
+    batch = make_batch(dims, actor.grid.rank("dp"))
+    losses = [actor.update(batch, push_up)["loss"] for _ in range(steps)]
+    state = actor.engine.module.state_dict()
+    names = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in state]
+    return losses, state[names[0]] if names else None
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": PipelineOptions("zero-bubble")}], ids=["1f1b", "zero-bubble"])
+def test_tied_embeddings_of_two_stages_stay_equal(
+    ranks: RankPool, models: dict[str, Path], options: dict[str, Any]
+) -> None:
+    (first, _), (last, _) = (results := ranks.run(train, models["tied"], ParallelDims(pp=2), 10, options, world=2))
+    ((one, _),) = ranks.run(train, models["tied"], ParallelDims(), 10, {}, world=1)
+    assert torch.equal(results[0][1], results[1][1])
+    assert first == last
+    assert first == pytest.approx(one, abs=1e-4)
+    assert one[-1] < one[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "dims", "options"),
+    [
+        ("tied", ParallelDims(pp=2, dp=2), {"pipeline": PipelineOptions(virtual_stages=2)}),
+        ("moe", ParallelDims(dp=2, tp=2, ep=2), {}),
+    ],
+    ids=["llama", "qwen3_moe"],
+)
+def test_twenty_steps_on_two_grids_give_one_curve(
+    ranks: RankPool, models: dict[str, Path], model: str, dims: ParallelDims, options: dict[str, Any]
+) -> None:
+    ((expected, _),) = ranks.run(train, models[model], ParallelDims(), 20, {}, world=1)
+    for losses, _ in ranks.run(train, models[model], dims, 20, options, world=4, timeout=120):
+        assert losses == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 0.2
+
+
+def score(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any]) -> Tensor:
+    actor = load(group, path, dims, **options)
+    return torch.cat(list(actor.log_probs(make_batch(dims, 0))))
+
+
+def test_thirty_layers_over_four_stages(ranks: RankPool, models: dict[str, Path]) -> None:
+    (expected,) = ranks.run(score, models["deep"], ParallelDims(), {}, world=1)
+    for pipeline in (PipelineOptions(), PipelineOptions(virtual_stages=2), PipelineOptions(split=[6, 9, 9, 6])):
+        for scores in ranks.run(score, models["deep"], ParallelDims(pp=4), {"pipeline": pipeline}, world=4):
+            torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+def refuse(group: ProcessGroup, paths: dict[str, Path]) -> None:
+    two = ParallelDims(pp=2)
+    for path, dims, options, message in (
+        ("moe", two, {"pipeline": PipelineOptions(virtual_stages=2)}, r"num_hidden_layers=2 is fewer than .* = 4"),
+        ("tied", two, {"pipeline": PipelineOptions(split=[1, 2])}, r"sums to 3; the model has num_hidden_layers=4"),
+        ("tied", ParallelDims(tp=2), {"pipeline": PipelineOptions(virtual_stages=2)}, r"needs pp > 1"),
+        ("tied", ParallelDims(tp=2, ep=2), {}, r"ep=2 .* for a mixture of experts, which llama is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(group, paths[path], dims, **options)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks.run(refuse, models, world=2, timeout=60)
+    for options, message in (
+        ({"schedule": "gpipe"}, "schedule='gpipe' is unknown"),
+        ({"virtual_stages": 0}, "virtual_stages=0 must be at least 1"),
+        ({"split": [3, 0]}, r"split=\[3, 0\] must give every chunk"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PipelineOptions(**options)
+
+
+def fail_in_the_loss(group: ProcessGroup, path: Path) -> float:
+    actor = load(group, path, ParallelDims(pp=2))
+    batch = make_batch(ParallelDims(), 0)
+    with pytest.raises(ValueError, match="the loss must be one number per token"):
+        actor.update(batch, lambda log_probs, entropy, part: LossTerms(log_probs.sum()))
+    actor.optimizer.zero_grad()
+    return actor.update(batch, push_up)["loss"]
+
+
+def test_an_error_of_the_loss_reaches_every_stage(ranks: RankPool, models: dict[str, Path]) -> None:
+    first, last = ranks.run(fail_in_the_loss, models["tied"], world=2, timeout=60)
+    assert first == last
+
+
+def generate(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any]) -> Batch:
+    actor = load(group, path, dims, **options)
+    batch = actor.generate([[1, 5, 7], [3]], max_new_tokens=6, n=2, temperature=0.9, seed=2)
+    return batch.with_fields(computed=actor.log_probs(batch, temperature=0.9).log_probs)
+
+
+GENERATING = [
+    ("tied", ParallelDims(pp=2, tp=2), {"pipeline": PipelineOptions(virtual_stages=2)}),
+    ("tied", ParallelDims(cp=2), {"context_parallel": "ring"}),
+    ("moe", ParallelDims(pp=2, cp=2, ep=2), {}),
+    ("moe", ParallelDims(tp=2, ep=2), {}),
+]
+
+
+def test_all_grids_generate_what_one_rank_does(ranks: RankPool, models: dict[str, Path]) -> None:
+    expected = {name: ranks.run(generate, models[name], ParallelDims(), {}, world=1)[0] for name in ("tied", "moe")}
+    for name, dims, options in GENERATING:
+        for batch in ranks.run(generate, models[name], dims, options, world=dims.world_size, timeout=120):
+            assert torch.equal(batch.tokens, expected[name].tokens), dims
+            drawn = torch.where(batch.mask, batch["computed"], 0)
+            torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=1e-5)
+
+
+def generate_unevenly(group: ProcessGroup, path: Path) -> list[int]:
+    """Ranks that share experts, the first without a prompt, the second with more to draw."""
+    dims = ParallelDims(dp=2, ep=2)
+    actor = load(group, path, dims)
+    rank = group.rank()
+    batch = actor.generate([[4, 4]] * rank, max_new_tokens=2 + 3 * rank, stop_ids=[])
+    computed = actor.log_probs(batch).log_probs
+    torch.testing.assert_close(batch["log_probs"], torch.where(batch.mask, computed, 0), rtol=0, atol=1e-5)
+    return [len(response) for response in batch.responses()]
+
+
+def test_ranks_that_share_experts_generate_together(ranks: RankPool, models: dict[str, Path]) -> None:
+    assert ranks.run(generate_unevenly, models["moe"], world=2, timeout=60) == [[], [5]]
+
+
+def two_grids(group: ProcessGroup, path: Path) -> tuple[Tensor, Tensor]:
+    """An actor and a critic of other dims on the same ranks."""
+    actor_dims, critic_dims = ParallelDims(pp=2, tp=2), ParallelDims(dp=2, cp=2)
+    actor = load(group, path, actor_dims)
+    critic = load(group, path, critic_dims, Critic, optimizer=OptimizerOptions(learning_rate=1e-2))
+    critic_batch = make_batch(critic_dims, critic.grid.rank("dp"))
+    loss = critic.update(critic_batch, lambda values, part: LossTerms((values - 1).square()))["loss"]
+    return torch.tensor(loss), actor.log_probs(make_batch(actor_dims, 0)).log_probs
+
+
+def test_two_models_of_different_dims_in_one_job(ranks: RankPool, models: dict[str, Path]) -> None:
+    (expected,) = ranks.run(score, models["tied"], ParallelDims(), {}, world=1)
+    for loss, log_probs in ranks.run(two_grids, models["tied"], world=4, timeout=60):
+        assert loss == 1  # a new value head says 0 everywhere
+        torch.testing.assert_close(log_probs, expected[: len(log_probs)], rtol=0, atol=1e-5)
+
+
+def router_loss(group: ProcessGroup, path: Path, dims: ParallelDims, weight: float) -> float:
+    actor = load(group, path, dims, router_losses=RouterLosses(balance=weight))
+    batch = make_batch(dims, actor.grid.rank("dp"))
+    return float(actor.update(batch, lambda log_probs, entropy, part: LossTerms(0 * log_probs))["grad_norm"])
+
+
+def test_router_losses_are_added_when_asked_for(ranks: RankPool, models: dict[str, Path]) -> None:
+    (none,) = ranks.run(router_loss, models["moe"], ParallelDims(), 0.0, world=1)
+    (one,) = ranks.run(router_loss, models["moe"], ParallelDims(), 1.0, world=1)
+    (two,) = ranks.run(router_loss, models["moe"], ParallelDims(), 2.0, world=1)
+    assert none == 0
+    assert two == pytest.approx(2 * one, rel=1e-4)
+    assert one > 1e-3
+    # Tensor-parallel ranks see the same tokens: the same mean, and the same gradient.
+    for norm in ranks.run(router_loss, models["moe"], ParallelDims(tp=2), 1.0, world=2):
+        assert norm == pytest.approx(one, rel=1e-4)
+
+
+def test_padding_is_one_last_segment() -> None:
+    packed = PackedSequence.from_sequences([torch.tensor([5, 6, 7]), torch.tensor([8])], multiple_of=3)
+    padded = pad_to(packed, 9)
+    assert padded.input_ids.tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0]
+    assert padded.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
+    assert padded.cu_seqlens.tolist() == [0, 3, 4, 9]
+    assert (padded.padding, padded.max_seqlen, padded.num_sequences) == (5, 5, 2)
+    assert pad_to(packed, packed.num_tokens) is packed
