@@ -98,6 +98,16 @@ def test_a_padding_segment_of_the_batch_changes_nothing():
     assert padded.log_probs[35:].abs().max() == 0
 
 
+def test_a_batch_without_tokens_gives_zero_gradients():
+    """A data-parallel rank that has run out of sequences still takes part in the step."""
+    model = tiny_model("qwen3")
+    patch(model)
+    output = model(packed=PackedSequence.from_sequences([torch.zeros(0, dtype=torch.int64)]))
+    assert output.log_probs.shape == output.entropy.shape == (0,)
+    (output.log_probs.sum() + output.entropy.sum()).backward()
+    assert all(parameter.grad.abs().max() == 0 for parameter in model.parameters())
+
+
 def test_without_the_fused_head_the_output_is_logits():
     model = tiny_model("llama")
     sequences = random_sequences(LENGTHS, model.config.vocab_size)

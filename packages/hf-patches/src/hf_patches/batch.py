@@ -103,12 +103,13 @@ class Trace:
 def plan_batch(
     packed: PackedSequence, group: ProcessGroup | None, backend: str, trace: "Trace | None" = None
 ) -> BatchPlan:
-    """Plan a batch, with as much padding as makes its tokens divide by the group's size.
+    """Plan a batch, with as much padding as makes its tokens divide by the group's size, and gives every rank one.
 
     The padding is one more segment behind the last, so that no real token attends to it.
     """
     cu_seqlens, max_seqlen, num_given = packed.cu_seqlens, packed.max_seqlen, packed.num_tokens
-    padding = -num_given % (1 if group is None else group.size())
+    size = 1 if group is None else group.size()
+    padding = -num_given % size if num_given else size
     if padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
         max_seqlen = max(max_seqlen, padding)

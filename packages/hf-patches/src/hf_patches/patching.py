@@ -36,6 +36,8 @@ class Patch:
         self.config: Any = backbone.config
         self.journal = Journal()
         self.settings = {"head": "logits"}
+        # Layer number -> the router of its experts, where routing can be recorded and replayed.
+        self.routers: dict[int, nn.Module] = {}
         self.probe_result: ProbeResult | None = None
 
     @classmethod
@@ -124,8 +126,8 @@ class Patch:
                 self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
         if options.tiled_mlp is not None:
             self._tile_mlps(names, options.tiled_mlp)
-        if options.router_replay:
-            self._hook_routers(names)
+        if options.router_replay is not False:
+            self._hook_routers(names, required=options.router_replay is True)
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
@@ -160,12 +162,14 @@ class Patch:
             tiled = TiledMLP(mlp.forward, tiles)
             self.journal.set_attribute(mlp, "forward", tiled.forward, names[mlp], f"MLP in {tiles} tiles of tokens")
 
-    def _hook_routers(self, names: dict[nn.Module, str]) -> None:
+    def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
         """Routers whose choice of experts can be recorded and replayed, told by their layers which batch it is."""
         layers = self.backbone.layers
         assert isinstance(layers, nn.ModuleList)
-        routers = find_routers(layers)
-        for number, router in routers.items():
+        self.routers = find_routers(layers)
+        if required and not self.routers:
+            raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
+        for number, router in self.routers.items():
             replayed, attention = ReplayedRouter(router, number), layers[number].get_submodule("self_attn")
             what = "records and replays routing"
             self.journal.set_attribute(router, "forward", replayed.forward, names[router], what)
@@ -174,7 +178,7 @@ class Patch:
                 names[attention],
                 "hands its layer's router the batch's plan",
             )
-        self.state.routed_layers = tuple(routers)
+        self.state.routed_layers = tuple(self.routers)
 
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
         """Give the backbone's modules configs of their own, which ask for our attention function by name.
@@ -212,7 +216,7 @@ class _Options:
     tiled_mlp: int | None
     value_head: bool
     npu: bool
-    router_replay: bool
+    router_replay: bool | None
 
     @property
     def batches(self) -> str:
@@ -229,7 +233,7 @@ def patch(
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
-    router_replay: bool = False,
+    router_replay: bool | None = False,
     probe: bool = True,
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
@@ -254,6 +258,7 @@ def patch(
             and attention; see `hf_patches.npu`.
         router_replay: calls may bring `router_replay=parallel_layers.moe.RouterReplay(...)`, which records the experts
             of every token, or sends the tokens to recorded ones: `[T, k]` for each layer with experts, by its number.
+            None: where the model has any.
         probe: False leaves the probe to a later `Patch.probe()`, where the model cannot run yet (on a CPU, say, before
             FSDP2 takes its shards to the device).
 
@@ -267,8 +272,8 @@ def patch(
         raise ValueError(f"{type(model).__name__} is patched already; call Patch.of(model).remove() first")
     if sequence_parallel_group is not None and not packed:
         raise ValueError("sequence_parallel_group needs packed=True")
-    if router_replay and not packed:
-        raise ValueError("router_replay=True needs packed=True")
+    if router_replay is not False and not packed:
+        raise ValueError(f"router_replay={router_replay} needs packed=True")
     if tiled_mlp is not None and tiled_mlp < 1:
         raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
     family = family_of(model.config)

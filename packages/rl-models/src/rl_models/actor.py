@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, overload
 
 from torch import Tensor
 
@@ -24,20 +24,47 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor
 
 
+class RoutedLogProbs(NamedTuple):
+    """`TokenLogProbs`, and the experts `[T, M, k]` int16 that each token went to in the M layers of a mixture."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    routing: Tensor
+
+
 class Actor(Worker):
     """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
 
     role: ClassVar[Role] = "causal_lm"
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenLogProbs:
+    @overload
+    def log_probs(
+        self, batch: Batch, *, temperature: float = ..., record_routing: Literal[False] = ...
+    ) -> TokenLogProbs: ...
+
+    @overload
+    def log_probs(self, batch: Batch, *, temperature: float = ..., record_routing: Literal[True]) -> RoutedLogProbs: ...
+
+    def log_probs(
+        self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
+    ) -> TokenLogProbs | RoutedLogProbs:
         """Log-probability of every token given those before it, and the entropy of the choice, without gradients.
 
-        The logits are divided by `temperature`: give the one that the tokens were generated with.
+        Router replay (arXiv:2510.11370): a batch with the field `routing` `[T, M, k]`, which `record_routing` or an
+        inference engine's export gives, sends its tokens to those experts, here and in `update`, whatever the backend;
+        a row of -1 leaves the choice to the router.
+
+        Args:
+            batch: this data-parallel rank's part.
+            temperature: the logits are divided by it: give the one that the tokens were generated with.
+            record_routing: of a mixture of experts, also return where each token went.
 
         Raises:
-            ValueError: a token is outside the vocabulary; on every rank alike.
+            ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
+                without it; on every rank alike.
         """
-        return TokenLogProbs(*self.predict(batch, temperature=temperature))
+        results = self.predict(batch, temperature=temperature, record_routing=record_routing)
+        return RoutedLogProbs(*results) if record_routing else TokenLogProbs(*results)
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"

@@ -24,7 +24,9 @@ class Batch:
         lengths: of the N sequences; zero is allowed.
         mask: `[T]` bool, the tokens that the policy chose, which are the ones that a loss averages over. The
             first token of a sequence follows nothing, has no probability, and can not be one.
-        fields: further `[T]` tensors by name, such as `old_log_probs` or `advantages`; `batch["advantages"]` reads one.
+        fields: further `[T]` or `[T, ...]` tensors by name, such as `old_log_probs` or `advantages`;
+            `batch["advantages"]` reads one. The field `routing` `[T, M, k]`, the experts of each token in the M layers
+            of a mixture (a row of -1: not known), sends the tokens there again, see `Actor.log_probs`.
     """
 
     tokens: Tensor
@@ -40,7 +42,7 @@ class Batch:
         if self.mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {self.mask.dtype}; use mask.bool()")
         for name, tensor in {"mask": self.mask, **self.fields}.items():
-            if tensor.shape != self.tokens.shape:
+            if tensor.shape[:1] != self.tokens.shape or (name == "mask" and tensor.dim() > 1):
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
         if chosen := [n for n, start in self._starts() if bool(self.mask[start])]:
             raise ValueError(f"the first token of sequences {chosen} is in the mask, but nothing precedes it")

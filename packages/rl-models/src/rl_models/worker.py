@@ -23,10 +23,12 @@ from rl_models.aggregation import token_weights
 from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, RouterLosses, load_engine
 from rl_models.batch import Batch
 from rl_models.checkpoint import Resumed
+from rl_models.decoder import Recompute
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
 from rl_models.offload import Offload
 from rl_models.optimizer import Optimizer, OptimizerOptions
+from rl_models.routing import ROUTING, recorded, routed
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
@@ -74,6 +76,7 @@ class Worker:
         pipeline: PipelineOptions | None = None,
         context_parallel: ContextParallel = "ulysses",
         router_losses: RouterLosses | None = None,
+        recompute: Recompute = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
@@ -91,6 +94,8 @@ class Worker:
                 possible.
             context_parallel: where cp > 1: "ulysses" or "ring".
             router_losses: of a mixture of experts, added by `update`; default none.
+            recompute: what is computed again in the backward instead of saved: "full", "selective" (MLPs and experts),
+                or the numbers of the layers that are.
             optimizer: default `OptimizerOptions()`.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
@@ -105,6 +110,7 @@ class Worker:
             pipeline=pipeline or PipelineOptions(),
             context_parallel=context_parallel,
             router_losses=router_losses or RouterLosses(),
+            recompute=recompute,
         )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)
@@ -265,21 +271,28 @@ class Worker:
             count_multiple_of=self.engine.micro_batches_multiple_of,
         )
 
-    def predict(self, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, ...]:
-        """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order."""
+    def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> tuple[Tensor, ...]:
+        """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
+
+        With `record_routing` the routing `[T, M, k]` follows them.
+        """
         self._memory.require("a forward pass")
         batch = self._own(batch)
         indices = self.micro_batches(batch)
         if not indices:
             raise ValueError("the batch has no sequences, on any rank")
         parts = [self._part(batch, chosen) for chosen in indices]
-        outputs = self.engine.forward([self._pack(part) for part in parts], temperature=temperature)
+        packed = [self._pack(part) for part in parts]
+        with routed(self.engine, parts, packed, record=record_routing) as replays:
+            outputs = self.engine.forward(packed, temperature=temperature)
         results = tuple(torch.zeros(batch.num_tokens, device=self.device) for _ in outputs[0])
         for chosen, part, output in zip(indices, parts, outputs, strict=True):
             if chosen:
                 where = batch.positions(chosen)
                 for result, column in zip(results, output, strict=True):
                     result[where] = shift_to_own_token(column, part)
+        if record_routing:
+            return *results, recorded(replays, parts, [batch.positions(chosen) for chosen in indices], batch.num_tokens)
         return results
 
     def step(
@@ -328,7 +341,9 @@ class Worker:
                 sums[name] = sums.get(name, 0) + _weighted_sum(value.detach(), part)
             return _weighted_sum(terms.loss, part)
 
-        self.engine.forward_backward([self._pack(part) for part in parts], total, temperature=temperature)
+        packed = [self._pack(part) for part in parts]
+        with routed(self.engine, parts, packed):
+            self.engine.forward_backward(packed, total, temperature=temperature)
         return self._reduce(sums)
 
     def _own(self, batch: Batch) -> Batch:
@@ -340,7 +355,10 @@ class Worker:
         """The sequences of a micro-batch. An empty one is one token outside the mask: the ranks must run in step."""
         if indices:
             return batch.select(indices)
-        zero = {name: torch.zeros(1, dtype=tensor.dtype) for name, tensor in batch.fields.items()}
+        zero = {
+            name: torch.full((1, *tensor.shape[1:]), -1 if name == ROUTING else 0, dtype=tensor.dtype)
+            for name, tensor in batch.fields.items()
+        }
         return Batch(torch.zeros(1, dtype=torch.int64), (1,), torch.zeros(1, dtype=torch.bool), zero).to(self.device)
 
     def _pack(self, part: Batch) -> PackedSequence:

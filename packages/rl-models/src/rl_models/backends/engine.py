@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
 from rl_models.backends.options import EngineOptions as EngineOptions
 from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
@@ -78,6 +79,26 @@ class Engine(Protocol):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint, atomically."""
+        ...
+
+
+@runtime_checkable
+class RoutedEngine(Protocol):
+    """What an engine has beside `Engine` whose model's routing can be recorded and replayed.
+
+    Attributes:
+        routed_layers: the numbers of the layers with routed experts; none in a dense model.
+        num_experts: of each of these layers.
+    """
+
+    routed_layers: Sequence[int]
+    num_experts: int
+
+    def routing(self, replays: Sequence[RouterReplay]) -> AbstractContextManager[None]:
+        """Inside, one call of `forward` or `forward_backward` routes micro-batch i by `replays[i]`.
+
+        One that records holds the experts of all tokens and routed layers after the call, on every rank.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from ckpt import FolderWriter, agree, copy_companions
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.collectives import gather_from_sequence_parallel
-from rl_models.backends.accumulate import backward_each, forward_each
+from parallel_layers.moe import RouterReplay
+from rl_models.backends.accumulate import Model, backward_each, forward_each
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
-from rl_models.backends.fsdp import full_tensors, gathered, shard_over_dp
+from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
 from rl_models.backends.hub import load_model, save_model
 from rl_models.backends.hub_layout import HubLayout
 from rl_models.backends.shards import Shards
@@ -64,22 +65,42 @@ class TransformersEngine:
         self.module: nn.Module = model
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.routed_layers = list(patched.routers)
+        self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
+        self._replays: Sequence[RouterReplay] | None = None
 
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
         """The outputs of every micro-batch, without a graph."""
-        return forward_each(partial(self._outputs, temperature), micro_batches)
+        outputs = forward_each(self._model(temperature), micro_batches)
+        release(self.model)
+        return outputs
 
     def forward_backward(
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses."""
-        backward_each(partial(self._outputs, temperature), self.model, micro_batches, loss)
+        backward_each(self._model(temperature), self.model, micro_batches, loss)
 
-    def _outputs(self, temperature: float, packed: PackedSequence) -> Outputs:
-        if self.role == "value":
-            return (self.model(packed=packed).values,)
-        output = self.model(packed=packed, temperature=temperature, entropy=True)
-        return output.log_probs, output.entropy
+    @contextmanager
+    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
+        """Route the micro-batches of one call by `replays`."""
+        self._replays = replays
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def _model(self, temperature: float) -> Model:
+        """The model as it is called for one micro-batch after the other."""
+        replays: Iterator[RouterReplay | None] = repeat(None) if self._replays is None else iter(self._replays)
+
+        def outputs(packed: PackedSequence) -> Outputs:
+            if self.role == "value":
+                return (self.model(packed=packed, router_replay=next(replays)).values,)
+            output = self.model(packed=packed, temperature=temperature, entropy=True, router_replay=next(replays))
+            return output.log_probs, output.entropy
+
+        return outputs
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
         """AdamW on this rank's shards."""
@@ -151,7 +172,13 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         kind = KINDS[role]
         # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
         model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
-        patched = patch(model, value_head=kind.value_head, sequence_parallel_group=grid.group("cp"), probe=False)
+        patched = patch(
+            model,
+            value_head=kind.value_head,
+            sequence_parallel_group=grid.group("cp"),
+            router_replay=None,
+            probe=False,
+        )
         return model, patched, lacked
 
     model, patched, lacked = agree(build, grid.everyone)

@@ -1,0 +1,120 @@
+"""Router replay: routing recorded on one grid sends the tokens the same way on another, in scoring and in updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, OptimizerOptions, losses
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 51,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+LENGTHS = (7, 1, 12, 0, 5)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MIXTURE, head_dim=8)).save_pretrained(folder / "mixture")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / "dense")
+    return {"mixture": folder / "mixture", "dense": folder / "dense"}
+
+
+def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) -> Actor:
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    # So large an epsilon makes AdamW's first step proportional to the gradient.
+    optimizer = OptimizerOptions(learning_rate=100.0, eps=100.0, max_grad_norm=1e9)
+    return Actor.from_pretrained(
+        path, backend=backend, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer, max_tokens_per_micro_batch=13
+    )
+
+
+def make_batch(routing: Tensor | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(51, (length,), generator=generator) for length in LENGTHS]
+    batch = Batch.from_sequences(rows, advantages=[torch.randn(length, generator=generator) for length in LENGTHS])
+    return batch if routing is None else batch.with_fields(routing=routing)
+
+
+def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.LossTerms(batch["advantages"] * log_probs, {})
+
+
+def replay(
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, routing: Tensor
+) -> tuple[list[int], Tensor, Tensor, Tensor]:
+    """This rank's sequences; their own routing; log-probs under the given one, before and after a step with it."""
+    actor = load(group, path, backend, dims)
+    indices = list(range(actor.grid.rank("dp"), len(LENGTHS), dims.dp))
+    own = actor.log_probs(make_batch().select(indices), record_routing=True)
+    part = make_batch(routing).select(indices)
+    before = actor.log_probs(part).log_probs
+    actor.update(part, loss)
+    return indices, own.routing, before, actor.log_probs(part).log_probs
+
+
+def whole(results: list[Any], column: int) -> Tensor:
+    """A per-token result in the order of the whole batch."""
+    first = results[0][column]
+    out = torch.zeros(sum(LENGTHS), *first.shape[1:], dtype=first.dtype)
+    for result in results:
+        out[make_batch().positions(result[0])] = result[column]
+    return out
+
+
+def own_routing(ranks: RankPool, path: Path) -> Tensor:
+    ((_, routing, *_),) = ranks.run(
+        replay, path, "transformers", ParallelDims(), torch.full((25, 2, 2), -1, dtype=torch.int16), world=1
+    )
+    return routing
+
+
+def test_routing_replays_on_every_grid(ranks: RankPool, models: dict[str, Path]) -> None:
+    path = models["mixture"]
+    routing = own_routing(ranks, path)
+    assert routing.shape == (25, 2, 2)  # layer 1 is dense
+    assert routing.dtype == torch.int16
+    other = (routing + 1) % 4
+    other[3] = -1  # an engine that does not know
+    (one,) = ranks.run(replay, path, "transformers", ParallelDims(), other, world=1)
+    ((_, _, plain, _),) = ranks.run(replay, path, "transformers", ParallelDims(), routing, world=1)
+    assert (one[2] - plain).abs().max() > 1e-3
+    assert (one[3] - one[2]).abs().max() > 1e-3
+    for dims in (ParallelDims(dp=2), ParallelDims(cp=2)):
+        results = ranks.run(replay, path, "transformers", dims, other, world=2, timeout=120)
+        assert torch.equal(whole(results, 1).sort(-1).values, routing.sort(-1).values), dims
+        for column in (2, 3):
+            torch.testing.assert_close(whole(results, column), whole([one], column), rtol=0, atol=2e-5, msg=f"{dims}")
+
+
+def mistakes(group: ProcessGroup, models: dict[str, Path]) -> None:
+    mixture, dense = (load(group, models[name], "transformers", ParallelDims()) for name in ("mixture", "dense"))
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        dense.log_probs(make_batch(), record_routing=True)
+    with pytest.raises(ValueError, match=r"routing must be \[T, 2, k\] integers for the layers \[0, 2\]"):
+        mixture.log_probs(make_batch(torch.zeros(25, 3, 2, dtype=torch.int16)))
+    with pytest.raises(ValueError, match=r"layer 0, token 0: experts \[4, 0\] name an expert outside 0\.\.3"):
+        mixture.update(make_batch(torch.tensor([4, 0], dtype=torch.int16).expand(25, 2, 2)), loss)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        mixture.log_probs(make_batch(torch.zeros(25, 2, 2, dtype=torch.int16)), record_routing=True)
+
+
+def test_mistakes_are_named(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks.run(mistakes, models, world=1)
