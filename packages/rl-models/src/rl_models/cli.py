@@ -84,6 +84,37 @@ def score(
             run(options, sequences, write)
 
 
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, or a folder with a config.json alone.")],
+    tokens: Annotated[int, typer.Option(help="Of a micro-batch.")] = 16384,
+    dims: Annotated[str, typer.Option(help="The grid, such as tp=2,pp=2.")] = "",
+    critic: Annotated[bool, typer.Option("--critic", help="With a critic of the same size.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="With a reference of the same size.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Each is on the host while another works.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default the config's.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=0, help="Say which grids fit devices of so much memory.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The memory that training needs on every rank of a grid, from the config alone."""
+    with _mistakes_as_messages():
+        from parallel_layers import ParallelDims
+        from rl_models.plan import MemoryOptions, fitting, parse_dtype, plan_models
+        from rl_models.plan_report import memory_tables
+
+        options = MemoryOptions(ParallelDims.parse(dims), tokens, parse_dtype(dtype))
+        models = {"critic": critic, "reference": reference, "offload": offload}
+        planned = plan_models(model, options, **models)
+        limit = None if gpu_gib is None else int(gpu_gib * 2**30)
+        fits = [] if limit is None else list(fitting(model, options, limit, **models))
+        if as_json:
+            found = [entry.to_json() for entry in fits]
+            typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))
+        else:
+            for table in memory_tables(planned, limit, fits):
+                Console().print(table)
+
+
 def train(**given: Any) -> None:
     """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended."""
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
