@@ -15,7 +15,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models import Actor, Batch
-from rl_models.backends.options import EngineOptions, PipelineOptions
+from rl_models.backends.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
 from rl_models.optimizer import OptimizerOptions
@@ -194,15 +194,17 @@ def refused_on(group: ProcessGroup, path: Path) -> list[str]:
     with cpu_stand_in():
         attempt(grid, EngineOptions(dtype=torch.float16))
         attempt(grid, EngineOptions(pipeline=PipelineOptions(schedule="zero-bubble")))
+        attempt(grid, EngineOptions(router_losses=RouterLosses(balance=0.1)))
     return messages
 
 
 def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path) -> None:
-    ((cpu, dtype, schedule),) = ranks.run(refused_on, model, world=1)
+    ((cpu, dtype, schedule, losses),) = ranks.run(refused_on, model, world=1)
     assert cpu.startswith("backend='megatron' does not compute on device='cpu'")
     assert "cpu_stand_in()" in cpu
     assert dtype == "backend='megatron' does not offer dtype=torch.float16; use torch.float32, torch.bfloat16"
     assert schedule == "backend='megatron' does not offer schedule='zero-bubble'; it offers '1f1b'"
+    assert losses.startswith("backend='megatron' does not offer RouterLosses(balance=0.1, z=0.0)")
 
 
 def test_a_process_group_is_needed(model: Path) -> None:

@@ -31,6 +31,7 @@ from megatron_utils.testing import stand_in_is_active
 from parallel_layers import LogProbs, PackedSequence, next_token_labels
 from parallel_layers.moe import RouterReplay
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
+from rl_models.backends.options import RouterLosses
 from rl_models.backends.shards import Shards
 from rl_models.backends.stored import stored_dtype
 from rl_models.grid import Grid
@@ -327,6 +328,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         )
     if pipeline.schedule != "1f1b":
         raise ValueError(f"backend='megatron' does not offer schedule={pipeline.schedule!r}; it offers '1f1b'")
+    if options.router_losses != RouterLosses():
+        raise ValueError(
+            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's count padding and are scaled "
+            "otherwise; use backend='parallel', or leave them out"
+        )
     dtype = agree(lambda: _dtype(path, options), grid.everyone)
     virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
     ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 import ckpt
 from ckpt import agree
 from parallel_layers import PackedSequence
-from parallel_layers.moe import MoE, RoutingContext
+from parallel_layers.moe import MoE, RouterReplay, RoutingContext
 from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
 from rl_models.backends.options import EngineOptions, RouterLosses
 from rl_models.backends.pipeline import Pipeline, pad_to, sum_tied_gradients
+from rl_models.backends.replay import complete, local_replay
 from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage, Task
+from rl_models.backends.stored import stored_dtype
 from rl_models.config import ModelConfig
 from rl_models.decoder import Chunk, ModelOptions
 from rl_models.grid import Grid
@@ -33,6 +36,20 @@ from rl_models.optimizer import AdamW, OptimizerOptions
 MODELS: dict[Role, type[CausalLM] | type[ValueModel]] = {"causal_lm": CausalLM, "value": ValueModel}
 
 
+class _Call(NamedTuple):
+    """What one call of an engine does with every micro-batch.
+
+    Attributes:
+        temperature: of the logits.
+        router_scale: of the routers' losses; None: there are none.
+        replays: of this rank's part of each micro-batch; None: the routers choose, and nothing is recorded.
+    """
+
+    temperature: float
+    router_scale: float | None
+    replays: Sequence[RouterReplay] | None
+
+
 class ParallelEngine:
     """A `CausalLM` or `ValueModel`, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
 
@@ -40,6 +57,7 @@ class ParallelEngine:
         model: what this rank holds, all its pipeline chunks together, under ckpt's local names.
         layout, places: where that stands; a place for each chunk.
         stages: the chunks, as they are called.
+        routed_layers, num_experts: see `RoutedEngine`.
     """
 
     def __init__(
@@ -57,6 +75,9 @@ class ParallelEngine:
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk) for chunk in model.chunks]
+        self.routed_layers = [i for i, part in enumerate(model.config.moe) if part is not None]
+        self.num_experts = max((part.num_experts for part in model.config.moe if part is not None), default=0)
+        self._replays: Sequence[RouterReplay] | None = None
         self.pipeline: Pipeline | None = None
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
@@ -75,54 +96,109 @@ class ParallelEngine:
 
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
         """The outputs of every micro-batch, without a graph."""
+        call = self._call(temperature, micro_batches)
         if self.pipeline is None:
-            outputs = forward_each(partial(self._outputs, temperature, None), micro_batches)
+            outputs = forward_each(self._outputs(call), micro_batches)
         else:
-            outputs = self.pipeline.forward(micro_batches, partial(self._task, temperature, None))
+            outputs = self.pipeline.forward(micro_batches, partial(self._task, call))
         for stage in self.stages:
             release(stage)
+        self._complete(call, micro_batches)
         return outputs
 
     def forward_backward(
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses, and of the routers' own."""
-        # Those are means over the tokens at hand, the loss a sum over micro-batches and ranks.
-        parts = len(micro_batches) * self.grid.dims.dp * self.grid.dims.cp
-        routing_scale = 1 / parts if self.options.router_losses != RouterLosses() else None
+        call = self._call(temperature, micro_batches)
         if self.pipeline is None:
-            backward_each(partial(self._outputs, temperature, routing_scale), self.stages[0], micro_batches, loss)
+            backward_each(self._outputs(call), self.stages[0], micro_batches, loss)
+            self._complete(call, micro_batches)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
         before = None if self._tied_copy is None else self._tied_copy.grad
         if self._tied_copy is not None:
             self._tied_copy.grad = None
-        make_task = partial(self._task, temperature, routing_scale)
-        self.pipeline.forward_backward(micro_batches, make_task, loss, self.grid.everyone)
+        self.pipeline.forward_backward(micro_batches, partial(self._task, call), loss, self.grid.everyone)
+        self._complete(call, micro_batches)
         sum_tied_gradients(self._tied_copy, self.pipeline.group)
         if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:
             self._tied_copy.grad += before
 
-    def _task(self, temperature: float, routing_scale: float | None, stage: Stage, packed: PackedSequence) -> Task:
+    @contextmanager
+    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
+        """Inside, one call of `forward` or `forward_backward` routes micro-batch i by `replays[i]`."""
+        self._replays = replays
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def _call(self, temperature: float, micro_batches: Sequence[PackedSequence]) -> _Call:
+        # The routers' losses are means over the tokens at hand, the loss a sum over micro-batches and ranks.
+        parts = len(micro_batches) * self.grid.dims.dp * self.grid.dims.cp
+        scale = 1 / parts if self.options.router_losses != RouterLosses() else None
+        if self._replays is None:
+            return _Call(temperature, scale, None)
+        sizes = self._sizes(micro_batches)
+        decoder = self.model.model
+        return _Call(
+            temperature, scale, [local_replay(r, decoder, n) for r, n in zip(self._replays, sizes, strict=True)]
+        )
+
+    def _sizes(self, micro_batches: Sequence[PackedSequence]) -> list[int]:
+        """The tokens of each micro-batch as the layers see it: a pipeline pads them to one length."""
+        sizes = [packed.num_tokens for packed in micro_batches]
+        return sizes if self.pipeline is None else [max(sizes)] * len(sizes)
+
+    def _complete(self, call: _Call, micro_batches: Sequence[PackedSequence]) -> None:
+        """Put what this call has recorded into the replays that it was given."""
+        if self._replays is None or call.replays is None:
+            return
+        top_k = next(part.top_k for part in self.model.config.moe if part is not None)
+        for replay, local, packed, size in zip(
+            self._replays, call.replays, micro_batches, self._sizes(micro_batches), strict=True
+        ):
+            if replay.recording:
+                complete(
+                    replay,
+                    local,
+                    self.model.model,
+                    layers=self.routed_layers,
+                    shape=(size, top_k),
+                    num_tokens=packed.num_tokens,
+                    group=self.grid.group("pp"),
+                    device=self.grid.device,
+                )
+
+    def _task(self, call: _Call, stage: Stage, number: int, packed: PackedSequence) -> Task:
         """What a stage does with a micro-batch: hidden states, or the outputs of the last."""
 
         def task(hidden: Tensor | None) -> Tensor | Outputs:
             model, chunk = self.model, stage.chunk
-            routing = None if routing_scale is None else RoutingContext.of(packed, loss_scale=routing_scale)
+            routing = None
+            if call.router_scale is not None or call.replays is not None:
+                replay = None if call.replays is None else call.replays[number]
+                routing = RoutingContext.of(packed, replay=replay, loss_scale=call.router_scale or 0.0)
             if not chunk.last:
                 states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
                 return states
             if isinstance(model, ValueModel):
                 return (model.values(packed, hidden, chunk=chunk, routing=routing),)
-            result = model.log_probs(packed, hidden, chunk=chunk, temperature=temperature, routing=routing)
+            result = model.log_probs(packed, hidden, chunk=chunk, temperature=call.temperature, routing=routing)
             assert result.entropy is not None
             return result.log_probs, result.entropy
 
         return task
 
-    def _outputs(self, temperature: float, routing_scale: float | None, packed: PackedSequence) -> Outputs:
-        stage = self.stages[0]
-        outputs: Outputs = stage.run(self._task(temperature, routing_scale, stage, packed))
+    def _outputs(self, call: _Call) -> Callable[[PackedSequence], Outputs]:
+        """The outputs of the micro-batches, one after the other, without a pipeline."""
+        stage, numbers = self.stages[0], count()
+
+        def outputs(packed: PackedSequence) -> Outputs:
+            result: Outputs = stage.run(self._task(call, stage, next(numbers), packed))
+            return result
+
         return outputs
 
     def _hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
@@ -241,7 +317,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "expert_group": grid.group("ep"),
             "expert_tensor_parallel": grid.expert_tensor_parallel,
             "chunks": _chunks(layout, places),
-            "dtype": options.dtype or _stored_dtype(path),
+            "recompute": options.recompute,
+            "dtype": options.dtype or stored_dtype(path),
             # Nothing is allocated or initialised that the checkpoint then replaces.
             "device": "meta",
         }
@@ -287,13 +364,6 @@ def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
             "needs a layer"
         )
     return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]
-
-
-def _stored_dtype(path: str) -> torch.dtype:
-    """The type of most of the checkpoint's tensors."""
-    stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
-    ((name, _),) = stored.most_common(1)
-    return name
 
 
 def _continue(tokens: Sequence[Tensor], lengths: Sequence[int], multiple_of: int) -> PackedSequence:
