@@ -17,6 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -67,6 +69,7 @@ class ForkServer:
         )
         theirs.close()
         self._socket = ours
+        self._asking = threading.Lock()
         self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
         atexit.register(self.close)
 
@@ -90,23 +93,31 @@ class ForkServer:
         """Fork the ranks that `settings` describe; returns their process ids and a connection to each."""
         pairs = [socket.socketpair() for _ in range(settings.world_size)]
         loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(self._preload))
-        self._send(_Fork(settings, loaded, tuple(sys.path), _environment(), os.getcwd()))
-        socket.send_fds(self._socket, [b"s"], [theirs.fileno() for _, theirs in pairs])
+        request = _Fork(settings, loaded, tuple(sys.path), _environment(), os.getcwd())
+        processes = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
-        connections: list[Connection[Any, Any]] = [Connection(ours.detach()) for ours, _ in pairs]
-        processes: tuple[int, ...] = pickle.loads(self._connection.recv_bytes())
-        return processes, connections
+        return processes, [Connection(ours.detach()) for ours, _ in pairs]
 
     def end(self, processes: tuple[int, ...]) -> None:
         """End ranks and whatever they have started; returns when they are gone."""
         # Without the process there are no ranks either: each ends when its connection does.
         with contextlib.suppress(OSError, EOFError):
-            self._send(_End(processes))
-            self._connection.recv_bytes()
+            self._ask(_End(processes))
 
-    def _send(self, request: _Fork | _End) -> None:
-        self._connection.send_bytes(pickle.dumps(request))
+    def _ask(self, request: _Fork | _End, descriptors: Sequence[int] = ()) -> tuple[int, ...]:
+        """The process ids that a request was about, when it is done."""
+        with self._asking:
+            try:
+                self._connection.send_bytes(pickle.dumps(request))
+                if descriptors:
+                    socket.send_fds(self._socket, [b"s"], descriptors)
+                processes: tuple[int, ...] = pickle.loads(self._connection.recv_bytes())
+                return processes
+            except BaseException:
+                # An answer that came after an interrupt would be taken for that of the next request.
+                self.close()
+                raise
 
 
 def fork_server(backend: str) -> ForkServer:
@@ -137,21 +148,23 @@ def serve(descriptor: int) -> None:
         except (EOFError, OSError):
             break
         if isinstance(request, _End):
-            _end(request.processes)
-            living.discard(request.processes)
-            connection.send_bytes(b"ended")
+            processes = request.processes
+            _end(processes)
+            living.discard(processes)
         else:
             assert isinstance(request, _Fork)
             _, descriptors, _, _ = socket.recv_fds(control, 1, request.settings.world_size)
             processes = _fork(request, descriptors, inherited=[control.fileno(), connection.fileno()])
             living.add(processes)
-            connection.send_bytes(pickle.dumps(processes))
+        connection.send_bytes(pickle.dumps(processes))
     for processes in living:
         _end(processes)
 
 
 def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple[int, ...]:
     sys.path[:] = request.path
+    os.environ.clear()
+    os.environ.update(request.environment)
     for name in request.preload:
         if name not in sys.modules:
             # A rank that needs the module will say in a call why it cannot be imported.
@@ -167,8 +180,6 @@ def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple
             for other in [*inherited, *descriptors]:
                 if other != mine:
                     os.close(other)
-            os.environ.clear()
-            os.environ.update(request.environment)
             os.chdir(request.folder)
             worker.serve(Connection(mine), rank, request.settings)
             os._exit(0)
