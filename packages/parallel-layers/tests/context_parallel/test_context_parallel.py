@@ -105,9 +105,10 @@ def test_options(ranks: RankPool, name: str) -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool) -> None:
+def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool, window: int | None) -> None:
     """bf16 over NCCL with the kernel that `auto` picks: as close to fp64 as bf16 is."""
     torch.manual_seed(0)
     lengths = [700, 1, 0, 90, 1000, 257]
@@ -115,9 +116,9 @@ def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool) -> None:
     sinks = torch.randn(6).bfloat16() if with_sinks else None
     leaves = [x.double().requires_grad_() for x in (tensors[:3] if sinks is None else [*tensors[:3], sinks])]
     options = {} if sinks is None else {"sinks": leaves[3]}
-    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), **options)
+    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), window=window, **options)
     expected = [out, *torch.autograd.grad(out, leaves, tensors[3].double())]
-    results = nccl_ranks.run(run_sharded, name, tensors, sinks, lengths, {}, world=2)
+    results = nccl_ranks.run(run_sharded, name, tensors, sinks, lengths, {"window": window}, world=2)
     for i, truth in enumerate(expected):
         ours = results[0][i].double() if i < 4 else sum(result[4].double() for result in results)
         assert (ours - truth).norm() <= 1e-2 * truth.norm()
