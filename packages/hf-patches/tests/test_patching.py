@@ -221,9 +221,32 @@ def test_heads_that_are_not_plain_are_refused_and_nothing_stays():
     with pytest.raises(ValueError, match=r"plain nn\.Linear, got Adapter"):
         patch(model)
     assert fingerprint(model) == before
+    model.lm_head = torch.nn.Linear(32, 61, bias=False)
+    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T  # as some adapters do
+    with pytest.raises(ValueError, match=r"plain nn\.Linear, got Linear"):
+        patch(model)
     model.lm_head = torch.nn.Linear(32, 61)
     with pytest.raises(ValueError, match="with a bias"):
         patch(model)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_every_attention_backend(backend):
+    model = tiny_model("llama")
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    expected = one_by_one(model, sequences).log_probs
+    patched = patch(model, attention=backend)
+    assert f"backend '{backend}'" in str(patched.report())
+    log_probs = model(packed=PackedSequence.from_sequences(sequences)).log_probs
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_an_unknown_attention_backend_is_refused_and_nothing_stays():
+    model = tiny_model("llama")
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="backend='flashier'"):
+        patch(model, attention="flashier")
+    assert fingerprint(model) == before
 
 
 def test_the_report_names_what_changed():

@@ -77,6 +77,27 @@ def test_lengths_that_do_not_divide(ranks, lengths):
     check(ranks, 4, "llama", {}, lengths=lengths)
 
 
+def chosen(group: ProcessGroup | None):
+    """Labels and temperatures of the caller, one for each token and one for each sequence."""
+    model = tiny_model("llama")
+    patch(model, sequence_parallel_group=group)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    labels = torch.randint(61, (35,), generator=torch.Generator().manual_seed(1)).index_fill(
+        0, torch.tensor([17]), -100
+    )
+    each_token = torch.linspace(0.5, 2, 35)
+    first = model(packed=packed, labels=labels, temperature=each_token)
+    second = model(packed=packed, temperature=[0.5, 1.0, 2.0, 0.7])
+    return torch.stack([first.log_probs, first.entropy, second.log_probs, second.entropy])
+
+
+def test_labels_and_temperatures_are_cut_after_they_are_made(ranks):
+    expected = chosen(None)
+    assert expected[0, 17] == 0
+    for found in ranks.run(chosen, world=4, timeout=60):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 def bad_label(group: ProcessGroup):
     model = tiny_model("llama")
     patch(model, sequence_parallel_group=group)

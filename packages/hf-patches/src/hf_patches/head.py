@@ -69,8 +69,11 @@ def _values(hidden_TH: Tensor, score: nn.Linear) -> Tensor:
 
 
 def require_plain_head(head: nn.Module | None) -> nn.Linear:
-    """The head, if it is a plain `nn.Linear` without bias; a LoRA or quantised one is refused by name."""
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    """The head, if it is a plain `nn.Linear` without bias; a LoRA or quantised one is refused by name.
+
+    Some adapters replace `forward` on the instance instead of the class.
+    """
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
         raise ValueError(
             f"fused_head=True needs an output embedding that is a plain nn.Linear, got {type(head).__name__}; merge "
             "the adapter into the weight, leave the head out of the adapter's targets, or pass fused_head=False"
