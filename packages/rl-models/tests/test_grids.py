@@ -54,7 +54,7 @@ class Case:
     def __str__(self) -> str:
         names = [f"{name}{getattr(self.dims, name)}" for name in ("pp", "dp", "cp", "tp", "ep")]
         used = [name for name in names if not name.endswith("1")]
-        return "-".join([*used, *("vpp2" if name == "pipeline" else "ring" for name in self.options)]) or "one"
+        return "-".join([*used, *(f"{name}={value}" for name, value in self.options.items())]) or "one"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class Numbers:
     gradients: dict[str, Tensor]
 
 
-def case(*, ring: bool = False, vpp: int = 1, **sizes: int) -> Case:
+def case(*, ring: bool = False, vpp: int = 1, zero_bubble: bool = False, recompute: Any = None, **sizes: int) -> Case:
     options: dict[str, Any] = {"context_parallel": "ring"} if ring else {}
-    if vpp > 1:
-        options["pipeline"] = PipelineOptions(virtual_stages=vpp)
+    if vpp > 1 or zero_bubble:
+        options["pipeline"] = PipelineOptions("zero-bubble" if zero_bubble else "1f1b", virtual_stages=vpp)
+    if recompute is not None:
+        options["recompute"] = recompute
     return Case(ParallelDims(**sizes), options)
 
 
@@ -204,8 +206,17 @@ def all_grids(experts: bool) -> list[Case]:
 
 
 FEW = {
-    "llama": [case(pp=2, vpp=2, dp=2), case(pp=2, cp=2), case(cp=2, tp=2, ring=True), case(pp=4)],
-    "qwen3_moe": [case(dp=2, tp=2, ep=2), case(pp=2, tp=2, ep=2), case(cp=2, dp=2, ep=2)],
+    "llama": [
+        case(pp=2, vpp=2, dp=2, zero_bubble=True, recompute="selective"),
+        case(pp=2, cp=2, recompute="full"),
+        case(cp=2, tp=2, ring=True),
+        case(pp=4),
+    ],
+    "qwen3_moe": [
+        case(dp=2, tp=2, ep=2, recompute="full"),
+        case(pp=2, tp=2, ep=2, zero_bubble=True),
+        case(cp=2, dp=2, ep=2, recompute=[1, 2]),
+    ],
 }
 
 

@@ -6,9 +6,10 @@ of the tokens under sequence and context parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from functools import partial
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,11 @@ from parallel_layers.context_parallel import Layout, split_sequence
 from parallel_layers.embedding import vocab_range
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RoutingContext
+from parallel_layers.recompute import checkpoint
 from parallel_layers.sharding import Block, Sharding, set_sharding
 from rl_models.config import ModelConfig
+
+Recompute = Literal["full", "selective"] | Collection[int] | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class ModelOptions(TypedDict, total=False):
         expert_group: the ranks that share the experts of a mixture of experts.
         expert_tensor_parallel: every expert is divided over `group`; default True. See `parallel_layers.moe.MoE`.
         chunks: what this rank holds of a pipeline; default the whole model.
+        recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
+            "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
         dtype, device: of the parameters.
     """
 
@@ -57,6 +63,7 @@ class ModelOptions(TypedDict, total=False):
     expert_group: ProcessGroup | None
     expert_tensor_parallel: bool
     chunks: Sequence[Chunk]
+    recompute: Recompute
     dtype: torch.dtype | None
     device: torch.device | str | None
 
@@ -99,6 +106,8 @@ class Decoder(nn.Module):
                 for i in chunk.layers
             }
         )
+        for name, layer in self.layers.items():
+            _recompute(layer, int(name), options.get("recompute"))
         if any(chunk.last for chunk in self.chunks):
             self.norm = RMSNorm(
                 hidden,
@@ -155,6 +164,20 @@ class Decoder(nn.Module):
         for number, (name, layer) in enumerate(self.layers.items()):
             if int(name) in chunk.layers:
                 yield number, layer
+
+
+def _recompute(layer: nn.Module, number: int, recompute: Recompute) -> None:
+    """Let a layer, or its MLP, save its input alone.
+
+    Inside the module's hooks: FSDP2 gathers its parameters once for the backward, the second run included.
+    """
+    if recompute is None:
+        return
+    if recompute == "selective":
+        layer = layer.get_submodule("mlp")
+    elif recompute != "full" and number not in recompute:
+        return
+    layer.forward = partial(checkpoint, layer.forward)
 
 
 class VocabParallelHead(nn.Module):

@@ -33,17 +33,26 @@ class Backend:
         module: has the function `load(path, role, grid, options) -> Engine`.
         axes: the forms of parallelism that it offers.
         roles: what it can be.
+        lacks: the fields of `EngineOptions` that must be left as they are.
     """
 
     module: str
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
+    lacks: tuple[str, ...] = ()
 
 
 BACKENDS: dict[str, Backend] = {
     "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
-    "megatron": Backend("rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
-    "transformers": Backend("rl_models.backends.huggingface", ("dp", "cp"), ("causal_lm", "value")),
+    "megatron": Backend(
+        "rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("recompute",)
+    ),
+    "transformers": Backend(
+        "rl_models.backends.huggingface",
+        ("dp", "cp"),
+        ("causal_lm", "value"),
+        ("pipeline", "context_parallel", "router_losses", "recompute"),
+    ),
 }
 
 
@@ -51,7 +60,8 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
     """Load a checkpoint onto a backend.
 
     Raises:
-        ValueError: the backend is unknown, or does not offer the role or a form of parallelism; says what it offers.
+        ValueError: the backend is unknown, or does not offer the role, a form of parallelism or an option; says what it
+            offers.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
@@ -59,6 +69,9 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
     grid.require(entry.axes, backend)
     if role not in entry.roles:
         raise ValueError(f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}")
+    for name in entry.lacks:
+        if (value := getattr(options, name)) != getattr(EngineOptions(), name):
+            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")
     # Imported when it is chosen: transformers takes seconds to import, and the native backend does not need it.
     load = cast(LoadEngine, importlib.import_module(entry.module).load)
     return load(path, role, grid, options)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from parallel_layers.attention.layer import ContextParallel
+from rl_models.decoder import Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
 
@@ -67,6 +68,11 @@ class EngineOptions:
         context_parallel: where cp > 1, the attention over divided sequences: "ulysses" or "ring"
             (`parallel_layers.context_parallel`).
         router_losses: of a mixture of experts; the config's own coefficients count for nothing.
+        recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
+            "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+
+    Raises:
+        ValueError: an unknown `recompute`.
     """
 
     dtype: torch.dtype | None = None
@@ -74,3 +80,10 @@ class EngineOptions:
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     context_parallel: ContextParallel = "ulysses"
     router_losses: RouterLosses = field(default_factory=RouterLosses)
+    recompute: Recompute = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str) and self.recompute not in ("full", "selective"):
+            raise ValueError(
+                f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"
+            )

@@ -27,8 +27,8 @@ from rl_models.backends.engine import Loss, Outputs
 from rl_models.backends.options import PipelineOptions
 from rl_models.backends.stage import Stage, Task
 
-# (stage, micro-batch) -> what the stage does with it.
-MakeTask = Callable[[Stage, PackedSequence], Task]
+# (stage, number of the micro-batch, micro-batch) -> what the stage does with it.
+MakeTask = Callable[[Stage, int, PackedSequence], Task]
 
 
 class Pipeline:
@@ -115,7 +115,7 @@ class Pipeline:
         num_tokens = max(packed.num_tokens for packed in micro_batches)
         padded = [pad_to(packed, num_tokens) for packed in micro_batches]
         for stage in self.stages:
-            stage.give([make_task(stage, packed) for packed in padded])
+            stage.give([make_task(stage, number, packed) for number, packed in enumerate(padded)])
         stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
         schedule = self._schedule_class(
