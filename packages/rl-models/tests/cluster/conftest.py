@@ -39,14 +39,26 @@ def ray_cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster = Cluster()
     try:
-        cluster.add_node(**NODE)
+        for _ in range(2):
+            start_node(cluster)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def start_node(cluster: Any) -> None:
+    """Ray gives a node 30 s to start, which a machine with much else to do may miss."""
+    for attempt in range(3):
+        try:
+            cluster.add_node(**NODE)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or attempt == 2:
+                raise
 
 
 @pytest.fixture(scope="session")
