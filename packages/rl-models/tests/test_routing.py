@@ -1,4 +1,4 @@
-"""Router replay: routing recorded on one grid sends the tokens the same way on another, in scoring and in updates."""
+"""Router replay: routing recorded on one backend and grid sends the tokens the same way on another."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ SIZES: dict[str, Any] = {
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
 LENGTHS = (7, 1, 12, 0, 5)
+PLACES = [
+    ("transformers", ParallelDims(dp=2)),
+    ("transformers", ParallelDims(cp=2)),
+    ("parallel", ParallelDims()),
+    ("parallel", ParallelDims(tp=2, ep=2)),
+    ("parallel", ParallelDims(pp=2, cp=2)),
+]
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +93,7 @@ def own_routing(ranks: RankPool, path: Path) -> Tensor:
     return routing
 
 
-def test_routing_replays_on_every_grid(ranks: RankPool, models: dict[str, Path]) -> None:
+def test_routing_replays_on_every_backend_and_grid(ranks: RankPool, models: dict[str, Path]) -> None:
     path = models["mixture"]
     routing = own_routing(ranks, path)
     assert routing.shape == (25, 2, 2)  # layer 1 is dense
@@ -97,11 +104,13 @@ def test_routing_replays_on_every_grid(ranks: RankPool, models: dict[str, Path])
     ((_, _, plain, _),) = ranks.run(replay, path, "transformers", ParallelDims(), routing, world=1)
     assert (one[2] - plain).abs().max() > 1e-3
     assert (one[3] - one[2]).abs().max() > 1e-3
-    for dims in (ParallelDims(dp=2), ParallelDims(cp=2)):
-        results = ranks.run(replay, path, "transformers", dims, other, world=2, timeout=120)
-        assert torch.equal(whole(results, 1).sort(-1).values, routing.sort(-1).values), dims
+    for backend, dims in PLACES:
+        results = ranks.run(replay, path, backend, dims, other, world=dims.world_size, timeout=120)
+        assert torch.equal(whole(results, 1).sort(-1).values, routing.sort(-1).values), (backend, dims)
         for column in (2, 3):
-            torch.testing.assert_close(whole(results, column), whole([one], column), rtol=0, atol=2e-5, msg=f"{dims}")
+            torch.testing.assert_close(
+                whole(results, column), whole([one], column), rtol=0, atol=2e-5, msg=f"{backend} {dims} {column}"
+            )
 
 
 def mistakes(group: ProcessGroup, models: dict[str, Path]) -> None:
