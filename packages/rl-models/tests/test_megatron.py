@@ -152,6 +152,33 @@ def test_the_optimizers_state_comes_out_and_goes_in(ranks: RankPool, model: Path
     ranks.run(optimizer_state_on, model, dtype, world=1)
 
 
+def training_on(group: ProcessGroup, path: Path, root: Path) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    options = {"optimizer": OptimizerOptions(learning_rate=1e-2)}
+    with cpu_stand_in():
+        one = actor_on(path, ParallelDims(tp=2), **options)
+        one.update(make_batch(), loss)
+        one.save_training(root)
+        expected = one.update(make_batch(), loss)
+        for backend, dims in (("megatron", ParallelDims(pp=2)), ("parallel", ParallelDims(tp=2))):
+            mesh = dims.build_mesh("cpu", [0, 1])
+            other = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options)
+            other.load_training(root)
+            assert other.update(make_batch(), loss) == pytest.approx(expected, rel=1e-5)
+            after = (actor.log_probs(make_batch()).log_probs for actor in (one, other))
+            torch.testing.assert_close(*after, rtol=0, atol=1e-5)
+        interleaved = actor_on(path, ParallelDims(pp=2), pipeline=PipelineOptions(virtual_stages=2))
+        with pytest.raises(ValueError, match="2 chunks of this rank name their parameters alike"):
+            interleaved.save_training(root)
+
+
+def test_training_goes_on_on_another_grid_and_backend(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).save_pretrained(tmp_path / "model")
+    ranks.run(training_on, tmp_path / "model", tmp_path / "run", world=2)
+
+
 def routing_on(group: ProcessGroup, path: Path) -> None:
     from megatron_utils.testing import cpu_stand_in
 

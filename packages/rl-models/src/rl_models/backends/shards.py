@@ -30,5 +30,15 @@ class Shards:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Of all chunks, by local name."""
-        return {name: parameter for _, part in self.chunks for name, parameter in part.items()}
+        """Of all chunks, by local name.
+
+        Raises:
+            ValueError: two chunks have parameters of the same name, as Megatron-Core's have.
+        """
+        together = {name: parameter for _, part in self.chunks for name, parameter in part.items()}
+        if len(together) < sum(len(part) for _, part in self.chunks):
+            raise ValueError(
+                f"{len(self.chunks)} chunks of this rank name their parameters alike, and a training checkpoint knows "
+                "them by name; use PipelineOptions(virtual_stages=1), or another backend than 'megatron'"
+            )
+        return together
