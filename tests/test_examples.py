@@ -66,3 +66,17 @@ def test_ppo_over_ray_learns() -> None:
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
     assert len(rewards) == 20
     assert rewards[-1] > 3 * rewards[0]
+
+
+def test_grpo_from_the_pieces_learns() -> None:
+    output = torchrun(ROOT / "examples" / "grpo_from_the_pieces.py")
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
+    assert len(rewards) == 20
+    assert rewards[-1] > 3 * rewards[0]
+
+
+def test_parallel_layers_alone_learn() -> None:
+    output = torchrun(ROOT / "examples" / "parallel_layers_alone.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 30
+    assert losses[-1] < 0.1 * losses[0]

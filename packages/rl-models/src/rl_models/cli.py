@@ -91,6 +91,7 @@ def plan(
     dims: Annotated[str, typer.Option(help="The grid, such as tp=2,pp=2.")] = "",
     critic: Annotated[bool, typer.Option("--critic", help="With a critic of the same size.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="With a reference of the same size.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Layers save their input alone.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Each is on the host while another works.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default the config's.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(min=0, help="Say which grids fit devices of so much memory.")] = None,
@@ -102,7 +103,7 @@ def plan(
         from rl_models.plan import MemoryOptions, fitting, parse_dtype, plan_models
         from rl_models.plan_report import memory_tables
 
-        options = MemoryOptions(ParallelDims.parse(dims), tokens, parse_dtype(dtype))
+        options = MemoryOptions(ParallelDims.parse(dims), tokens, parse_dtype(dtype), recompute=recompute)
         models = {"critic": critic, "reference": reference, "offload": offload}
         planned = plan_models(model, options, **models)
         limit = None if gpu_gib is None else int(gpu_gib * 2**30)

@@ -38,7 +38,8 @@ class Memory:
         optimizer: moments and fp32 masters.
         gradients: of all weights, as they are kept between micro-batches, and the largest one as it arrives.
         gathered: what FSDP2 makes whole at once: the ends of the model, and two layers.
-        activations: what the forward saves for the backward, and what the backward of a layer needs beside it.
+        activations: what the forward saves for the backward.
+        layer: what one layer needs beside it while it runs, backward if it is trained.
         logits: the tile of the head, and the hidden states in fp32 where the head makes a copy.
     """
 
@@ -47,6 +48,7 @@ class Memory:
     gradients: int = 0
     gathered: int = 0
     activations: int = 0
+    layer: int = 0
     logits: int = 0
 
     @property
@@ -56,8 +58,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """At the peak of an update."""
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        """At the peak of an update: the head is done when the first layer runs backward."""
+        return sum(getattr(self, entry.name) for entry in fields(self)) - min(self.layer, self.logits)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class MemoryOptions:
         tokens: of a micro-batch.
         dtype: of the weights; None: as the config says.
         sequence_parallel: default where tp > 1.
+        recompute: `recompute="full"`: layers save their input alone and run again backward.
         device: "cuda" or "cpu": their heads work on tiles of another size.
     """
 
@@ -76,6 +79,7 @@ class MemoryOptions:
     tokens: int
     dtype: torch.dtype | None = None
     sequence_parallel: bool | None = None
+    recompute: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -132,10 +136,14 @@ def _on_place(layout: ckpt.Layout, place: ckpt.Place, options: MemoryOptions, tr
         # The heads compute in fp32.
         logits += 4 * tokens * int(text["hidden_size"])
     if not trained:
-        return Memory(size * own, gathered=gathered, activations=tokens * working, logits=logits)
+        return Memory(size * own, gathered=gathered, layer=tokens * working, logits=logits)
+    if options.recompute:
+        parts = dims.tp if (options.sequence_parallel is None or options.sequence_parallel) else 1
+        working += per_layer
+        per_layer = size * -(-int(text["hidden_size"]) // parts)
     # 1F1B: a stage has begun as many micro-batches as stages are left, itself included.
     in_flight = dims.pp - place.pp[0]
-    activations = in_flight * tokens * (per_layer * len(layers) + ends_per_token) + tokens * working
+    activations = in_flight * tokens * (per_layer * len(layers) + ends_per_token)
     gradient = 4 if low and data == 1 else size
     return Memory(
         weights=size * own,
@@ -143,6 +151,7 @@ def _on_place(layout: ckpt.Layout, place: ckpt.Place, options: MemoryOptions, tr
         gradients=gradient * own + size * max(sizes.values()),
         gathered=2 * gathered,
         activations=activations,
+        layer=tokens * working,
         logits=logits,
     )
 

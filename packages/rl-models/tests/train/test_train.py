@@ -185,7 +185,7 @@ def test_mistakes_are_one_line_and_named(
 def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path) -> None:
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
-        options = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1, "save_every": 2}
+        options = {"algorithm": "ppo", "steps": 3, "save_every": 2}
         command = [*arguments(model, prompts, tmp_path / name, **options), flag]
         process = launch(command, Path.cwd())
         _, said = process.communicate(timeout=280)

@@ -1,0 +1,77 @@
+"""parallel-layers in a plain torch script: a small decoder on tensor and sequence parallelism, trained on packed text.
+
+    torchrun --nproc-per-node 4 examples/parallel_layers_alone.py
+
+Only torch and parallel-layers are needed. The task: after token t comes t + 1.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel_layers import (
+    DecoderConfig,
+    DecoderLayer,
+    PackedSequence,
+    ParallelDims,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+    linear_log_probs,
+    next_token_labels,
+)
+
+VOCAB, HIDDEN = 64, 64
+CONFIG = DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=128)
+
+
+class Model(nn.Module):
+    """Two layers; each rank of the group holds its shards of them, and T/tp tokens between them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        options = {"group": group, "sequence_parallel": True}
+        self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN, **options)
+        self.layers = nn.ModuleList(DecoderLayer(CONFIG, **options) for _ in range(2))
+        self.norm = RMSNorm(HIDDEN, **options)
+        self.rotary = RotaryEmbedding(16)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        """Log-probability of each token's successor, `[T]`; 0 at the end of a sequence."""
+        rotary = self.rotary(packed.position_ids, packed.cu_seqlens)
+        hidden = self.embedding(packed.input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen)
+        # The head is the embedding; the logits [T, V] never exist.
+        labels = next_token_labels(packed)
+        weight, norm = self.embedding.weight, self.norm(hidden)
+        return linear_log_probs(
+            norm, weight, labels, group=self.group, sequence_parallel=True, vocab_size=VOCAB, entropy=False
+        ).log_probs
+
+
+def main(steps: int = 30) -> None:
+    mesh = ParallelDims(tp=dist.get_world_size()).build_mesh("cpu")
+    group = mesh.get_group("tp")
+    model = Model(group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)  # the same batch on every rank of the group
+    for step in range(steps):
+        starts = torch.randint(VOCAB, (8,), generator=generator).tolist()
+        rows = [(start + torch.arange(length)) % VOCAB for start, length in zip(starts, range(5, 13), strict=True)]
+        packed = PackedSequence.from_sequences(rows, multiple_of=group.size())
+        loss = -model(packed).sum() / sum(len(row) - 1 for row in rows)
+        loss.backward()
+        clip_grad_norm_(model, 1.0, groups=[group])
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()
