@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_layers import PackedSequence, ParallelDims
@@ -220,6 +221,34 @@ def test_router_losses_are_added_when_asked_for(ranks: RankPool, models: dict[st
     # Tensor-parallel ranks see the same tokens: the same mean, and the same gradient.
     for norm in ranks.run(router_loss, models["moe"], ParallelDims(tp=2), 1.0, world=2):
         assert norm == pytest.approx(one, rel=1e-4)
+
+
+def bf16_gradients(group: ProcessGroup, path: Path, dims: ParallelDims, together: bool) -> list[Tensor]:
+    """The head's gradient of one call over many micro-batches, or of each of them alone."""
+    actor = load(group, path, dims, dtype=torch.bfloat16)
+    actor.engine.build_optimizer(OptimizerOptions())
+    generator = torch.Generator().manual_seed(5)
+    packed = [PackedSequence.from_sequences([torch.randint(VOCAB, (9,), generator=generator)]) for _ in range(32)]
+    gradients = []
+    for batches in [packed] if together else [[one] for one in packed]:
+        actor.optimizer.zero_grad()
+        actor.engine.forward_backward(batches, lambda number, outputs: outputs[0].sum())
+        if not hasattr(actor.engine.module, "lm_head"):
+            continue
+        gradient = actor.engine.module.lm_head.weight.grad
+        gradients.append((gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).float())
+    return gradients
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(pp=2, dp=2)], ids=["dp2", "pp2-dp2"])
+def test_bf16_gradients_add_up_in_fp32(ranks: RankPool, models: dict[str, Path], dims: ParallelDims) -> None:
+    (alone,) = ranks.run(bf16_gradients, models["deep"], ParallelDims(), False, world=1)
+    # Both data-parallel ranks have the same micro-batches.
+    exact = 2 * torch.stack(alone).double().sum(0)
+    scale = 2 * torch.stack(alone).double().abs().sum(0)
+    gradient = ranks.run(bf16_gradients, models["deep"], dims, True, world=dims.world_size)[-1][0].double()
+    # One rounding of the sum to bf16, and one of each part before.
+    assert ((gradient - exact).abs() <= 2**-8 * exact.abs() + 2**-12 * scale).all()
 
 
 def test_padding_is_one_last_segment() -> None:

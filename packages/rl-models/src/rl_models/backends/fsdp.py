@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_models.grid import Grid
@@ -35,15 +35,18 @@ def shard_over_dp(
         reshard_blocks: release each block after it has run, and gather it again for its backward. Otherwise it stays
             gathered from the forward to the backward, like the rest, which belongs to the root.
     """
+    # Gradients of low-precision weights add up in fp32, over micro-batches and over ranks.
+    low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
     if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
         return
     if copies is not None:
         for expert in experts:
-            fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
+            fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks, mp_policy=policy)
     for block in blocks:
-        fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
-    fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
+    fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
     for part in _parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
