@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_models import losses
     from rl_models.actor import Actor, TokenLogProbs
+    from rl_models.backends.options import PipelineOptions, RouterLosses
     from rl_models.batch import Batch
     from rl_models.cluster.future import RankDied
     from rl_models.cluster.group import RayModelGroup
@@ -25,10 +26,12 @@ __all__ = [
     "Grid",
     "ModelConfig",
     "OptimizerOptions",
+    "PipelineOptions",
     "Placement",
     "RankDied",
     "RayModelGroup",
     "Resources",
+    "RouterLosses",
     "TokenLogProbs",
     "ValueModel",
     "losses",
@@ -43,10 +46,12 @@ _HOME = {
     "Grid": "rl_models.grid",
     "ModelConfig": "rl_models.config",
     "OptimizerOptions": "rl_models.optimizer",
+    "PipelineOptions": "rl_models.backends.options",
     "Placement": "rl_models.cluster.placement",
     "RankDied": "rl_models.cluster.future",
     "RayModelGroup": "rl_models.cluster.group",
     "Resources": "rl_models.cluster.resources",
+    "RouterLosses": "rl_models.backends.options",
     "TokenLogProbs": "rl_models.actor",
     "ValueModel": "rl_models.models",
 }
