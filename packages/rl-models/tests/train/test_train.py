@@ -178,7 +178,10 @@ def test_mistakes_are_one_line_and_named(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards")
-def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the tests of Ray groups do: no `uv run` for each worker, no token in the home folder, no reports.
+    for name, value in (("ENABLE_UV_RUN_RUNTIME_ENV", "0"), ("AUTH_MODE", "disabled"), ("USAGE_STATS_ENABLED", "0")):
+        monkeypatch.setenv(f"RAY_{name}", value)
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
         options = {"algorithm": "ppo", "steps": 3, "save_every": 2}
