@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
@@ -76,6 +78,7 @@ MODELS: dict[str, Any] = {
         Qwen2Config(**SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, attention_bias=True)),
+    "apertus": lambda: ApertusForCausalLM(ApertusConfig(**SIZES, rope_parameters=LLAMA3)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, norm_topk_prob=True, mlp_only_layers=[1])
@@ -84,6 +87,8 @@ MODELS: dict[str, Any] = {
     "deepseek-v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **DEEPSEEK})),
     "llama-value": lambda: LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=1, attention_bias=True)),
 }
+# Tensors of a checkpoint that are no parameters.
+WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
 
 
@@ -191,10 +196,12 @@ def test_native_models_equal_transformers(
     actual_gradients = load_file(gathered / "model.safetensors")
     assert actual_gradients.keys() == expected_gradients.keys()
     for parameter, wanted in expected_gradients.items():
-        if parameter.endswith("e_score_correction_bias"):  # has no gradient
+        if parameter.endswith(WITHOUT_GRADIENT):
             continue
         difference = (actual_gradients[parameter] - wanted).norm() / wanted.norm()
-        assert difference <= 1e-5, f"{parameter}: relative difference {difference:.2e}"
+        # xIELU's are sums over all tokens and channels, most of which cancels.
+        limit = 1e-4 if "act_fn.alpha" in parameter else 1e-5
+        assert difference <= limit, f"{parameter}: relative difference {difference:.2e}"
         torch.testing.assert_close(
             actual_gradients[parameter], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=parameter
         )

@@ -1,5 +1,7 @@
 """ParallelMLP against plain torch: gated and plain, every activation, with biases, sharded."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +120,48 @@ def test_compiles_without_a_graph_break(is_gated: bool) -> None:
         compiled(x).sum().backward()
 
 
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """https://arxiv.org/abs/2411.13010, equations 6 to 8, with beta = 0.5 and the bound of transformers."""
+    below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + F.softplus(alpha_n))
+    return torch.where(x > 0, F.softplus(alpha_p) * x**2, below) + 0.5 * x
+
+
+def run_xielu(group: ProcessGroup | None, data: Tensor, sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    mlp = ParallelMLP(
+        HIDDEN, INTERMEDIATE, activation="xielu", gated=False, bias=True,
+        group=group, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    mlp.load_state_dict(shard(draw(False), False, rank, size), strict=False)
+    x, seed = data.chunk(size, 1)[rank] if sequence_parallel else data
+    out = mlp(x)
+    out.backward(seed)
+    return out.detach(), {name: p.grad for name, p in mlp.named_parameters()}
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+def test_xielu(ranks: RankPool, tp: int, sequence_parallel: bool) -> None:
+    data = torch.randn(2, TOKENS, HIDDEN)
+    full = {name: t.requires_grad_() for name, t in draw(False).items()}
+    alphas = [torch.tensor([math.log(math.expm1(a))], requires_grad=True) for a in (0.8, 0.3)]
+    inner = xielu(F.linear(data[0], full["up.weight"], full["up.bias"]), *alphas)
+    expected = F.linear(inner, full["down.weight"], full["down.bias"])
+    expected.backward(data[1])
+    results = ranks.run(run_xielu, data, sequence_parallel, world=tp)
+    parts = [out for out, _ in results]
+    for ours in [torch.cat(parts)] if sequence_parallel else parts:
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-4)
+    for rank, (_, gradients) in enumerate(results):
+        wanted = shard({name: t.grad for name, t in full.items()}, False, rank, tp)
+        wanted |= {f"act_fn.alpha_{which}": alpha.grad for which, alpha in zip("pn", alphas, strict=True)}
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-4 * float(wanted[name].abs().max()))
+
+
 def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"activation='xielu' has parameters and goes with gated=False"):
+        ParallelMLP(HIDDEN, INTERMEDIATE, activation="xielu")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, gelu_pytorch_tanh"):
         ParallelMLP(HIDDEN, INTERMEDIATE, activation="mish")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown"):

@@ -107,6 +107,7 @@ DEEPSEEK = {
 }
 # What a family's config has beyond LLAMA.
 MORE: dict[str, dict[str, Any]] = {
+    "apertus": {"hidden_act": "xielu"},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**MOE_FIELDS, "mlp_only_layers": [1]},
     "deepseek_v3": DEEPSEEK,

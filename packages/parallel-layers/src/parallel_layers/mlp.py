@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.activations import XIELU
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.swiglu import fused_swiglu
 from parallel_layers.linear import (
@@ -36,6 +37,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _relu_squared,
 }
 
+# Those with parameters of their own, for an MLP without a gate.
+LEARNED_ACTIVATIONS: dict[str, type[XIELU]] = {"xielu": XIELU}
+
 
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
     """The activation `name`; raises ValueError that lists the known ones."""
@@ -57,8 +61,8 @@ class ParallelMLP(nn.Module):
     """down(act(gate(x)) · up(x)) when gated, down(act(up(x))) when plain.
 
     SwiGLU is gated "silu", GeGLU gated "gelu" (https://arxiv.org/abs/2002.05202). Rank r holds rows
-    [r I/n, (r+1) I/n) of gate and up and those columns of down. Submodules: `gate_up_proj` (gated) or `up_proj`, and
-    `down_proj`.
+    [r I/n, (r+1) I/n) of gate and up and those columns of down. Submodules: `gate_up_proj` (gated) or `up_proj`,
+    `down_proj`, and `act_fn` where the activation has parameters.
 
     Communication, forward / backward: all-reduce `[T, H]` / all-reduce; with sequence parallelism all-gather and
     reduce-scatter / the same pair in reverse, and the input is gathered once more.
@@ -66,7 +70,7 @@ class ParallelMLP(nn.Module):
     Args:
         hidden_size: H.
         intermediate_size: I; divisible by the group's size.
-        activation: A name of `ACTIVATIONS`.
+        activation: A name of `ACTIVATIONS`, or without a gate of `LEARNED_ACTIVATIONS`.
         gated: With a gate.
         bias: Biases of all projections.
         group: Tensor-parallel group; None when not sharded.
@@ -94,9 +98,15 @@ class ParallelMLP(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        activation_named(activation)  # an unknown name is an error now
         self.activation = activation
         self.gated = gated
+        self.act_fn: XIELU | None = None
+        if activation in LEARNED_ACTIVATIONS and not gated:
+            self.act_fn = LEARNED_ACTIVATIONS[activation](group=group, dtype=dtype, device=device)
+        elif activation in LEARNED_ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} has parameters and goes with gated=False alone")
+        else:
+            activation_named(activation)  # an unknown name is an error now
         options: LinearOptions = {
             "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
             "dtype": dtype, "device": device,
@@ -113,4 +123,5 @@ class ParallelMLP(nn.Module):
         """`[T', H]` -> `[T', H]`."""
         if self.gated:
             return self.down_proj(gated(self.activation, self.gate_up_proj(hidden)))
-        return self.down_proj(activation_named(self.activation)(self.up_proj(hidden)))
+        activation = activation_named(self.activation) if self.act_fn is None else self.act_fn
+        return self.down_proj(activation(self.up_proj(hidden)))

@@ -106,6 +106,7 @@ class ModelConfig:
             intermediate_size=_integer(values, "intermediate_size"),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             activation=str(values.get("hidden_act", "silu")),
+            gated_mlp=family.gated_mlp,
             qk_norm=family.qk_norm,
             attention_bias=family.flag("qkv_bias", values),
             output_bias=family.flag("output_bias", values),

@@ -110,6 +110,7 @@ class Family:
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
         qkv_bias, output_bias, mlp_bias: True, False, or the config field that decides (absent: False).
         qk_norm: the norm of queries and keys, as `parallel_layers.DecoderConfig` has it.
+        gated_mlp: act(gate) · up, or act(up) alone.
         explicit_head_dim: the config must state `head_dim`; else it defaults to hidden_size / num_attention_heads.
         windows: config -> the sliding window of every layer, None for full attention.
         layer_types: the values of the config's `layer_types` that `windows` understands.
@@ -125,6 +126,7 @@ class Family:
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "full"] | None = None
+    gated_mlp: bool = True
     explicit_head_dim: bool = False
     windows: Callable[[Mapping[str, Any]], Windows] = _no_windows
     layer_types: frozenset[str] = frozenset({"full_attention"})
@@ -181,6 +183,14 @@ FAMILIES: dict[str, Family] = {
             layer_types=_EITHER,
             moe=_qwen3_moe,
             reads=frozenset({"num_local_experts", "num_experts"}),
+        ),
+        Family(
+            "apertus",
+            "Apertus",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            qk_norm="head",
+            gated_mlp=False,
         ),
         Family(
             "deepseek_v3",

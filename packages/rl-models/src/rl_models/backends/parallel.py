@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ckpt
 from ckpt import agree
 from parallel_layers import PackedSequence
+from parallel_layers.activations import XIELU
 from parallel_layers.moe import MoE, RouterReplay, RoutingContext
 from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
@@ -326,6 +327,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
 
     model, layout = agree(build, grid.everyone)
     model.to_empty(device=grid.device)
+    for module in model.modules():
+        if isinstance(module, XIELU):
+            module.reset_parameters()  # a checkpoint may lack the activation's constants
     if isinstance(model, ValueModel) and model.chunks[-1].last:
         # What a causal language model's checkpoint does not have: a critic that starts with the value 0 everywhere.
         torch.nn.init.zeros_(model.score.weight)
