@@ -48,7 +48,7 @@ def test_the_checkpoint_and_its_tokenizer_are_as_transformers_saves_them(tmp_pat
     assert tokenizer.decode(expected, skip_special_tokens=True) == "hello"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_reward_rises_and_the_files_agree_with_transformers(tmp_path: Path, seed: int) -> None:
     text = io.StringIO()
     options = QuickstartOptions(out=tmp_path / "out", steps=26, seed=seed, device="cpu")

@@ -98,6 +98,7 @@ def launch(command: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_curve(
     model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path
 ) -> None:
@@ -159,13 +160,14 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
             [{"text": "a", "bad": 1}, {"text": "b", "bad": "nan"}],
             "prompts.jsonl, line 2: the reward returned nan",
         ),
-        (
+        pytest.param(
             {"reward": "rewards:first_ids", "dims": "dp=2"},
             [{"text": "a", "bad": 1}, {"text": "b"}],
             "prompts.jsonl, line 2: the reward raised KeyError: 'bad'",
+            marks=pytest.mark.slow,
         ),
         ({"reward": "rewards:constant", "algorithm": "dapo"}, [{"text": "a"}], "there is nothing for dapo to learn"),
-        ({"dims": "tp=3"}, [{"text": "a"}], "is not divisible by"),
+        pytest.param({"dims": "tp=3"}, [{"text": "a"}], "is not divisible by", marks=pytest.mark.slow),
         ({"algorithm": "pop"}, [{"text": "a"}], "algorithm 'pop' is unknown"),
     ],
 )
