@@ -23,9 +23,10 @@ def torchrun(program: Path) -> str:
 
 def over_ray(program: Path) -> str:
     """What a program prints that starts a Ray of its own."""
-    # Without these the workers start by `uv run`, as this process may have, and Ray writes a token to the home folder.
-    settings = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    env = {**os.environ, **settings}
+    # Without these the program joins a cluster that other tests have left running, the workers start by `uv run`, as
+    # this process may have, and Ray writes a token to the home folder.
+    settings = {"ADDRESS": "local", "ENABLE_UV_RUN_RUNTIME_ENV": "0", "AUTH_MODE": "disabled"}
+    env = os.environ | {f"RAY_{name}": value for name, value in settings.items()} | {"RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(program)]
     result = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
@@ -38,6 +39,7 @@ def readme_programs(checkpoint: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / "packages/rl-models/README.md").read_text(), re.S | re.M)
 
 
+@pytest.mark.slow
 def test_critic_on_another_grid_learns() -> None:
     output = torchrun(ROOT / "examples" / "critic_on_another_grid.py")
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
@@ -68,6 +70,7 @@ def test_ppo_over_ray_learns() -> None:
     assert rewards[-1] > 3 * rewards[0]
 
 
+@pytest.mark.slow
 def test_grpo_from_the_pieces_learns() -> None:
     output = torchrun(ROOT / "examples" / "grpo_from_the_pieces.py")
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
