@@ -47,6 +47,7 @@ def test_critic_on_another_grid_learns() -> None:
     assert rewards[-1] > 3 * rewards[0]
 
 
+@pytest.mark.slow
 def test_the_first_program_in_the_readme_of_rl_models(tmp_path: Path) -> None:
     first, _ = readme_programs(tmp_path / "checkpoint")
     (tmp_path / "program.py").write_text(first)
@@ -78,6 +79,7 @@ def test_grpo_from_the_pieces_learns() -> None:
     assert rewards[-1] > 3 * rewards[0]
 
 
+@pytest.mark.slow
 def test_parallel_layers_alone_learn() -> None:
     output = torchrun(ROOT / "examples" / "parallel_layers_alone.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
