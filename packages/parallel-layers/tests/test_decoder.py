@@ -1,7 +1,8 @@
 """DecoderLayer against transformers' own decoder layers, run one sequence at a time.
 
 The reference's weights and gradients are cut into each rank's part, and every rank's output and every one of its
-gradients is compared with its part.
+gradients is compared with its part. All proofs share one table of families and one reference, so they stand in one long
+file.
 """
 
 import copy

@@ -31,15 +31,17 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dims", ["tp=2", "dp=2", "pp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "grid", ["--tp=2", "--dims=dp=2", "--dims=pp=2", pytest.param("--dims=dp=2,pp=2", marks=pytest.mark.slow)]
+)
 def test_scores_equal_transformers_in_the_order_of_the_data(
-    model: Path, critic: Path, tmp_path: Path, dims: str
+    model: Path, critic: Path, tmp_path: Path, grid: str
 ) -> None:
     data = tmp_path / "data.jsonl"
     lines: list[dict[str, Any]] = [{"tokens": [1, 5, 9, 2]}, {"text": "hello"}, {"tokens": [7]}]
     data.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     out = tmp_path / "scores.jsonl"
-    arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), "--dims", dims]
+    arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), grid]
     options = ["--out", str(out), "--device", "cpu", "--temperature", "0.5", "--max-tokens", "7"]
     result = CliRunner().invoke(app, arguments + options)
     assert result.exit_code == 0, result.output
@@ -95,6 +97,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
             "no checkpoint folder",
         ),
         (["--model", str(model), "--data", str(data), "--dims", "tp=3"], "is not divisible by"),
+        (["--model", str(model), "--data", str(data), "--tp=2", "--dims=pp=2"], "both state the grid"),
     ):
         out = tmp_path / "out.jsonl"
         result = runner.invoke(app, ["score", *arguments, "--out", str(out), "--device", "cpu"])

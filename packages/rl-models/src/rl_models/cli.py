@@ -58,6 +58,7 @@ def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
     dims: Annotated[str, typer.Option(help="The grid of ranks to start, such as tp=2,pp=2.")] = "",
+    tp: Annotated[int | None, typer.Option(min=1, help="Short for --dims tp=N.")] = None,
     critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model.")] = None,
     out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
     temperature: Annotated[float, typer.Option(min=1e-6, help="The logits are divided by it.")] = 1.0,
@@ -71,7 +72,10 @@ def score(
         from rl_models.score import ScoreOptions
         from rl_models.score import score as run
 
-        options = ScoreOptions(model, critic, ParallelDims.parse(dims), temperature, max_tokens, device)
+        if tp is not None and dims:
+            raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
+        grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
+        options = ScoreOptions(model, critic, grid, temperature, max_tokens, device)
         sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
         console = Console(stderr=True)
         with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:

@@ -49,7 +49,8 @@ class _PackedModel(nn.Module):
             self._add_head(options.get("dtype"), options.get("device"))
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        raise NotImplementedError
+        """Add the parameters that make a decoder this kind of model; they stand on the last chunk."""
+        raise NotImplementedError  # each kind has its own
 
     @property
     def chunks(self) -> Sequence[Chunk]:

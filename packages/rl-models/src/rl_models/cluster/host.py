@@ -210,6 +210,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _pickled(error: Exception) -> bytes:
+    """Nothing for one that can not be pickled: `Raised.exception` makes do with its text, which travels beside it."""
     try:
         return pickle.dumps(error)
     except Exception:
