@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,11 @@ def readme_programs(checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_critic_on_another_grid_learns() -> None:
-    output = torchrun(ROOT / "examples" / "critic_on_another_grid.py")
+@pytest.mark.parametrize(
+    ("name", "run"), [("critic_on_another_grid", torchrun), ("grpo_from_the_pieces", torchrun), ("ray_ppo", over_ray)]
+)
+def test_the_reward_rises(name: str, run: Callable[[Path], str]) -> None:
+    output = run(ROOT / "examples" / f"{name}.py")
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
     assert len(rewards) == 20
     assert rewards[-1] > 3 * rewards[0]
@@ -61,22 +65,6 @@ def test_the_program_over_ray_in_the_readme_of_rl_models(tmp_path: Path) -> None
     (tmp_path / "program.py").write_text(second)
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
-
-
-@pytest.mark.slow
-def test_ppo_over_ray_learns() -> None:
-    output = over_ray(ROOT / "examples" / "ray_ppo.py")
-    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
-    assert len(rewards) == 20
-    assert rewards[-1] > 3 * rewards[0]
-
-
-@pytest.mark.slow
-def test_grpo_from_the_pieces_learns() -> None:
-    output = torchrun(ROOT / "examples" / "grpo_from_the_pieces.py")
-    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
-    assert len(rewards) == 20
-    assert rewards[-1] > 3 * rewards[0]
 
 
 @pytest.mark.slow
