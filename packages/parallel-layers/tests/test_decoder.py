@@ -27,7 +27,7 @@ from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.context_parallel import gather_sequence, split_sequence
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.dims import ParallelDims
-from parallel_layers.moe import MoEConfig, RouterReplay, RoutingContext, grouped
+from parallel_layers.moe import ClampedSwiGLU, MoEConfig, RouterReplay, RoutingContext, grouped
 from parallel_layers.rotary import RotaryEmbedding, yarn_softmax_scale
 from parallel_layers.testing import RankPool
 
@@ -118,14 +118,30 @@ class Family:
         return RotaryEmbedding(self.rotary_dim or self.ours.head_dim, parameters=parameters)(positions)
 
     def build(self) -> nn.Module:
-        module = re.sub("(?<=.)(?=Moe|V3)", "_", self.name).lower()
+        module = re.sub("(?<=.)(?=Moe|V3|Oss)", "_", self.name).lower()
         config = resolve_name(f"transformers.models.{module}.configuration_{module}:{self.name}Config")
         layer = resolve_name(f"transformers.models.{module}.modeling_{module}:{self.name}DecoderLayer")
         return layer(config(**(SIZES | self.options)), 0)
 
+    def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """transformers' parameters (or their gradients), still whole, as this library lays them out."""
+        return tensors
+
+
+class GptOss(Family):
+    """Its experts' weights are `[E, in, out]`, gate and up take turns in the last dim, and the router is `router`."""
+
+    def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        ours = {}
+        for name, tensor in tensors.items():
+            if "gate_up" in name:
+                tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
+            ours[name.replace("mlp.router", "mlp.gate")] = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        return ours
+
 
 class LlamaWithSinks(Family):
-    """A Llama layer with gpt-oss's attention: gpt-oss's own MLP is a mixture of experts."""
+    """A Llama layer with gpt-oss's attention, for the tests that leave mixtures of experts out."""
 
     def build(self) -> nn.Module:
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssConfig
@@ -141,6 +157,7 @@ SINKS = {
     "sliding_window": WINDOW,
     "attention_bias": True,
 }
+GPT_OSS_ATTENTION = replace(LLAMA, attention_bias=True, output_bias=True, attention_sinks=True, window=WINDOW)
 FAMILIES = {
     "llama": Family("Llama", LLAMA),
     "glm": Family(
@@ -203,8 +220,28 @@ FAMILIES = {
         rotary_dim=LATENT.qk_rope_head_dim,
     ),
     "olmo2": Family("Olmo2", replace(LLAMA, qk_norm="full", norm_placement="post")),
-    "gpt-oss attention": LlamaWithSinks(
-        "Llama", replace(LLAMA, attention_bias=True, output_bias=True, attention_sinks=True, window=WINDOW)
+    "gpt-oss attention": LlamaWithSinks("Llama", GPT_OSS_ATTENTION),
+    "gpt-oss": GptOss(
+        "GptOss",
+        replace(
+            GPT_OSS_ATTENTION,
+            moe=MoEConfig(
+                num_experts=8,
+                top_k=3,
+                intermediate_size=20,
+                router_bias=True,
+                expert_bias=True,
+                activation=ClampedSwiGLU(alpha=1.3, limit=2.0),
+            ),
+        ),
+        SINKS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 20,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 2.0,  # many numbers reach this bound
+        },
     ),
 }
 
@@ -242,8 +279,8 @@ def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -
     return {
         "out": out.detach(),
         "d_x": x.grad,
-        "weights": {name: p.detach() for name, p in layer.named_parameters()} | biases,
-        "d_weights": {name: p.grad for name, p in layer.named_parameters()},
+        "weights": family.by_our_names({name: p.detach() for name, p in layer.named_parameters()}) | biases,
+        "d_weights": family.by_our_names({name: p.grad for name, p in layer.named_parameters()}),
     }
 
 
@@ -270,9 +307,9 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
             local[name] = full.pop(name).chunk(size, dim=1)[rank]
     if "mlp.experts.down_proj" in full:
         local["mlp.experts.down_proj"] = full.pop("mlp.experts.down_proj").chunk(size, dim=2)[rank]
-    if "mlp.experts.gate_up_proj" in full:
-        halves = full.pop("mlp.experts.gate_up_proj").chunk(2, dim=1)
-        local["mlp.experts.gate_up_proj"] = torch.cat([half.chunk(size, dim=1)[rank] for half in halves], dim=1)
+    for name in {"mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"} & full.keys():
+        halves = full.pop(name).chunk(2, dim=1)
+        local[name] = torch.cat([half.chunk(size, dim=1)[rank] for half in halves], dim=1)
     if "self_attn.sinks" in full:
         local["self_attn.sinks"] = full.pop("self_attn.sinks").chunk(size)[rank]
     for name in ("q_proj", "q_b_proj", "kv_b_proj"):
@@ -486,10 +523,12 @@ def bf16_and_exact(family: Family, reference: nn.Module, x: Tensor, seed: Tensor
         mask = torch.zeros(distance.shape, dtype=dtype).masked_fill(hidden, float("-inf"))[None, None]
         chosen = []
         if family.ours.moe:
-            layer.mlp.gate.register_forward_hook(lambda *arguments: chosen.append(arguments[-1][2]))
+            router = layer.mlp.router if isinstance(family, GptOss) else layer.mlp.gate
+            router.register_forward_hook(lambda *arguments: chosen.append(arguments[-1][2]))
         out = layer(leaf[None], attention_mask=mask, position_embeddings=cos_sin)[0]
         out.backward(seed.to(dtype))
-        gradients = shard({key: p.grad for key, p in layer.named_parameters()}, family.ours, 0, 1)
+        full = family.by_our_names({key: p.grad for key, p in layer.named_parameters()})
+        gradients = shard(full, family.ours, 0, 1)
         return {"out": out.detach() * (seed != 0), "d_x": leaf.grad} | gradients, chosen[0] if chosen else None
 
     context = None
@@ -501,7 +540,7 @@ def bf16_and_exact(family: Family, reference: nn.Module, x: Tensor, seed: Tensor
         replay = RouterReplay({0: exact_choice}, num_experts=family.ours.moe.num_experts)
         context = RoutingContext(replay=replay)
     layer, leaf = DecoderLayer(family.ours, dtype=torch.bfloat16), x.clone().requires_grad_()
-    layer.load_state_dict(shard(reference.state_dict(), family.ours, 0, 1))
+    layer.load_state_dict(shard(family.by_our_names(reference.state_dict()), family.ours, 0, 1))
     out = layer(leaf, tables, cu_seqlens_of([length]), length, routing=context)
     out.backward(seed)
     ours = {"out": out.detach() * (seed != 0), "d_x": leaf.grad} | {key: p.grad for key, p in layer.named_parameters()}
@@ -542,7 +581,7 @@ def test_a_sequence_never_feels_another_bit_for_bit(name: str) -> None:
         "deepseek",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3", "olmo2", "gpt-oss attention", "glm", "qwen3 moe", "mixtral")
+            for name in ("qwen3", "olmo2", "gpt-oss attention", "gpt-oss", "glm", "qwen3 moe", "mixtral")
         ),
     ],
 )

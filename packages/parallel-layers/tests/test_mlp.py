@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.activations import ClampedSwiGLU
 from parallel_layers.mlp import ACTIVATIONS, ParallelMLP, gated
 from parallel_layers.testing import RankPool
 
@@ -120,6 +121,21 @@ def test_compiles_without_a_graph_break(is_gated: bool) -> None:
         compiled(x).sum().backward()
 
 
+def test_clamped_swiglu_by_its_formula() -> None:
+    """On both sides of every bound, with the gradients' zeros beyond them."""
+    gate_up = (torch.randn(50, 2 * INTERMEDIATE, dtype=torch.float64) * 9).requires_grad_()
+    gate, up = gate_up.chunk(2, dim=1)
+    g, u = torch.minimum(gate, torch.tensor(7.0)), up.clip(-7, 7)
+    expected = g / (1 + torch.exp(-1.702 * g)) * (u + 1)
+    ours = gated(ClampedSwiGLU(), gate_up)
+    torch.testing.assert_close(ours, expected)
+    (gradient,), (wanted,) = (torch.autograd.grad(y.square().sum(), gate_up) for y in (ours, expected))
+    torch.testing.assert_close(gradient, wanted)
+    beyond = torch.cat((gate > 7, up.abs() > 7), dim=1)
+    assert 100 < beyond.sum() < beyond.numel()
+    assert not gradient[beyond].any()
+
+
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
     """https://arxiv.org/abs/2411.13010, equations 6 to 8, with beta = 0.5 and the bound of transformers."""
     below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + F.softplus(alpha_n))
@@ -164,5 +180,7 @@ def test_mistakes_are_named() -> None:
         ParallelMLP(HIDDEN, INTERMEDIATE, activation="xielu")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, gelu_pytorch_tanh"):
         ParallelMLP(HIDDEN, INTERMEDIATE, activation="mish")
+    with pytest.raises(ValueError, match=r"activation=ClampedSwiGLU\(alpha=1.702, limit=7.0\) is unknown; known: gelu"):
+        ParallelMLP(HIDDEN, INTERMEDIATE, activation=ClampedSwiGLU(), gated=False)
     with pytest.raises(ValueError, match=r"activation='mish' is unknown"):
         gated("mish", torch.zeros(2, 4))

@@ -1,9 +1,10 @@
-"""Activations that have parameters.
+"""Activations that are more than a function: with learned parameters, or with constants from a config.
 
 Shape legend: T tokens, I intermediate, n ranks.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,27 @@ from torch.nn import functional as F
 from parallel_layers.collectives import copy_to_tensor_parallel
 
 _INITIAL = 0.8
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gated activation (https://arxiv.org/abs/2508.10925): a SwiGLU of bounded inputs, its second factor
+    shifted by one.
+
+        f(gate, up) = g · sigmoid(alpha · g) · (u + 1),   g = min(gate, limit),   u = min(max(up, -limit), limit)
+
+    Attributes:
+        alpha: Gain of the sigmoid (`swiglu_alpha`).
+        limit: Bound of the inputs (`swiglu_limit`); beyond it their gradient is zero.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Two tensors of one shape -> that shape, in their dtype."""
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
 
 
 class XIELU(nn.Module):

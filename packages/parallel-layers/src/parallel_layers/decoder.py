@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
 from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
-from parallel_layers.mlp import ParallelMLP
+from parallel_layers.mlp import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
 from parallel_layers.norm import RMSNorm
 
@@ -50,7 +50,7 @@ class DecoderConfig:
         num_kv_heads: Key-value heads; divides num_heads. With `latent`, num_heads.
         head_dim: Size of a head; None: hidden_size // num_heads, or with `latent` what that says.
         intermediate_size: Of the MLP.
-        activation: A name of `parallel_layers.mlp.ACTIVATIONS`.
+        activation: See `ParallelMLP`.
         gated_mlp: act(gate) · up (SwiGLU, GeGLU), or act(up) alone.
         mlp_bias: Biases in the MLP.
         latent: Multi-head latent attention (DeepSeek) in the place of the ordinary, with its own sizes; None: ordinary.
@@ -78,7 +78,7 @@ class DecoderConfig:
     num_kv_heads: int
     intermediate_size: int
     head_dim: int | None = None
-    activation: str = "silu"
+    activation: GatedActivation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
     latent: LatentConfig | None = None

@@ -42,10 +42,10 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 continue
             seen.add(id(parameter))
             canonical = prefix + (f"{path}.{name}" if path else name)
-            if parameter.dim() >= 2:
-                fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):  # experts' are matrices, too
                 fill_parameter_(owner, name, seed, zeros, canonical=canonical)
+            elif parameter.dim() >= 2:
+                fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
 
 
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.activations import XIELU
+from parallel_layers.activations import XIELU, ClampedSwiGLU
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.swiglu import fused_swiglu
 from parallel_layers.linear import (
@@ -40,21 +40,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Those with parameters of their own, for an MLP without a gate.
 LEARNED_ACTIVATIONS: dict[str, type[XIELU]] = {"xielu": XIELU}
 
+# What a gated MLP takes: a name of `ACTIVATIONS`, or a function of gate and up together.
+GatedActivation = str | ClampedSwiGLU
 
-def activation_named(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation `name`; raises ValueError that lists the known ones."""
-    if name not in ACTIVATIONS:
+
+def activation_named(name: GatedActivation) -> Callable[[Tensor], Tensor]:
+    """The activation of one tensor called `name`; raises ValueError that lists the known ones."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
-def gated(activation: str, gate_up: Tensor) -> Tensor:
-    """act(gate) · up of `[..., 2I]` (gate, then up): `[..., I]`. SwiGLU on CUDA by one kernel each way."""
-    function = activation_named(activation)
+def check_gated(activation: GatedActivation) -> None:
+    """Raise ValueError for an activation that `gated` does not take."""
+    if activation in LEARNED_ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} has parameters and goes with gated=False alone")
+    if not isinstance(activation, ClampedSwiGLU):
+        activation_named(activation)
+
+
+def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
+    """act(gate) · up, or for `ClampedSwiGLU` what that says, of `[..., 2I]` (gate, then up): `[..., I]`.
+
+    SwiGLU on CUDA is one kernel each way.
+    """
+    function = activation if isinstance(activation, ClampedSwiGLU) else activation_named(activation)
     if function is F.silu and use_triton(gate_up):
         return fused_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return function(gate) * up
+    return function(gate, up) if isinstance(function, ClampedSwiGLU) else function(gate) * up
 
 
 class ParallelMLP(nn.Module):
@@ -70,7 +84,8 @@ class ParallelMLP(nn.Module):
     Args:
         hidden_size: H.
         intermediate_size: I; divisible by the group's size.
-        activation: A name of `ACTIVATIONS`, or without a gate of `LEARNED_ACTIVATIONS`.
+        activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without one a name of
+            `LEARNED_ACTIVATIONS`.
         gated: With a gate.
         bias: Biases of all projections.
         group: Tensor-parallel group; None when not sharded.
@@ -88,7 +103,7 @@ class ParallelMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: str = "silu",
+        activation: GatedActivation = "silu",
         gated: bool = True,
         bias: bool = False,
         group: ProcessGroup | None = None,
@@ -101,10 +116,10 @@ class ParallelMLP(nn.Module):
         self.activation = activation
         self.gated = gated
         self.act_fn: XIELU | None = None
-        if activation in LEARNED_ACTIVATIONS and not gated:
+        if gated:
+            check_gated(activation)
+        elif isinstance(activation, str) and activation in LEARNED_ACTIVATIONS:
             self.act_fn = LEARNED_ACTIVATIONS[activation](group=group, dtype=dtype, device=device)
-        elif activation in LEARNED_ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} has parameters and goes with gated=False alone")
         else:
             activation_named(activation)  # an unknown name is an error now
         options: LinearOptions = {

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_layers import initialize_
-from parallel_layers.moe import GroupedExperts, grouped_linear
+from parallel_layers.moe import ClampedSwiGLU, GroupedExperts, grouped_linear
 
 
 def by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
@@ -45,18 +47,16 @@ def test_grouped_kernel_and_gradients(counts: list[int]) -> None:
         assert ((ours - truth).abs() <= 2**-7 * truth.abs() + 1e-2).all()
 
 
-def experts_on_cuda(dtype: torch.dtype) -> tuple[GroupedExperts, list[Tensor]]:
-    torch.manual_seed(0)
-    experts = GroupedExperts(64, 32, 8, dtype=dtype, device="cuda")
-    chosen = torch.rand(33, 8, device="cuda").topk(2).indices
-    return experts, [torch.randn(33, 64, device="cuda", dtype=dtype), chosen, torch.rand(33, 2, device="cuda")]
-
-
 @pytest.mark.gpu
-def test_bf16_on_cuda_is_near_fp64_and_waits_for_nothing() -> None:
-    experts, (x, chosen, weights) = experts_on_cuda(torch.bfloat16)
-    x.requires_grad_()
-    weights.requires_grad_()
+@pytest.mark.parametrize("options", [{}, {"bias": True, "activation": ClampedSwiGLU()}], ids=["silu", "gpt-oss"])
+def test_bf16_on_cuda_is_near_fp64_and_waits_for_nothing(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(64, 32, 8, dtype=torch.bfloat16, device="cuda", **options)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(33, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.rand(33, 8, device="cuda").topk(2).indices
+    weights = torch.rand(33, 2, device="cuda", requires_grad=True)
     experts(x, chosen, weights).sum().backward()  # warm up
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -64,7 +64,7 @@ def test_bf16_on_cuda_is_near_fp64_and_waits_for_nothing() -> None:
         out.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    wide = GroupedExperts(64, 32, 8, dtype=torch.float64, device="cuda")
+    wide = GroupedExperts(64, 32, 8, dtype=torch.float64, device="cuda", **options)
     wide.load_state_dict(experts.state_dict())
     exact = wide(x.double(), chosen, weights.double())
     assert (out - exact).norm() <= 1e-2 * exact.norm()
@@ -78,6 +78,20 @@ def test_initialisation_depends_on_the_seed_and_name_alone() -> None:
     assert not torch.equal(first.gate_up_proj[0], first.gate_up_proj[1])
 
 
-def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="activation='tan' is unknown"):
-        GroupedExperts(8, 6, 4, activation="tan")
+def test_biases_begin_at_zero() -> None:
+    """Though they are matrices, which `initialize_` draws otherwise."""
+    experts = GroupedExperts(8, 6, 4, bias=True)
+    for _ in range(2):
+        assert experts.gate_up_proj.any()
+        assert not experts.gate_up_proj_bias.any()
+        assert not experts.down_proj_bias.any()
+        initialize_(experts, 3)
+
+
+@pytest.mark.parametrize(
+    ("activation", "message"),
+    [("tan", "activation='tan' is unknown"), ("xielu", "'xielu' has parameters and goes with gated=False alone")],
+)
+def test_an_activation_that_experts_do_not_have(activation: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupedExperts(8, 6, 4, activation=activation)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
@@ -19,7 +21,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from parallel_layers import ParallelDims
-from parallel_layers.moe import MoE, MoEConfig, RouterReplay, RoutingContext
+from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
@@ -61,18 +63,39 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, MoEConfig]] = {
             shared_expert_gate=True,
         ),
     ),
+    "gpt_oss": (
+        GptOssMLP,
+        # Bounds that many of these numbers reach.
+        GptOssConfig(
+            hidden_size=HIDDEN, intermediate_size=12, num_local_experts=8, num_experts_per_tok=3, swiglu_limit=1.5,
+            swiglu_alpha=1.3,
+        ),
+        MoEConfig(
+            num_experts=8, top_k=3, intermediate_size=12, router_bias=True, expert_bias=True,
+            activation=ClampedSwiGLU(alpha=1.3, limit=1.5),
+        ),
+    ),
 }  # fmt: skip
 
 
 def full_tensors(block: nn.Module, gradients: bool = False) -> dict[str, Tensor]:
     """transformers' parameters (or their gradients) by our names."""
     tensors = {name: p.grad if gradients else p.detach() for name, p in block.named_parameters()}
+    if isinstance(block, GptOssMLP):
+        return {name.replace("router.", "gate."): gpt_oss_tensor(name, tensor) for name, tensor in tensors.items()}
     shared = next((name.split(".")[0] for name in tensors if name.endswith("gate_proj.weight")), None)
     if shared is not None:
         parts = [tensors.pop(f"{shared}.{half}_proj.weight") for half in ("gate", "up")]
         tensors["shared_experts.gate_up_proj.weight"] = torch.cat(parts)
         tensors["shared_experts.down_proj.weight"] = tensors.pop(f"{shared}.down_proj.weight")
     return tensors
+
+
+def gpt_oss_tensor(name: str, tensor: Tensor) -> Tensor:
+    """Its experts' weights are `[E, in, out]`, and its gate and up take turns in the last dim."""
+    if "gate_up" in name:
+        tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
+    return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
 
 
 def reference(family: str, hidden: Tensor, d_out: Tensor) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
@@ -86,7 +109,8 @@ def reference(family: str, hidden: Tensor, d_out: Tensor) -> tuple[nn.Module, Te
     if family == "deepseek_v3":
         block.gate.e_score_correction_bias.normal_(std=0.3)
     hidden = hidden.clone().requires_grad_()
-    out = block(hidden[None])[0]
+    out = block(hidden[None])
+    out = out[0][0] if isinstance(out, tuple) else out[0]  # gpt-oss also returns its scores
     out.backward(d_out)
     return block, out.detach(), hidden.grad, full_tensors(block, gradients=True)
 

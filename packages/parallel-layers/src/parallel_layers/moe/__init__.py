@@ -7,6 +7,7 @@ hidden = moe(hidden, context)     # padding counts for no loss; the experts are 
 context.loads[5], context.losses[5]["balance_loss"]
 """
 
+from parallel_layers.activations import ClampedSwiGLU
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
@@ -24,6 +25,7 @@ from parallel_layers.moe.replay import RouterReplay
 from parallel_layers.moe.router import Routing, TopKRouter, choose_experts, route
 
 __all__ = [
+    "ClampedSwiGLU",
     "GroupedExperts",
     "MoE",
     "MoEConfig",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from parallel_layers.mlp import GatedActivation
+
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["top2_sum", "max"]
 
@@ -20,12 +22,15 @@ class MoEConfig:
         routed_scaling_factor: What the weights are multiplied by afterwards.
         correction_bias: Choose by score + bias, weigh by score alone: the router then has `e_score_correction_bias`
             (https://arxiv.org/abs/2408.15664).
+        router_bias: A learned bias of the logits (gpt-oss).
         num_groups: Equal groups of neighbouring experts (`n_group`); 1: no groups.
         top_k_groups: Groups whose experts a token may go to (`topk_group`).
         group_score: What a group is chosen by: the sum of its two best scores (DeepSeek-V3) or its best (V2).
         shared_intermediate_size: Of the shared experts together, an MLP that every token goes through; 0: none.
         shared_expert_gate: Multiply the shared experts' output by a sigmoid of one more projection (Qwen2-MoE).
-        activation: A name of `parallel_layers.mlp.ACTIVATIONS`; experts are gated, act(gate) · up.
+        activation: A name of `parallel_layers.mlp.ACTIVATIONS`, experts are gated, act(gate) · up; or a `ClampedSwiGLU`
+            (gpt-oss).
+        expert_bias: Biases of both projections of every routed expert (gpt-oss).
         balance_loss: Weight of `load_balancing_loss` (Switch; `router_aux_loss_coef`).
         sequence_balance_loss: Weight of `sequence_balance_loss` (DeepSeek-V3).
         z_loss: Weight of `router_z_loss` (ST-MoE).
@@ -41,12 +46,14 @@ class MoEConfig:
     normalize_top_k: bool = True
     routed_scaling_factor: float = 1.0
     correction_bias: bool = False
+    router_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
     group_score: GroupScore = "top2_sum"
     shared_intermediate_size: int = 0
     shared_expert_gate: bool = False
-    activation: str = "silu"
+    activation: GatedActivation = "silu"
+    expert_bias: bool = False
     balance_loss: float = 0.0
     sequence_balance_loss: float = 0.0
     z_loss: float = 0.0

@@ -4,21 +4,36 @@ Shape suffixes: T tokens, k experts a token goes to, M rows at this rank's exper
 expert, E experts, e = E / ranks of the expert group, n ranks of the tensor-parallel group.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
-from parallel_layers.mlp import activation_named, gated
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.mlp import GatedActivation, check_gated, gated
 from parallel_layers.moe.dispatch import Dispatch
-from parallel_layers.moe.grouped import grouped_linear
+from parallel_layers.moe.grouped import grouped_bias, grouped_linear
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
+
+
+class _EqualShare(torch.autograd.Function):
+    """`x / n`, of which n ranks make the sum x; the gradient of that sum, which every rank has, is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
+        return x / n
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class GroupedExperts(nn.Module):
     """Gated experts: a rank of the expert group has E / ranks of them, a rank of the tensor-parallel group I/n of each.
 
-    Parameters: `gate_up_proj [e, 2 I/n, H]` (gate, then up) and `down_proj [e, H, I/n]`.
+    Parameters: `gate_up_proj [e, 2 I/n, H]` (gate, then up) and `down_proj [e, H, I/n]`; with `bias` also
+    `gate_up_proj_bias [e, 2 I/n]` and `down_proj_bias [e, H]`, whole on every rank of the tensor-parallel group.
 
     Communication: with an expert group, that of `Dispatch.plan`, and all-to-alls of rows `[M, H]` and weights `[M]` and
     of the rows back; backward the same reversed. Over the tensor-parallel group none: the output is this rank's part of
@@ -28,7 +43,8 @@ class GroupedExperts(nn.Module):
         hidden_size: H.
         intermediate_size: I, of one expert.
         num_experts: E.
-        activation: A name of `parallel_layers.mlp.ACTIVATIONS`.
+        activation: A name of `parallel_layers.mlp.ACTIVATIONS`, or a `ClampedSwiGLU`.
+        bias: Biases of both projections.
         group: Tensor-parallel group that shares each expert; None: experts are whole.
         expert_group: The ranks that share the experts, each with its own tokens; None: all experts are here.
         dtype: Of the parameters.
@@ -44,14 +60,17 @@ class GroupedExperts(nn.Module):
         intermediate_size: int,
         num_experts: int,
         *,
-        activation: str = "silu",
+        activation: GatedActivation = "silu",
+        bias: bool = False,
         group: ProcessGroup | None = None,
         expert_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        activation_named(activation)  # an unknown name is an error now
+        self.gate_up_proj_bias: nn.Parameter | None
+        self.down_proj_bias: nn.Parameter | None
+        check_gated(activation)  # an unknown name is an error now
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
         size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")
         ranks = 1 if expert_group is None else expert_group.size()
@@ -61,18 +80,27 @@ class GroupedExperts(nn.Module):
         shape = (num_experts // ranks, 2 * size, hidden_size)
         self.gate_up_proj = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.down_proj = nn.Parameter(torch.empty(shape[0], hidden_size, size, dtype=dtype, device=device))
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(shape[:2], dtype=dtype, device=device))
+            self.down_proj_bias = nn.Parameter(torch.empty(shape[0], hidden_size, dtype=dtype, device=device))
+        self.tp = 1 if group is None else group.size()
         by_expert = [] if expert_group is None else [shard_evenly([num_experts], expert_group, 0, "num_experts")]
         for name, dim, parts in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
             inside = [] if group is None else [shard_evenly([intermediate_size] * parts, group, dim, name)]
             set_sharding(self, name, *by_expert, *inside)
+            if bias:
+                set_sharding(self, f"{name}_bias", *by_expert, *(inside if dim == 1 else []))
         self.fan_in = {"gate_up_proj": hidden_size, "down_proj": intermediate_size}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every expert like a linear layer; see `ColumnParallelLinear.reset_parameters`."""
+        """Draw every expert like a linear layer; see `ColumnParallelLinear.reset_parameters`. Biases are 0."""
         seed = shared_seed()
         for name, fan_in in self.fan_in.items():
             fill_parameter_(self, name, seed, uniform(linear_bound(fan_in)))
+            if getattr(self, f"{name}_bias") is not None:
+                fill_parameter_(self, f"{name}_bias", seed, zeros)
 
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`, this rank's part of it.
@@ -81,9 +109,15 @@ class GroupedExperts(nn.Module):
         """
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
         rows, weights = dispatch.to_experts(x_TH, weights_Tk)
-        inner = gated(self.activation, grouped_linear(rows, self.gate_up_proj, dispatch.counts))
-        inner = (inner * weights[:, None]).to(rows.dtype)
-        return dispatch.to_tokens(grouped_linear(inner, self.down_proj, dispatch.counts))
+        gate_up = grouped_linear(rows, self.gate_up_proj, dispatch.counts)
+        if self.gate_up_proj_bias is not None:
+            gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, dispatch.counts, torch.ones_like(weights))
+        inner = (gated(self.activation, gate_up) * weights[:, None]).to(rows.dtype)
+        out = grouped_linear(inner, self.down_proj, dispatch.counts)
+        if self.down_proj_bias is not None:
+            share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
+            out = out + grouped_bias(share, dispatch.counts, weights)
+        return dispatch.to_tokens(out)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

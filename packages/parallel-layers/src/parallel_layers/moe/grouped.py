@@ -27,6 +27,22 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
     return _loop(x_MK, weight_eNK, counts_e)
 
 
+def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:
+    """Each row's weight times the bias of its own expert: `[M, N]` in the bias's dtype.
+
+    As a product with an `[M, e]` matrix of one weight a row: gradients are sums of products too, in fp32 and a fixed
+    order, where a gather's would be added by atomics in the bias's dtype. No host synchronisation.
+
+    Args:
+        bias_eN: The experts' biases.
+        counts_e: How many rows each expert has; they add up to M.
+        weights_M: What each row's bias is multiplied by.
+    """
+    row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
+    own = (row >= ends - counts_e) & (row < ends)
+    return (own * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
+
+
 # An operator of its own: to torch.compile the loop, whose bounds are data, is one call.
 @torch.library.custom_op("parallel_layers::grouped_linear", mutates_args=())
 def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

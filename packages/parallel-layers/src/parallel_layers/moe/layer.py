@@ -86,7 +86,8 @@ class MoE(nn.Module):
         split_tokens = sequence_parallel or not expert_tensor_parallel
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
         self.experts = GroupedExperts(
-            hidden_size, config.intermediate_size, config.num_experts, activation=config.activation,
+            hidden_size, config.intermediate_size, config.num_experts,
+            activation=config.activation, bias=config.expert_bias,
             group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
         )  # fmt: skip
         self.shared_experts: ParallelMLP | None = None

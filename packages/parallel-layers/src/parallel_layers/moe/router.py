@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from parallel_layers import comm
 from parallel_layers.collectives import copy_to_tensor_parallel
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.losses import (
@@ -92,22 +92,23 @@ def route(
 
 
 class TopKRouter(nn.Module):
-    """logits = x Wᵀ in fp32, then `route`; auxiliary losses with a weight in the config are added to the backward.
+    """logits = x Wᵀ (+ b) in fp32, then `route`; auxiliary losses with a weight in the config join the backward.
 
-    Parameter `weight [E, H]`, replicated, and with `correction_bias` the fp32 buffer `e_score_correction_bias [E]`,
-    which stays fp32 when the model is cast.
+    Parameters, replicated: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` the fp32 buffer
+    `e_score_correction_bias [E]`, which stays fp32 when the model is cast.
 
     Communication: none, unless the ranks of `group` route different tokens. Then forward: all-reduces of `[E]` sums for
-    the loads and the losses; backward: one all-reduce of the weight's gradient.
+    the loads and the losses; backward: one all-reduce of each parameter's gradient.
 
     Args:
         hidden_size: H.
         config: See `MoEConfig`.
         group: The ranks that route the pack's other tokens; None: this rank routes all of them, or the same as others.
-        dtype: Of the weight.
-        device: Of the weight.
+        dtype: Of the parameters.
+        device: Of the parameters.
     """
 
+    bias: nn.Parameter | None
     e_score_correction_bias: Tensor | None
 
     def __init__(
@@ -123,13 +124,19 @@ class TopKRouter(nn.Module):
         self.config = config
         self.group = group if comm.is_sharded(group) else None
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
-        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
-        self.register_buffer("e_score_correction_bias", bias)
+        self.bias = None
+        if config.router_bias:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
+        correction = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("e_score_correction_bias", correction if config.correction_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight like a linear layer's, the same on every rank that was seeded alike; no correction."""
-        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.weight.shape[1])))
+        """Draw the weight like a linear layer's, the same on every rank that was seeded alike; biases are 0."""
+        seed = shared_seed()
+        fill_parameter_(self, "weight", seed, uniform(linear_bound(self.weight.shape[1])))
+        if self.bias is not None:
+            fill_parameter_(self, "bias", seed, zeros)
         if self.e_score_correction_bias is not None and not self.e_score_correction_bias.is_meta:
             self.e_score_correction_bias.zero_()
 
@@ -144,9 +151,10 @@ class TopKRouter(nn.Module):
 
     def forward(self, hidden: Tensor, layer_number: int = 0, context: RoutingContext | None = None) -> Routing:
         """Route `hidden [T', H]`; `context` as in `MoE.forward`."""
-        weight = copy_to_tensor_parallel(self.weight, self.group)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        logits = F.linear(hidden.to(wide), weight.to(wide))
+        weight = copy_to_tensor_parallel(self.weight, self.group).to(wide)
+        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group).to(wide)
+        logits = F.linear(hidden.to(wide), weight, bias)
         select = None
         if context is not None and context.replay is not None:
             select = self._selection(context.replay, layer_number)
