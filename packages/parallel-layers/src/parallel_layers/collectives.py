@@ -203,7 +203,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        return comm.all_reduce(x.to(comm.sum_dtype(x, reduce_dtype)), group).to(x.dtype)
+        return comm.cast(comm.all_reduce(x.to(comm.sum_dtype(x, reduce_dtype)), group), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -249,7 +249,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.dim, ctx.reduce_dtype = group, dim, reduce_dtype
-        return comm.reduce_scatter(x.to(comm.sum_dtype(x, reduce_dtype)), group, dim).to(x.dtype)
+        return comm.cast(comm.reduce_scatter(x.to(comm.sum_dtype(x, reduce_dtype)), group, dim), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

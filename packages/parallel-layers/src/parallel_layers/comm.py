@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,6 +30,14 @@ def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None = None) -> torch.dtype
     if reduce_dtype is not None:
         return reduce_dtype
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`: for what an `autograd.Function` returns.
+
+    torch 2.11's compiler takes the gradient of a function that returns `x.to(x.dtype)` for zero, without a word.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def wait(x: Tensor) -> Tensor:
@@ -63,6 +72,13 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     check_divisible(x, 0, group)
     result: Tensor = _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
     return result
+
+
+def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work:
+    """As `start_reduce_scatter`, into `out`, rows of a larger tensor, complete after `.wait()`. Eager only."""
+    work = dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+    assert work is not None  # the ranks that call this are in the group
+    return work
 
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
