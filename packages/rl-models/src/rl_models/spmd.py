@@ -29,9 +29,9 @@ class WholeBatches:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenLogProbs:
+    def log_probs(self, batch: Batch, **options: Any) -> TokenLogProbs:
         """As `Actor.log_probs`."""
-        return self._call("log_probs", batch, temperature=temperature)
+        return self._call("log_probs", batch, **options)
 
     def values(self, batch: Batch) -> Tensor:
         """As `Critic.values`."""

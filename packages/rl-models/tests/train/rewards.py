@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,15 @@ def alphabet(prompt: str, response: str, row: Mapping[str, Any]) -> float:
 
 def first_ids(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     return float("nan") if row.get("bad") == "nan" else float(row["bad"])
+
+
+def sevens(prompt: list[int], response: list[int], row: Mapping[str, Any]) -> float:
+    """The share of one token, for a checkpoint without a tokenizer."""
+    return response.count(7) / len(response)
+
+
+def leave(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    sys.exit(3)
 
 
 def constant(prompt: str, response: str, row: Mapping[str, Any]) -> int:

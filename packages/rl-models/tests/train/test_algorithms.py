@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from rl_models import Batch, losses
-from rl_models.train.algorithms import ALGORITHMS, policy_loss
+from rl_models.train.algorithms import ALGORITHMS, policy_loss, value_loss
 from rl_models.train.options import TrainOptions
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 3.0])
@@ -90,3 +91,26 @@ def test_what_the_rows_say_of_the_loss() -> None:
     assert [name for name, row in ALGORITHMS.items() if row.critic] == ["ppo"]
     assert [name for name, row in ALGORITHMS.items() if row.dynamic_sampling] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.aggregation == "sequence-mean"} == {"grpo", "gspo"}
+
+
+def test_what_the_options_add_to_the_loss() -> None:
+    batch = make_batch().with_fields(
+        advantages=torch.linspace(-1, 1, 16), log_probs=make_batch()["old_log_probs"] - 0.5
+    )
+    log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
+    rules = options(
+        "dapo", dual_clip=3.0, importance_cap=1.5, kl_coefficient=0.5, kl_estimator="k2", aggregation="sequence-mean"
+    ).rules()
+    found = policy_loss(rules, log_probs, torch.zeros(16), batch).loss
+    ratio, advantages = math.exp(1.5), batch["advantages"]
+    # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one; and e^0.5 is above the cap of 1.5.
+    surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
+    penalty = 0.5 * (log_probs - batch["reference_log_probs"]).square()
+    torch.testing.assert_close(found, 1.5 * surrogate + 0.5 * penalty)
+    assert rules.aggregation == "sequence-mean"
+    values = batch.with_fields(returns=old + 10)
+    for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
+        found = value_loss(options("ppo", value_clip=clip).rules(), batch["old_values"] - 1, values).loss
+        error = batch["old_values"] - values["returns"]
+        expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
+        torch.testing.assert_close(found, expected)

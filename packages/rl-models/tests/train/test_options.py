@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel_layers import ParallelDims
+from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.train.options import TrainOptions, resolve_options
+from rl_models.train.run import _models
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
 
@@ -90,11 +94,77 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"schedule": "wsd"}, "schedule 'wsd' needs decay_steps"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"overlong_buffer": 300}, "overlong_buffer=300 is more than max_new_tokens=256"),
+        ({"recompute": "half"}, "recompute='half' must be full, selective, or numbers with commas, such as 2,7"),
+        ({"context_parallel": "star"}, "context_parallel='star' must be ulysses or ring"),
+        ({"pipeline_schedule": "2f2b"}, "schedule='2f2b' is unknown; use '1f1b' or 'zero-bubble'"),
+        ({"virtual_stages": 0}, "virtual_stages=0 must be at least 1"),
+        ({"pipeline_split": "3,0"}, r"split=\[3, 0\] must give every chunk at least one layer"),
+        ({"critic_dims": "tp=2"}, "grpo has no critic; leave critic_dims=tp=2 out"),
+        ({"algorithm": "ppo", "critic_dims": "tp=2"}, "critic_dims=tp=2 has 2 ranks, but the critic .* the 1 of"),
+        ({"kl_estimator": "k4"}, "kl_estimator='k4' is unknown; known: k1, k2, k3"),
+        ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
+        ({"aggregation": "mean"}, "aggregation='mean' is unknown; known: token-mean, sequence-mean"),
+        ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "of the surrogate of PPO, not of gspo"),
+        ({"clip_low": -0.1}, "clip_low=-0.1 must not be negative"),
+        ({"importance_cap": 0.0}, "importance_cap=0.0 must be above 0"),
+        ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainOptions(**NEEDED, **options)
+
+
+def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        """
+        model: m
+        prompts: p
+        reward: r:f
+        algorithm: ppo
+        kl_coefficient: 0.1
+        backend: parallel
+        dims: {pp: 2, cp: 2}
+        critic_dims: {tp: 4}
+        dtype: bfloat16
+        max_tokens: 512
+        recompute: [0, 2]
+        sequence_parallel: false
+        context_parallel: ring
+        pipeline_schedule: zero-bubble
+        virtual_stages: 2
+        pipeline_split: [1, 2, 2, 1]
+        router_balance: 0.01
+        router_z: 0.001
+        learning_rate: 1e-5
+        beta2: 0.95
+        """
+    )
+    made: list[dict[str, Any]] = []
+    _models(resolve_options(file, {}), lambda kind, path, arguments: made.append(arguments))
+    actor, critic, reference = made
+    given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh"}
+    assert set(actor) == set(critic) == set(reference) == given, "device and mesh follow from where the ranks are"
+    expected = {
+        "backend": "parallel",
+        "dims": ParallelDims(pp=2, cp=2),
+        "dtype": torch.bfloat16,
+        "sequence_parallel": False,
+        "pipeline": PipelineOptions("zero-bubble", 2, (1, 2, 2, 1)),
+        "context_parallel": "ring",
+        "router_losses": RouterLosses(0.01, 0.001),
+        "recompute": (0, 2),
+        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
+        "max_tokens_per_micro_batch": 512,
+    }
+    assert expected.items() <= actor.items()
+    # On a grid of its own a critic has no pipeline.
+    assert critic["dims"] == ParallelDims(tp=4)
+    assert critic["pipeline"] == PipelineOptions()
+    assert critic["sequence_parallel"] is False
+    assert reference["dims"] == actor["dims"]
 
 
 def test_schedules_count_steps_of_the_run() -> None:

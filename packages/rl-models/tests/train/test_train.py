@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from rl_models.cli import app
 
+METRICS = (
+    *("reward", "response_length", "truncated", "kl", "approx_kl", "clip_fraction", "entropy", "grad_norm"),
+    *("learning_rate", "critic_loss", "critic_value_error", "tokens_per_second", "seconds", "seconds_scoring"),
+)
 SMALL = {"prompts-per-step": 8, "max-new-tokens": 6, "device": "cpu", "save-every": 0, "learning-rate": 3e-3}
 
 
@@ -49,8 +54,11 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     assert [record["step"] for record in records] == list(range(1, 21))
     assert records[-1]["reward"] > 3 * records[0]["reward"]
     assert [record["step"] for record in records if "eval/reward" in record] == [10, 20]
-    for name in ("kl", "critic_loss", "grad_norm", "clip_fraction", "entropy", "learning_rate", "tokens_per_second"):
-        assert all(name in record for record in records), name
+    for name in METRICS:
+        assert all(math.isfinite(record[name]) for record in records), name
+    phases = [record[f"seconds_{name}"] for record in records for name in ("generating", "estimating", "learning")]
+    assert 0.5 * sum(record["seconds"] for record in records) < sum(phases) <= sum(r["seconds"] for r in records)
+    assert "seconds_evaluating" in records[-1]
     assert all(record["rollout_difference"] < 1e-5 for record in records)
     if has_board:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -93,16 +101,52 @@ def test_every_algorithm_runs_the_same_on_a_grid_as_on_one_rank(
             assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_memory_is_saved_and_nothing_else_changes(model: Path, prompts: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1}
+    saving = {"recompute": "selective", "critic_dims": "pp=2", "max_tokens": 64}
+    curves = []
+    for name, more, flags in (("plain", {}, []), ("saving", saving, ["--offload", "--no-sequence-parallel"])):
+        command = [*arguments(model, prompts, tmp_path / name, **options, **more), *flags]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        curves.append([timeless(record) for record in lines(tmp_path / name)])
+    for one, other in zip(*curves, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 30}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
+    config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"tokens": [1, n]}) + "\n" for n in range(8)))
+    options = {"steps": 2, "dims": "dp=2,ep=2", "router_balance": 0.01, "reward": "rewards:sevens", "epochs": 2}
+    result = CliRunner().invoke(
+        app, [*arguments(tmp_path / "model", prompts, tmp_path / "run", **options), "--router-replay"]
+    )
+    assert result.exit_code == 0, result.output
+    assert all(record["grad_norm"] > 0 for record in lines(tmp_path / "run"))
+
+
 def launch(command: list[str], folder: Path) -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "rl_models", *command]
     return subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "dims"), [("ppo", "dp=2"), ("grpo", "tp=2")])
 def test_a_killed_run_goes_on_with_the_same_curve(
-    model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path
+    model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path, algorithm: str, dims: str
 ) -> None:
-    options = {"algorithm": "ppo", "dims": "dp=2", "steps": 8, "save_every": 2, "schedule": "cosine"}
+    # Mini-batches in a shuffled order, a temperature, and prompts of several passes: all of it goes on.
+    options = {"algorithm": algorithm, "dims": dims, "steps": 8, "save_every": 2, "schedule": "cosine"}
+    options |= {"mini_batch": 4, "temperature": 1.2, "seed": 3}
     whole, killed = (arguments(model, prompts, tmp_path / name, **options) for name in ("whole", "killed"))
     assert CliRunner().invoke(app, whole, catch_exceptions=False).exit_code == 0
     # The alphabet's reward, slowed down, so that there is a moment to be killed in.
@@ -164,6 +208,12 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
             {"reward": "rewards:first_ids", "dims": "dp=2"},
             [{"text": "a", "bad": 1}, {"text": "b"}],
             "prompts.jsonl, line 2: the reward raised KeyError: 'bad'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"reward": "rewards:leave"},
+            [{"text": "a"}],
+            "prompts.jsonl, line 1: the reward raised SystemExit: 3",
             marks=pytest.mark.slow,
         ),
         ({"reward": "rewards:constant", "algorithm": "dapo"}, [{"text": "a"}], "there is nothing for dapo to learn"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_models import losses
+from rl_models.aggregation import AGGREGATIONS
 from rl_models.batch import Batch
 from rl_models.losses import LossTerms
 
@@ -21,11 +22,18 @@ class Rules:
     Attributes:
         surrogate: a key of `SURROGATES`.
         clip_low, clip_high: the trust interval.
-        kl_in_loss: coefficient of the k3 penalty in the loss.
-        kl_in_reward: coefficient of the k1 penalty in the reward.
+        kl_in_loss: coefficient of the penalty in the loss.
+        kl_in_reward: coefficient of the penalty in the reward.
+        kl_estimator: of the penalty, a key of `losses.KL_ESTIMATORS`.
         entropy: coefficient of the bonus.
+        dual_clip: see `losses.ppo_clip`; None: none.
         value_clip: of the critic's loss; None: none.
+        importance_cap: of `losses.importance_weights`, the policy against the engine that drew; None: no weights.
+        aggregation: how the policy's terms are averaged, a key of `rl_models.aggregation.AGGREGATIONS`.
         gamma, lam: of the advantages over time.
+
+    Raises:
+        ValueError: a name is unknown, or a number outside its range.
     """
 
     surrogate: str
@@ -33,10 +41,31 @@ class Rules:
     clip_high: float
     kl_in_loss: float = 0.0
     kl_in_reward: float = 0.0
+    kl_estimator: str = "k3"
     entropy: float = 0.0
+    dual_clip: float | None = None
     value_clip: float | None = 0.2
+    importance_cap: float | None = None
+    aggregation: str = "token-mean"
     gamma: float = 1.0
     lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("kl_estimator", losses.KL_ESTIMATORS), ("aggregation", AGGREGATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        if self.kl_in_loss and self.kl_estimator == "k1":
+            raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
+        if self.dual_clip is not None and not (self.dual_clip > 1 and self.surrogate == "ppo"):
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1, and is of the surrogate of PPO, not of gspo")
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.importance_cap is not None and not self.importance_cap > 0:
+            raise ValueError(f"importance_cap={self.importance_cap} must be above 0")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
 
 
 # (batch, scores [N], groups [N], rules) -> fields [T] of the batch: `advantages`, and `returns` for a critic.
@@ -53,7 +82,7 @@ class Algorithm:
         surrogate: the policy's loss, a key of `SURROGATES`.
         aggregation: how its terms are averaged (`rl_models.aggregation`).
         clip_low, clip_high: its trust interval, unless the user gives another.
-        kl: where a penalty for leaving the reference goes: into the reward (k1) or the loss (k3).
+        kl: where a penalty for leaving the reference goes: into the reward (as k1) or the loss (as k3).
         critic: it needs one.
         samples: responses to each prompt, unless the user says otherwise; `groups` compare them: at least two.
         dynamic_sampling: prompts whose responses all score the same are replaced by others.
@@ -75,7 +104,7 @@ class Algorithm:
 def _rewards(batch: Batch, scores: Tensor, rules: Rules) -> Tensor:
     penalty = None
     if rules.kl_in_reward:
-        penalty = losses.kl_penalty(batch["old_log_probs"], batch["reference_log_probs"], "k1")
+        penalty = losses.kl_penalty(batch["old_log_probs"], batch["reference_log_probs"], rules.kl_estimator)
     return losses.token_rewards(scores, batch.mask, batch.lengths, penalty=penalty, coefficient=rules.kl_in_reward)
 
 
@@ -146,6 +175,7 @@ def _ppo(rules: Rules, log_probs: Tensor, batch: Batch) -> LossTerms:
         batch["advantages"],
         clip_low=rules.clip_low,
         clip_high=rules.clip_high,
+        dual_clip=rules.dual_clip,
     )
 
 
@@ -166,9 +196,14 @@ SURROGATES: dict[str, Callable[[Rules, Tensor, Batch], LossTerms]] = {"ppo": _pp
 
 def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
     """The surrogate, the penalty for leaving the reference, and the entropy bonus."""
-    terms = SURROGATES[rules.surrogate](rules, log_probs, batch) + losses.entropy_bonus(entropy, rules.entropy)
+    terms = SURROGATES[rules.surrogate](rules, log_probs, batch)
+    if rules.importance_cap is not None:
+        # `log_probs` of a batch are those of the engine that drew it.
+        weights = losses.importance_weights(batch["old_log_probs"], batch["log_probs"], cap=rules.importance_cap)
+        terms = terms.weighted(weights)
+    terms += losses.entropy_bonus(entropy, rules.entropy)
     if rules.kl_in_loss:
-        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
+        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], rules.kl_estimator)
         terms += LossTerms(rules.kl_in_loss * penalty)
     return terms
 

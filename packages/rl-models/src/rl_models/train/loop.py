@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,7 @@ class Loop:
     writes: bool
     tell: Callable[[Mapping[str, Any]], None]
     _position: int = field(default=0, init=False)
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     def run(self) -> dict[str, float]:
         """All steps that are left, and the result's checkpoint; returns the last step's metrics."""
@@ -90,9 +92,12 @@ class Loop:
         values: dict[str, float] = {}
         try:
             for step in range(done + 1, options.steps + 1):
+                self._seconds = {}
                 values = self._step(step)
                 if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
-                    values |= self._evaluate()
+                    with self._phase("evaluating"):
+                        values |= self._evaluate()
+                values |= self._seconds
                 if metrics is not None:
                     metrics.write(step, values)
                 self.tell({"step": step, **values})
@@ -132,16 +137,24 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()
         experience = self._collect()
-        batch, values = self._estimate(experience)
-        generated = time.monotonic()
-        values |= self._learn(batch, step)
+        with self._phase("estimating"):
+            batch, values = self._estimate(experience)
+        with self._phase("learning"):
+            values |= self._learn(batch, step)
         seconds = time.monotonic() - began
         return values | {
             "tokens": batch.num_tokens,
             "seconds": seconds,
-            "seconds_learning": time.monotonic() - generated,
             "tokens_per_second": batch.num_tokens / seconds,
         }
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the time inside as `seconds_<name>` of the step."""
+        began = time.monotonic()
+        yield
+        key = f"seconds_{name}"
+        self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
 
     def _collect(self) -> _Experience:
         """Responses to a step's prompts; under dynamic sampling only to prompts whose responses differ in score."""
@@ -171,19 +184,21 @@ class Loop:
     def _draw(self, count: int) -> _Experience:
         options = self.options
         chosen = [self.prompts[index] for index in self._next(count)]
-        batch = self.models.actor.generate(
-            [prompt.tokens for prompt in chosen],
-            max_new_tokens=options.max_new_tokens,
-            n=options.responses,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            stop_ids=self.stop_ids,
-            # No two batches of a run draw from the same stream.
-            seed=options.seed * 1_000_003 + self._position,
-        )
+        with self._phase("generating"):
+            batch = self.models.actor.generate(
+                [prompt.tokens for prompt in chosen],
+                max_new_tokens=options.max_new_tokens,
+                n=options.responses,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                stop_ids=self.stop_ids,
+                # No two batches of a run draw from the same stream.
+                seed=options.seed * 1_000_003 + self._position,
+            )
         asked = [prompt for prompt in chosen for _ in range(options.responses)]
-        scores = self._score(options.prompts, asked, batch)
+        with self._phase("scoring"):
+            scores = self._score(options.prompts, asked, batch)
         if options.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
             scores = scores + losses.overlong_penalty(
@@ -229,13 +244,16 @@ class Loop:
             "reward_min": float(scores.min()),
             "reward_max": float(scores.max()),
             "response_length": float(lengths.mean()),
-            "truncated": float((lengths == options.max_new_tokens).float().mean()),
+            "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
         }
-        old = models.actor.log_probs(batch, temperature=options.temperature).log_probs
-        if options.top_k is None and options.top_p == 1.0:
-            # What generation said against what training says of the same tokens.
-            difference = (old - batch["log_probs"]).abs()
-            values["rollout_difference"] = float(difference[batch.mask].max())
+        found = models.actor.log_probs(
+            batch, temperature=options.temperature, **({"record_routing": True} if options.router_replay else {})
+        )
+        if options.router_replay:
+            batch = batch.with_fields(routing=found.routing)
+        old = found.log_probs
+        # What generation said against what training says of the same tokens.
+        values["rollout_difference"] = float((old - batch["log_probs"]).abs()[batch.mask].max())
         batch = batch.with_fields(old_log_probs=old)
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
@@ -244,6 +262,10 @@ class Loop:
         if models.critic is not None:
             batch = batch.with_fields(old_values=models.critic.values(batch))
         return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
+
+    def _truncated(self, response: Tensor) -> bool:
+        """It has the longest length without having come to an end."""
+        return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.stop_ids
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """The epochs over mini-batches; the means of their metrics."""
@@ -261,7 +283,7 @@ class Loop:
                     part,
                     partial(policy_loss, rules),
                     temperature=options.temperature,
-                    aggregation=options.rule.aggregation,
+                    aggregation=rules.aggregation,
                 )
                 if models.critic is not None:
                     of_critic = models.critic.update(part, partial(value_loss, rules))

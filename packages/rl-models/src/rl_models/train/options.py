@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 # The command line is made from this file, and `--help` need not wait for torch: what needs it is imported when used.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
+    from rl_models.backends import EngineOptions
     from rl_models.optimizer import OptimizerOptions
     from rl_models.train.algorithms import Algorithm, Rules
 
@@ -45,11 +46,30 @@ class TrainOptions:
     ] = None
 
     dims: Annotated[str, Says("The grid, such as tp=2,pp=2; data-parallel ranks are part of it: dp=2.", free=True)] = ""
+    critic_dims: Annotated[
+        str | None, Says("The critic's grid, of as many ranks; default the policy's.", free=True)
+    ] = None
     backend: Annotated[str, Says("parallel, transformers or megatron.", free=True)] = "parallel"
     ray: Annotated[bool, Says("Run on a Ray cluster (RAY_ADDRESS, or a local one).", free=True)] = False
     device: Annotated[str | None, Says("cpu or cuda; default cuda where there is one.", free=True)] = None
     dtype: Annotated[str | None, Says("float32 or bfloat16, of the weights; default as stored.")] = None
-    max_tokens: Annotated[int, Says("The most tokens of one forward pass.", free=True)] = 16384
+    max_tokens: Annotated[int, Says("The most tokens of a micro-batch, one forward pass.", free=True)] = 16384
+    recompute: Annotated[
+        str | None, Says("full, selective (MLPs and experts), or layers such as 0,1,5: run again backward.", free=True)
+    ] = None
+    offload: Annotated[bool, Says("Each model is on the host while another one works.", free=True)] = False
+    sequence_parallel: Annotated[bool | None, Says("Tokens divided over tp, too; default where tp > 1.", free=True)] = (
+        None
+    )
+    context_parallel: Annotated[str, Says("ulysses or ring, where cp > 1.", free=True)] = "ulysses"
+    pipeline_schedule: Annotated[str, Says("1f1b or zero-bubble, where pp > 1.", free=True)] = "1f1b"
+    virtual_stages: Annotated[int, Says("Chunks of the model on each rank of a pipeline.", free=True)] = 1
+    pipeline_split: Annotated[
+        str | None, Says("Layers of each chunk, such as 3,5; default as even as possible.", free=True)
+    ] = None
+    router_balance: Annotated[float, Says("Of the load-balancing loss of a mixture of experts.")] = 0.0
+    router_z: Annotated[float, Says("Of the z-loss of its routers.")] = 0.0
+    router_replay: Annotated[bool, Says("Learn with the experts that the old log-probs were computed with.")] = False
 
     steps: Annotated[int, Says("Steps: generate, score, learn.", free=True)] = 100
     prompts_per_step: Annotated[int, Says("Prompts of a step.")] = 64
@@ -67,6 +87,9 @@ class TrainOptions:
     mini_batch: Annotated[int | None, Says("Responses of one optimizer step; default all of a step's.")] = None
     learning_rate: Annotated[float, Says("Of the policy.")] = 1e-6
     critic_learning_rate: Annotated[float, Says("Of the critic.")] = 1e-5
+    beta1: Annotated[float, Says("AdamW's, of the mean.")] = 0.9
+    beta2: Annotated[float, Says("AdamW's, of the square.")] = 0.999
+    adam_eps: Annotated[float, Says("AdamW's, in the denominator.")] = 1e-8
     weight_decay: Annotated[float, Says("Of matrices.")] = 0.0
     max_grad_norm: Annotated[float, Says("Gradients are scaled down to this norm.")] = 1.0
     schedule: Annotated[str, Says("Of the learning rate: constant, linear, cosine, wsd or inverse-sqrt.")] = "constant"
@@ -75,7 +98,14 @@ class TrainOptions:
     min_ratio: Annotated[float, Says("The learning rate at the end, as a part of the full one.")] = 0.0
     clip_low: Annotated[float | None, Says("How far a ratio may fall below 1; default the algorithm's.")] = None
     clip_high: Annotated[float | None, Says("How far a ratio may rise above 1; default the algorithm's.")] = None
+    dual_clip: Annotated[float | None, Says("The most of a ratio that counts where an advantage is negative.")] = None
+    value_clip: Annotated[float, Says("How far the critic's values may move at once; 0: as far as they like.")] = 0.2
+    importance_cap: Annotated[
+        float | None, Says("The largest weight of truncated importance sampling, generation against training.")
+    ] = None
+    aggregation: Annotated[str | None, Says("token-mean or sequence-mean; default the algorithm's.")] = None
     kl_coefficient: Annotated[float, Says("Of the penalty for leaving the reference; 0: no reference.")] = 0.0
+    kl_estimator: Annotated[str | None, Says("k1, k2 or k3; default k1 in rewards, k3 in losses.")] = None
     entropy_coefficient: Annotated[float, Says("Of the entropy bonus.")] = 0.0
     gamma: Annotated[float, Says("Discount of a token.")] = 1.0
     lam: Annotated[float, Says("Lambda of generalised advantages.")] = 1.0
@@ -97,13 +127,11 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps"):
+        for name in ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps", "value_clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be above 0: a greedy policy has nothing to explore")
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
         if self.rule.groups and self.responses < 2:
             raise ValueError(
                 f"{self.algorithm} compares the responses to a prompt; samples={self.samples} must be >= 2"
@@ -112,9 +140,15 @@ class TrainOptions:
             raise ValueError(
                 f"overlong_buffer={self.overlong_buffer} is more than max_new_tokens={self.max_new_tokens}"
             )
-        if self.critic is not None and not self.rule.critic:
-            raise ValueError(f"{self.algorithm} has no critic; leave critic={self.critic} out, or use ppo")
-        _ = self.grid, self.stops, self.optimizer(1.0)
+        for name in ("critic", "critic_dims"):
+            if getattr(self, name) is not None and not self.rule.critic:
+                raise ValueError(f"{self.algorithm} has no critic; leave {name}={getattr(self, name)} out, or use ppo")
+        if self.critic_grid.world_size != self.grid.world_size:
+            raise ValueError(
+                f"critic_dims={self.critic_dims} has {self.critic_grid.world_size} ranks, but the critic shares those "
+                f"of the policy, the {self.grid.world_size} of dims={self.dims}"
+            )
+        _ = self.stops, self.optimizer(1.0), self.engine(self.grid), self.rules()
 
     @property
     def rule(self) -> Algorithm:
@@ -129,6 +163,13 @@ class TrainOptions:
         from parallel_layers import ParallelDims
 
         return ParallelDims.parse(self.dims)
+
+    @property
+    def critic_grid(self) -> ParallelDims:
+        """The sizes of the critic's."""
+        from parallel_layers import ParallelDims
+
+        return self.grid if self.critic_dims is None else ParallelDims.parse(self.critic_dims)
 
     @property
     def responses(self) -> int:
@@ -148,12 +189,43 @@ class TrainOptions:
     @property
     def stops(self) -> tuple[int, ...] | None:
         """Tokens that end a response; None: the model's."""
-        if self.stop_ids is None:
-            return None
+        return None if self.stop_ids is None else self._numbers("stop_ids")
+
+    def _numbers(self, name: str, otherwise: str = "") -> tuple[int, ...]:
+        value: str = getattr(self, name)
         try:
-            return tuple(int(part) for part in self.stop_ids.split(",") if part.strip())
+            return tuple(int(part) for part in value.split(",") if part.strip())
         except ValueError:
-            raise ValueError(f"stop_ids={self.stop_ids!r} must be numbers with commas, such as 2,7") from None
+            raise ValueError(f"{name}={value!r} must be {otherwise}numbers with commas, such as 2,7") from None
+
+    def engine(self, grid: ParallelDims) -> EngineOptions:
+        """How a model on the policy's grid, or on the critic's own, is loaded."""
+        import torch
+
+        from rl_models.backends import EngineOptions, PipelineOptions, RouterLosses
+
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
+        if self.context_parallel not in ("ulysses", "ring"):
+            raise ValueError(f"context_parallel={self.context_parallel!r} must be ulysses or ring")
+        recompute: Any = self.recompute
+        if recompute not in (None, "full", "selective"):
+            recompute = self._numbers("recompute", "full, selective, or ")
+        pipeline = PipelineOptions(
+            self.pipeline_schedule,  # type: ignore[arg-type]  # checked there
+            self.virtual_stages,
+            None if self.pipeline_split is None else self._numbers("pipeline_split"),
+        )
+        # What is said of the policy's grid may have no meaning on the critic's.
+        own = grid == self.grid
+        return EngineOptions(
+            dtype=None if self.dtype is None else getattr(torch, self.dtype),
+            sequence_parallel=self.sequence_parallel if own or grid.tp > 1 else None,
+            pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
+            context_parallel=self.context_parallel,  # type: ignore[arg-type]
+            router_losses=RouterLosses(self.router_balance, self.router_z),
+            recompute=recompute,
+        )
 
     def optimizer(self, learning_rate: float) -> OptimizerOptions:
         """The optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps."""
@@ -169,7 +241,12 @@ class TrainOptions:
             min_ratio=self.min_ratio,
         )
         return OptimizerOptions(
-            learning_rate, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm, schedule=schedule
+            learning_rate,
+            (self.beta1, self.beta2),
+            self.adam_eps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            schedule=schedule,
         )
 
     def rules(self) -> Rules:
@@ -183,7 +260,12 @@ class TrainOptions:
             rule.clip_high if self.clip_high is None else self.clip_high,
             kl_in_loss=self.kl_coefficient if rule.kl == "loss" else 0.0,
             kl_in_reward=self.kl_coefficient if rule.kl == "reward" else 0.0,
+            kl_estimator=self.kl_estimator or {"loss": "k3", "reward": "k1"}[rule.kl],
             entropy=self.entropy_coefficient,
+            dual_clip=self.dual_clip,
+            value_clip=self.value_clip or None,
+            importance_cap=self.importance_cap,
+            aggregation=self.aggregation or rule.aggregation,
             gamma=self.gamma,
             lam=self.lam,
         )

@@ -29,7 +29,7 @@ def load_reward(name: str) -> Reward:
         sys.path.insert(0, here)
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     reward = getattr(found, attribute, None)
     if not callable(reward):
@@ -46,7 +46,7 @@ def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, respons
     where = f"{file}, line {prompt.line}: the reward"
     try:
         value = reward(prompt_value, response, prompt.row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
         number = float(value)

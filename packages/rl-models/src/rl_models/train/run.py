@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from parallel_layers import ParallelDims
 from rl_models.actor import Actor
 from rl_models.config import ModelConfig
 from rl_models.critic import Critic
@@ -25,6 +25,7 @@ from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.loop import Loop, Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.reward import load_reward
+from rl_models.train.turns import Turns
 from rl_models.worker import Worker
 
 Event = Mapping[str, Any]
@@ -59,7 +60,8 @@ class Plan:
             "clip_high": rules.clip_high,
             "ranks": options.grid.world_size,
             "source": rule.source,
-            "aggregation": rule.aggregation,
+            "aggregation": rules.aggregation,
+            "kl_estimator": rules.kl_estimator if options.kl_coefficient else None,
             "number_of_prompts": len(self.prompts),
             "number_of_eval_prompts": len(self.eval_prompts),
             "responses_per_step": options.batch,
@@ -131,19 +133,25 @@ Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
 
 
 def _models(options: TrainOptions, make: Make) -> Models:
-    common: dict[str, Any] = {
-        "backend": options.backend,
-        "dims": options.grid,
-        "dtype": None if options.dtype is None else getattr(torch, options.dtype),
-        "max_tokens_per_micro_batch": options.max_tokens,
-    }
-    actor = make(Actor, options.model, {**common, "optimizer": options.optimizer(options.learning_rate)})
+    turns = Turns()
+
+    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float) -> Any:
+        arguments = {
+            **vars(options.engine(grid)),
+            "backend": options.backend,
+            "dims": grid,
+            "max_tokens_per_micro_batch": options.max_tokens,
+            "optimizer": options.optimizer(learning_rate),
+        }
+        made = make(kind, path, arguments)
+        return turns.add(made) if options.offload else made
+
+    actor = model(Actor, options.model, options.grid, options.learning_rate)
     critic = reference = None
     if options.rule.critic:
-        learning_rate = options.optimizer(options.critic_learning_rate)
-        critic = make(Critic, options.critic or options.model, {**common, "optimizer": learning_rate})
+        critic = model(Critic, options.critic or options.model, options.critic_grid, options.critic_learning_rate)
     if options.kl_coefficient:
-        reference = make(Actor, options.reference or options.model, common)
+        reference = model(Actor, options.reference or options.model, options.grid, 0.0)
     return Models(actor, critic, reference)
 
 
