@@ -7,8 +7,10 @@ file.
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
@@ -325,21 +327,29 @@ def run_ours(
     weights: dict[str, Tensor],
     x: Tensor,
     seed: Tensor,
-    lengths: list,
+    lengths: list[int],
+    experts: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """This rank's output and gradients without and with sequence parallelism."""
+    """This rank's output and gradients without and with sequence parallelism; `experts` are replayed."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     cu_seqlens = cu_seqlens_of(lengths)
     results = []
     for sequence_parallel in (False, True):
-        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel)
+        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel, dtype=x.dtype)
         layer.load_state_dict(shard(weights, config, rank, size))
         leaf, mine = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
         leaf = leaf.clone().requires_grad_()
-        out = layer(leaf, rotary, cu_seqlens, max(lengths))
+        out = layer(leaf, rotary, cu_seqlens, max(lengths), routing=replaying(experts, config))
         out.backward(mine)
         results.append((out.detach(), leaf.grad, {name: p.grad for name, p in layer.named_parameters()}))
     return results
+
+
+def replaying(experts: Tensor | None, config: DecoderConfig) -> RoutingContext | None:
+    if experts is None:
+        return None
+    assert config.moe is not None
+    return RoutingContext(replay=RouterReplay({0: experts}, num_experts=config.moe.num_experts))
 
 
 def check_gradients(
@@ -385,21 +395,31 @@ def run_with_context_parallel(
     x: Tensor,
     seed: Tensor,
     lengths: list[int],
+    experts: Tensor | None = None,
 ) -> tuple[int, Tensor, Tensor, dict[str, Tensor]]:
     """On a grid of cp 2 and tp 2 with sequence parallelism: the tp rank, the gathered tensors, its gradients."""
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
     cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
     layout = "zigzag" if config.context_parallel == "ring" else "contiguous"
     rotary = tuple(split_sequence(table, cp, layout=layout) for table in rotary)
-    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
+    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp, dtype=x.dtype)
     layer.load_state_dict(shard(weights, config, tp.rank(), 2))
+    if experts is not None:
+        experts = split_sequence(experts, cp, layout=layout)
     leaf, mine = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
-    out = layer(leaf.requires_grad_(), rotary, cu_seqlens_of(lengths), max(lengths))
+    routing = replaying(experts, config)
+    out = layer(leaf.requires_grad_(), rotary, cu_seqlens_of(lengths), max(lengths), routing=routing)
     out.backward(mine)
     gathered = (
         gather_sequence(gather_from_sequence_parallel(t, tp), cp, layout=layout) for t in (out.detach(), leaf.grad)
     )
     return tp.rank(), *gathered, {name: p.grad for name, p in layer.named_parameters()}
+
+
+def summed_over_context(results: list[tuple[int, Tensor, Tensor, dict[str, Tensor]]], rank: int) -> dict[str, Tensor]:
+    """Gradients of a rank of the tensor-parallel group: the context-parallel ranks' shares, as a trainer adds them."""
+    shares = [gradients for tp_rank, *_, gradients in results if tp_rank == rank]
+    return {key: sum(share[key].float() for share in shares) for key in shares[0]}
 
 
 # A few in every run; the rest of the grid with --slow.
@@ -432,8 +452,8 @@ def test_context_parallel_equals_transformers(ranks: RankPool, name: str, attent
         torch.testing.assert_close(out, expected["out"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(d_x, expected["d_x"], rtol=1e-5, atol=1e-5)
     for rank in range(2):
-        shares = [gradients for tp_rank, *_, gradients in results if tp_rank == rank]
-        check_gradients({key: sum(share[key] for share in shares) for key in shares[0]}, expected, config, rank, 2)
+        gradients = summed_over_context(results, rank)
+        check_gradients(gradients, expected, config, rank, 2)
 
 
 def run_with_expert_parallel(
@@ -444,17 +464,34 @@ def run_with_expert_parallel(
     x: list[Tensor],
     seed: list[Tensor],
     lengths: list[list[int]],
+    experts: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Each rank has half of the experts, and sequences of its own."""
     rank = group.rank()
-    layer = DecoderLayer(config, expert_group=group)
+    layer = DecoderLayer(config, expert_group=group, dtype=x[rank].dtype)
     mine = shard(weights, config, 0, 1)
-    experts = {key: tensor.chunk(2)[rank] for key, tensor in mine.items() if key.startswith("mlp.experts.")}
-    layer.load_state_dict(mine | experts)
+    layer.load_state_dict(
+        {key: tensor.chunk(2)[rank] if key.startswith("mlp.experts.") else tensor for key, tensor in mine.items()}
+    )
+    routing = replaying(None if experts is None else experts[rank], config)
     leaf = x[rank].clone().requires_grad_()
-    out = layer(leaf, rotary[rank], cu_seqlens_of(lengths[rank]), max(lengths[rank]))
+    out = layer(leaf, rotary[rank], cu_seqlens_of(lengths[rank]), max(lengths[rank]), routing=routing)
     out.backward(seed[rank])
     return out.detach(), leaf.grad, {key: p.grad for key, p in layer.named_parameters()}
+
+
+def joined_over_experts(
+    results: list[tuple[Tensor, Tensor, dict[str, Tensor]]],
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Experts' gradients are complete, each on its rank; the others are shares, as over data-parallel ranks."""
+    outs, d_xs, gradients = zip(*results, strict=True)
+    together = {
+        key: torch.cat([share[key] for share in gradients])
+        if key.startswith("mlp.experts.")
+        else sum(share[key].float() for share in gradients)
+        for key in gradients[0]
+    }
+    return torch.cat(outs), torch.cat(d_xs), together
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ours.moe])
@@ -469,54 +506,120 @@ def test_expert_parallel_equals_transformers(ranks: RankPool, name: str) -> None
     results = ranks.run(
         run_with_expert_parallel, family.ours, rotary, expected["weights"], *parts, lengths, world=2
     )  # fmt: skip
-    outs, d_xs, gradients = zip(*results, strict=True)
-    torch.testing.assert_close(torch.cat(outs), expected["out"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(d_xs), expected["d_x"], rtol=1e-5, atol=1e-5)
-    # Experts are complete, each on its rank; the others are shares, as over data-parallel ranks.
-    together = {
-        key: torch.cat([share[key] for share in gradients])
-        if key.startswith("mlp.experts.")
-        else sum(share[key] for share in gradients)
-        for key in gradients[0]
-    }
-    check_gradients(together, expected, family.ours, 0, 1)
+    out, d_x, gradients = joined_over_experts(results)
+    torch.testing.assert_close(out, expected["out"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(d_x, expected["d_x"], rtol=1e-5, atol=1e-5)
+    check_gradients(gradients, expected, family.ours, 0, 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bf16_error_is_that_of_plain_bf16(name: str) -> None:
+# Two sequences; every grid below divides their 64 tokens.
+BF16_LENGTHS = [32, 32]
+Tensors = dict[str, Tensor]
+
+
+def bf16_on_tensor_parallel_ranks(
+    ranks: RankPool, tp: int, sequence_parallel: bool, family: Family, weights: Tensors, inputs: tuple[Any, ...]
+) -> list[Tensors]:
+    arguments = (family.ours, family.rotary(positions_of(BF16_LENGTHS)), weights, *inputs[:2], BF16_LENGTHS, inputs[2])
+    results = [run_ours(None, *arguments)] if tp == 1 else ranks.run(run_ours, *arguments, world=tp)
+    outs, d_xs, gradients = zip(*(result[sequence_parallel] for result in results), strict=True)
+    out, d_x = (torch.cat(parts) if sequence_parallel else parts[0] for parts in (outs, d_xs))
+    return [{"out": out, "d_x": d_x} | mine for mine in gradients]
+
+
+def bf16_on_context_parallel_ranks(
+    ranks: RankPool, attention: str, family: Family, weights: Tensors, inputs: tuple[Any, ...]
+) -> list[Tensors]:
+    config = replace(family.ours, context_parallel=attention)
+    arguments = (config, family.rotary(positions_of(BF16_LENGTHS)), weights, *inputs[:2], BF16_LENGTHS, inputs[2])
+    results = ranks.run(run_with_context_parallel, *arguments, world=4)
+    return [{"out": results[0][1], "d_x": results[0][2]} | summed_over_context(results, rank) for rank in range(2)]
+
+
+def bf16_on_expert_parallel_ranks(
+    ranks: RankPool, family: Family, weights: Tensors, inputs: tuple[Any, ...]
+) -> list[Tensors]:
+    rotary = [family.rotary(torch.arange(length)) for length in BF16_LENGTHS]
+    x, seed, experts = (t.split(BF16_LENGTHS) for t in inputs)
+    lengths = [[length] for length in BF16_LENGTHS]
+    results = ranks.run(
+        run_with_expert_parallel, family.ours, rotary, weights, x, seed, lengths, experts, world=2
+    )  # fmt: skip
+    out, d_x, gradients = joined_over_experts(results)
+    return [{"out": out, "d_x": d_x} | gradients]
+
+
+# What each rank of the tensor-parallel group has in the end; the output and the input's gradient are whole.
+BF16_GRIDS: dict[str, Callable[..., list[Tensors]]] = {
+    "one rank": partial(bf16_on_tensor_parallel_ranks, tp=1, sequence_parallel=False),
+    "tp 2": partial(bf16_on_tensor_parallel_ranks, tp=2, sequence_parallel=False),
+    "tp 4 sp": partial(bf16_on_tensor_parallel_ranks, tp=4, sequence_parallel=True),
+    "cp 2 tp 2 ulysses": partial(bf16_on_context_parallel_ranks, attention="ulysses"),
+    "cp 2 tp 2 ring": partial(bf16_on_context_parallel_ranks, attention="ring"),
+    "ep 2": bf16_on_expert_parallel_ranks,
+}
+# On one rank all families in every run, on grids these; the rest with --slow.
+BF16_IN_EVERY_RUN = {
+    ("llama", "tp 4 sp"),
+    ("qwen3 moe", "tp 2"),
+    ("gemma2", "cp 2 tp 2 ulysses"),
+    ("deepseek", "cp 2 tp 2 ring"),
+    ("gpt-oss", "ep 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        pytest.param(
+            name, grid, marks=[] if grid == "one rank" or (name, grid) in BF16_IN_EVERY_RUN else pytest.mark.slow
+        )
+        for grid in BF16_GRIDS
+        for name, family in FAMILIES.items()
+        if family.ours.moe is not None or grid != "ep 2"
+    ],
+)
+def test_bf16_error_is_that_of_plain_bf16(ranks: RankPool, name: str, grid: str) -> None:
     """Both against fp64: ours may not be more than 1.5 times as far off as transformers' layer on the same data.
 
-    In output and every gradient, over three batches (a norm has few weights, and the errors of few numbers scatter).
+    In output and every gradient, over six batches: a norm has few weights, and the errors of few numbers scatter.
     """
     torch.manual_seed(0)
     family = FAMILIES[name]
     reference = family.build().bfloat16()
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)
+    weights = family.by_our_names(reference.state_dict())
     squares: dict[str, list[Tensor]] = {}
-    for x, seed in torch.randn(3, 2, 64, HIDDEN).bfloat16():
-        ours, theirs, exact = bf16_and_exact(family, reference, x, seed)
-        assert ours.keys() == theirs.keys() == exact.keys()
-        for key, truth in exact.items():
-            errors = torch.stack([(ours[key] - truth).square().sum(), (theirs[key] - truth).square().sum()])
-            squares.setdefault(key, []).append(errors)
+    for x, seed in torch.randn(6, 2, sum(BF16_LENGTHS), HIDDEN).bfloat16():
+        theirs, exact, seed, experts = bf16_and_exact(family, reference, x, seed)
+        parts = BF16_GRIDS[grid](ranks, family=family, weights=weights, inputs=(x, seed, experts))
+        for rank, ours in enumerate(parts):
+            ours["out"] = ours["out"] * (seed != 0)
+            plain, truth = (shard(full, family.ours, rank, len(parts)) for full in (theirs, exact))
+            assert ours.keys() == plain.keys() == truth.keys()
+            for key, value in truth.items():
+                errors = torch.stack([(ours[key] - value).square().sum(), (plain[key] - value).square().sum()])
+                squares.setdefault(key, []).append(errors)
     for key, errors in squares.items():
-        mine, plain = sum(errors).sqrt()
-        assert mine <= 1.5 * plain, key
+        mine, plain_error = sum(errors).sqrt()
+        assert mine <= 1.5 * plain_error, key
 
 
-def bf16_and_exact(family: Family, reference: nn.Module, x: Tensor, seed: Tensor) -> tuple[dict[str, Tensor], ...]:
-    """Output and gradients by our names: ours in bf16, transformers' in bf16 and in fp64.
+def bf16_and_exact(
+    family: Family, reference: nn.Module, x: Tensor, seed: Tensor
+) -> tuple[Tensors, Tensors, Tensor, Tensor | None]:
+    """transformers' output and gradients in bf16 and in fp64; the gradient to give ours, and the experts to replay.
 
     A router near a tie chooses other experts in bf16 than in fp64, which is no rounding: ours replays the choice of
-    fp64, and tokens for which transformers' choice in bf16 is another one are left out.
+    fp64, and tokens for which transformers' choice in bf16 is another one get no gradient and do not count.
     """
-    length = len(x)
+    length = BF16_LENGTHS[0]
     tables = family.rotary(torch.arange(length))
     distance = torch.arange(length)[:, None] - torch.arange(length)
     hidden = (distance < 0) | (distance >= (family.ours.window or length))
 
-    def run_theirs(dtype: torch.dtype, seed: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    def run_theirs(dtype: torch.dtype, seed: Tensor) -> tuple[Tensors, Tensor | None]:
         layer, leaf = copy.deepcopy(reference).to(dtype), x.to(dtype, copy=True).requires_grad_()
         halves = 2 if family.ours.attention_sinks else 1
         cos_sin = tuple(t[None, :, : t.shape[-1] // halves].to(dtype) for t in tables)
@@ -525,27 +628,19 @@ def bf16_and_exact(family: Family, reference: nn.Module, x: Tensor, seed: Tensor
         if family.ours.moe:
             router = layer.mlp.router if isinstance(family, GptOss) else layer.mlp.gate
             router.register_forward_hook(lambda *arguments: chosen.append(arguments[-1][2]))
-        out = layer(leaf[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+        out = layer(leaf.view(-1, length, HIDDEN), attention_mask=mask, position_embeddings=cos_sin).flatten(0, 1)
         out.backward(seed.to(dtype))
-        full = family.by_our_names({key: p.grad for key, p in layer.named_parameters()})
-        gradients = shard(full, family.ours, 0, 1)
+        gradients = family.by_our_names({key: p.grad for key, p in layer.named_parameters()})
         return {"out": out.detach() * (seed != 0), "d_x": leaf.grad} | gradients, chosen[0] if chosen else None
 
-    context = None
+    exact_choice = None
     if family.ours.moe:
         (_, exact_choice), (_, choice) = (run_theirs(dtype, seed) for dtype in (torch.float64, torch.bfloat16))
         same = (exact_choice.sort(1).values == choice.sort(1).values).all(1)
-        assert same.sum() > length // 2
+        assert same.sum() > len(x) // 2
         seed = seed * same[:, None]
-        replay = RouterReplay({0: exact_choice}, num_experts=family.ours.moe.num_experts)
-        context = RoutingContext(replay=replay)
-    layer, leaf = DecoderLayer(family.ours, dtype=torch.bfloat16), x.clone().requires_grad_()
-    layer.load_state_dict(shard(family.by_our_names(reference.state_dict()), family.ours, 0, 1))
-    out = layer(leaf, tables, cu_seqlens_of([length]), length, routing=context)
-    out.backward(seed)
-    ours = {"out": out.detach() * (seed != 0), "d_x": leaf.grad} | {key: p.grad for key, p in layer.named_parameters()}
     (theirs, _), (exact, _) = (run_theirs(dtype, seed) for dtype in (torch.bfloat16, torch.float64))
-    return ours, theirs, exact
+    return theirs, exact, seed, exact_choice
 
 
 # Without experts: how many rows one gets depends on all tokens, and with it how a product is cut into blocks.
