@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from parallel_layers import PackedSequence
 from parallel_layers.moe import (
+    BatchTotals,
     MoE,
     MoEConfig,
     RoutingContext,
@@ -147,6 +150,60 @@ def test_losses_are_those_of_the_whole_pack(ranks: RankPool, sequence_parallel: 
         torch.testing.assert_close(context.losses[0], {name: loss.detach() for name, loss in losses.items()})
         assert torch.equal(context.loads[0], experts.flatten().bincount(minlength=EXPERTS).float())
         torch.testing.assert_close(gradient, plain.gate.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def shares(hidden: Tensor, contexts: list[RoutingContext], parts: list[slice]) -> tuple[dict[str, float], Tensor]:
+    """The losses of a layer on parts of the tokens, added up, and the gradient that they alone give the router."""
+    torch.manual_seed(1)
+    moe = MoE(8, CONFIG)
+    for context, part in zip(contexts, parts, strict=True):
+        (0 * moe(hidden[part], context)).sum().backward()
+    return {name: sum(context.losses[0][name] for context in contexts) for name in contexts[0].losses[0]}, (
+        moe.gate.weight.grad
+    )
+
+
+def whole() -> tuple[Tensor, dict[str, float], Tensor, BatchTotals]:
+    """Twelve tokens of which the last two are padding: losses, gradient and totals when they are one pack."""
+    torch.manual_seed(2)
+    hidden, context = torch.randn(12, 8), RoutingContext.of(packed())
+    losses, gradient = shares(hidden, [context], [slice(12)])
+    totals = BatchTotals(num_tokens=torch.tensor(10), num_sequences=torch.tensor(3), loads=context.loads)
+    return hidden, losses, gradient, totals
+
+
+def test_shares_of_micro_batches_add_up() -> None:
+    hidden, expected, gradient, totals = whole()
+    packs = [[torch.arange(5)], [torch.arange(3), torch.arange(2)]]
+    contexts = [RoutingContext.of(PackedSequence.from_sequences(rows), totals=totals) for rows in packs]
+    # A pack of padding alone, as a rank has that has run out of sequences.
+    contexts.append(RoutingContext(segments=torch.tensor([-1]), num_segments=0, totals=totals))
+    losses, ours = shares(hidden, contexts, [slice(5), slice(5, 10), slice(10, 11)])
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(ours, gradient)
+
+
+def share_of_context_parallel_rank(group: ProcessGroup) -> tuple[dict[str, float], Tensor]:
+    hidden, _, _, totals = whole()
+    mine = slice(6 * group.rank(), 6 * group.rank() + 6)  # the second sequence lies on both ranks
+    context = RoutingContext.of(packed(), totals=replace(totals, context_group=group))
+    context.segments = context.segments[mine]
+    return shares(hidden, [context], [mine])
+
+
+def test_shares_of_context_parallel_ranks_add_up(ranks: RankPool) -> None:
+    _, expected, gradient, _ = whole()
+    results = ranks.run(share_of_context_parallel_rank, world=2)
+    losses = {name: sum(result[0][name] for result in results) for name in expected}
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(sum(result[1] for result in results), gradient)
+
+
+def test_totals_without_a_layers_loads_are_refused() -> None:
+    totals = BatchTotals(num_tokens=torch.tensor(5), num_sequences=torch.tensor(1), loads={4: torch.zeros(EXPERTS)})
+    context = RoutingContext.of(PackedSequence.from_sequences([torch.arange(5)]), totals=totals)
+    with pytest.raises(ValueError, match=r"no loads of layer 0, which its balance_loss needs; .* for \[4\]"):
+        MoE(8, CONFIG)(torch.zeros(5, 8), context)
 
 
 def test_segments_of_another_length_are_refused() -> None:

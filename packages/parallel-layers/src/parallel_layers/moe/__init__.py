@@ -9,7 +9,7 @@ context.loads[5], context.losses[5]["balance_loss"]
 
 from parallel_layers.activations import ClampedSwiGLU
 from parallel_layers.moe.config import MoEConfig
-from parallel_layers.moe.context import RoutingContext
+from parallel_layers.moe.context import BatchTotals, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.grouped import grouped_linear
 from parallel_layers.moe.layer import MoE
@@ -25,6 +25,7 @@ from parallel_layers.moe.replay import RouterReplay
 from parallel_layers.moe.router import Routing, TopKRouter, choose_experts, route
 
 __all__ = [
+    "BatchTotals",
     "ClampedSwiGLU",
     "GroupedExperts",
     "MoE",

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_layers.moe.replay import RouterReplay
 from parallel_layers.packing import PackedSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTotals:
+    """Sums over a whole batch that the auxiliary losses of its parts need: of micro-batches, and of each rank's tokens.
+
+    Attributes:
+        num_tokens: 0-dim, without padding.
+        num_sequences: 0-dim, those with a token.
+        loads: Layer number -> tokens that chose each expert, `[E]` fp32; for `load_balancing_loss` alone.
+        context_group: The ranks that hold a pack's other tokens (context parallelism); None: each has whole packs.
+    """
+
+    num_tokens: Tensor
+    num_sequences: Tensor
+    loads: Mapping[int, Tensor] = field(default_factory=dict)
+    context_group: ProcessGroup | None = None
+
+    def load(self, layer: int) -> Tensor:
+        """The loads of one layer.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if layer not in self.loads:
+            raise ValueError(
+                f"the totals have no loads of layer {layer}, which its balance_loss needs; there are some for "
+                f"{sorted(self.loads)}"
+            )
+        return self.loads[layer]
 
 
 @dataclass(kw_only=True)
@@ -22,7 +54,10 @@ class RoutingContext:
         replay: Records the choice of experts, or replays one; None: neither.
         loss_scale: What the gradients of the auxiliary losses are multiplied by: 1 / micro-batches, and the loss scale
             where there is one.
-        loads: Filled by the forward: layer number -> tokens that chose each expert, `[E]` fp32, of the whole pack.
+        totals: Of the batch of which this pack is a part: the losses are then the pack's shares, which add up to the
+            batch's. None: the pack is the batch.
+        loads: Filled by the forward: layer number -> tokens that chose each expert, `[E]` fp32, of the whole pack
+            (under context parallelism: of this rank's tokens).
         losses: Filled by the forward: layer number -> the auxiliary losses with a weight in the config, by their
             config names, unweighted and detached. Their gradients need no further step.
     """
@@ -31,15 +66,27 @@ class RoutingContext:
     num_segments: int = 1
     replay: RouterReplay | None = None
     loss_scale: float = 1.0
+    totals: BatchTotals | None = None
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, packed: PackedSequence, *, replay: RouterReplay | None = None, loss_scale: float = 1.0
+        cls,
+        packed: PackedSequence,
+        *,
+        replay: RouterReplay | None = None,
+        loss_scale: float = 1.0,
+        totals: BatchTotals | None = None,
     ) -> RoutingContext:
         """The context of a packed batch; its padding segment does not count."""
         tokens = torch.arange(packed.num_tokens, device=packed.cu_seqlens.device, dtype=packed.cu_seqlens.dtype)
         segments = torch.searchsorted(packed.cu_seqlens, tokens, right=True) - 1
         segments = torch.where(segments < packed.num_sequences, segments, -1)
-        return cls(segments=segments, num_segments=packed.num_sequences, replay=replay, loss_scale=loss_scale)
+        return cls(
+            segments=segments,
+            num_segments=packed.num_sequences,
+            replay=replay,
+            loss_scale=loss_scale,
+            totals=totals,
+        )

@@ -187,16 +187,36 @@ class TopKRouter(nn.Module):
         if not self._weighted_losses():
             return routing
         probs = scores if self.config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        totals, config = context.totals, self.config
+        num_tokens = None if totals is None else totals.num_tokens
         losses: dict[str, tuple[float, Callable[[], Tensor]]] = {
             "balance_loss": (
-                self.config.balance_loss,
-                lambda: load_balancing_loss(probs, experts, mask_T=mask, group=self.group),
+                config.balance_loss,
+                lambda: load_balancing_loss(
+                    probs,
+                    experts,
+                    mask_T=mask,
+                    group=self.group,
+                    load_E=None if totals is None else totals.load(layer_number),
+                    num_tokens=num_tokens,
+                ),
             ),
             "sequence_balance_loss": (
-                self.config.sequence_balance_loss,
-                lambda: sequence_balance_loss(probs, experts, segments, context.num_segments, group=self.group),
+                config.sequence_balance_loss,
+                lambda: sequence_balance_loss(
+                    probs,
+                    experts,
+                    segments,
+                    context.num_segments,
+                    group=self.group,
+                    context_group=None if totals is None else totals.context_group,
+                    num_sequences=None if totals is None else totals.num_sequences,
+                ),
             ),
-            "z_loss": (self.config.z_loss, lambda: router_z_loss(logits, mask_T=mask, group=self.group)),
+            "z_loss": (
+                config.z_loss,
+                lambda: router_z_loss(logits, mask_T=mask, group=self.group, num_tokens=num_tokens),
+            ),
         }
         report = context.losses[layer_number] = {}
         for name, (weight, compute) in losses.items():
