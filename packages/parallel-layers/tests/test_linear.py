@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, new_group
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel_layers import overlap
 from parallel_layers.collectives import reduce_from_tensor_parallel
 from parallel_layers.linear import (
     ColumnParallelLinear,
@@ -256,6 +257,7 @@ class Order(TorchDispatchMode):
         "all_reduce_": "all_reduce",
         "all_gather_into_tensor": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",
+        "_reduce_scatter_base_": "reduce_scatter",
         "wait_tensor": "wait",
     }
 
@@ -283,6 +285,33 @@ def test_backward_communicates_under_the_products(ranks: RankPool) -> None:
     gather_under_dx = ["all_gather", "product"]
     scatter_under_dw = ["reduce_scatter", "wait", "product", "wait"]  # the first wait is for what was gathered
     assert ranks.run(order_of_backward, True, world=2)[0] == gather_under_dx + scatter_under_dw
+
+
+def order_of_overlap(group: ProcessGroup, kind: str, rows: int) -> tuple[list[str], list[str]]:
+    size = group.size()
+    layer = LAYERS[kind](group=group, sequence_parallel=True, overlap="collectives")
+    x = torch.randn(rows * (size if kind == "row" else 1), IN // (size if kind == "row" else 1), requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "CHUNK_ROWS", 2)
+        with Order() as forward:
+            y = layer(x)
+        with Order() as backward:
+            y.backward(torch.ones_like(y))
+    return forward.names, backward.names
+
+
+def test_forward_communication_runs_under_the_products(ranks: RankPool) -> None:
+    """What is sent, how often, and that each product is begun when something is on its way."""
+    own_first = ["all_gather", "product", "wait", "product"]
+    under_the_gradients = ["all_gather", "product", "reduce_scatter", "wait", "product", "wait"]
+    assert ranks.run(order_of_overlap, "column", 9, world=2)[0] == (own_first, under_the_gradients)
+    forward, backward = ranks.run(order_of_overlap, "column", 9, world=4)[0]
+    assert forward == ["all_gather"] * 3 + ["product"] + ["wait", *["product"] * 3] * 3  # n - 1 chunks
+    assert backward == under_the_gradients
+    for rows, chunks in ((3, 2), (6, 3), (100, overlap.MAX_SCATTERED)):
+        forward, backward = ranks.run(order_of_overlap, "row", rows, world=2)[0]
+        assert forward == ["product", "product", "reduce_scatter"] * chunks
+        assert backward == [*own_first, "product"]
 
 
 def saved_bytes(group: ProcessGroup) -> int:

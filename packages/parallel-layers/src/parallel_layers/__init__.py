@@ -31,6 +31,7 @@ from parallel_layers.losses import (
 )
 from parallel_layers.mlp import ParallelMLP
 from parallel_layers.norm import RMSNorm
+from parallel_layers.overlap import available_overlaps
 from parallel_layers.packing import PackedSequence, next_token_labels, pack, unpack
 from parallel_layers.random import RngStates, checkpoint
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
@@ -56,6 +57,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "apply_rotary",
     "available_backends",
+    "available_overlaps",
     "broadcast_data",
     "checkpoint",
     "clip_grad_norm_",

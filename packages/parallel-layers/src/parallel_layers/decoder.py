@@ -16,6 +16,7 @@ from parallel_layers.attention.layer import AttentionCache, ContextParallel, Par
 from parallel_layers.mlp import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
 from parallel_layers.norm import RMSNorm
+from parallel_layers.overlap import Overlap
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 
@@ -65,6 +66,7 @@ class DecoderConfig:
         attention_backend: See `packed_attention`.
         context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
         reduce_dtype: Of the sums over tensor-parallel ranks; None: at least fp32. See `ColumnParallelLinear`.
+        overlap: How products overlap with what sequence parallelism sends. See `ColumnParallelLinear`.
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
         norm_eps: Of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
@@ -93,6 +95,7 @@ class DecoderConfig:
     attention_backend: str = "auto"
     context_parallel: ContextParallel = "ulysses"
     reduce_dtype: torch.dtype | None = None
+    overlap: Overlap = "auto"
     moe: MoEConfig | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
@@ -200,6 +203,7 @@ class DecoderLayer(nn.Module):
             "backend": config.attention_backend,
             "context_parallel": config.context_parallel,
             "reduce_dtype": config.reduce_dtype,
+            "overlap": config.overlap,
             "context_group": context_group,
         }
         self.self_attn: ParallelAttention | ParallelLatentAttention
@@ -218,13 +222,13 @@ class DecoderLayer(nn.Module):
             self.mlp = ParallelMLP(
                 config.hidden_size, config.intermediate_size,
                 activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias,
-                reduce_dtype=config.reduce_dtype, **place,
+                reduce_dtype=config.reduce_dtype, overlap=config.overlap, **place,
             )  # fmt: skip
         else:
             self.mlp = MoE(
                 config.hidden_size, config.moe,
                 layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
-                reduce_dtype=config.reduce_dtype, **place,
+                reduce_dtype=config.reduce_dtype, overlap=config.overlap, **place,
             )  # fmt: skip
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from parallel_layers.collectives import (
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.overlap import Overlap, check_overlap
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
 
@@ -33,6 +34,7 @@ class LinearOptions(TypedDict, total=False):
     accumulate_main_grad: bool
     output_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    overlap: Overlap
     dtype: torch.dtype | None
     device: torch.device | str | None
 
@@ -57,16 +59,19 @@ class _ParallelLinear(nn.Module):
         accumulate_main_grad: bool = False,
         output_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        overlap: Overlap = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_overlap(overlap)
         self.in_features, self.out_features = in_features, out_features
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.defer_bias = defer_bias
         self.accumulate_main_grad = accumulate_main_grad
         self.output_dtype, self.reduce_dtype = output_dtype, reduce_dtype
+        self.overlap: Overlap = overlap
         self.weight_shape = weight_shape
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
@@ -157,6 +162,7 @@ class _ColumnLinear(_ParallelLinear):
             shared_rows=self.shared_rows,
             output_dtype=self.output_dtype,
             reduce_dtype=self.reduce_dtype,
+            overlap=self.overlap,
             main_grads=self._main_grads(weight),
         )
 
@@ -187,6 +193,8 @@ class ColumnParallelLinear(_ColumnLinear):
             - `output_dtype` (None): of the output; default the input's.
             - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default at least fp32, so that
               bf16 layers have the error of layers that are not divided. `torch.bfloat16` sends half the bytes.
+            - `overlap` ("auto"): how the tokens' gather or scatter overlaps with the products under sequence
+              parallelism: "serial", "collectives", "symmetric-memory", or by size; see `overlap`.
             - `dtype`, `device`: of the parameters.
 
     Raises:
@@ -379,6 +387,7 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             output_dtype=self.output_dtype,
             reduce_dtype=self.reduce_dtype,
+            overlap=self.overlap,
             main_grads=self._main_grads(weight),
         )
 

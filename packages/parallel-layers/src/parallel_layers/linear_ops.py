@@ -10,6 +10,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import comm
+from parallel_layers.overlap import (
+    Overlap,
+    check_overlap,
+    choose_overlap,
+    gather_product,
+    gather_product_and_x,
+    product_scatter,
+)
+from parallel_layers.products import add_wide_mm, product, wide, wide_mm
 
 
 def column_parallel_linear(
@@ -32,6 +42,7 @@ def column_parallel_linear(
     shared_rows: tuple[int, int] | None = None,
     output_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """`y = x W^T + b` where each rank has some rows of W and computes those columns of y.
@@ -48,19 +59,23 @@ def column_parallel_linear(
             heads); their gradients are summed over these.
         output_dtype: Of y; default x's. A wider one is the product's own: nothing is rounded to x's first.
         reduce_dtype: Of the sum dx over the ranks; default at least fp32, see `row_parallel_linear`.
+        overlap: How the gather of x overlaps with the product under sequence parallelism; see `overlap`. The backward
+            overlaps in every case.
         main_grads: fp32 tensors that the gradients of weight and bias are added to; the parameters' `.grad` then stay
             None.
 
     Returns:
         `[T, ..., O/tp]`.
 
-    Forward: none; sequence parallel: all-gather of x.
+    Forward: none; sequence parallel: all-gather of x, overlapped with the product of this rank's own tokens.
     Backward: `dx = dy W` all-reduced under the computation of `dW = dy^T x`. Sequence parallel: all-gather of x under
     that of dx, reduce-scatter of dx under that of dW. Shared rows: one more all-reduce, of their gradients.
 
     Raises:
-        ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens.
+        ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
+            or `overlap` is unknown, or cannot be used by these ranks.
     """
+    check_overlap(overlap)
     if sequence_parallel and not reduce_gradient:
         raise ValueError(
             "reduce_gradient=False leaves dx a partial sum over all tokens, and sequence_parallel=True returns dx for "
@@ -70,8 +85,8 @@ def column_parallel_linear(
         return F.linear(x, weight, bias)
     reduce = comm.is_sharded(group) and reduce_gradient
     gather = comm.is_sharded(group) and sequence_parallel
-    dtypes = output_dtype, reduce_dtype
-    return _ColumnLinear.apply(x, weight, bias, group, gather, reduce, shared_rows, dtypes, *main_grads)
+    options = output_dtype, reduce_dtype, overlap
+    return _ColumnLinear.apply(x, weight, bias, group, gather, reduce, shared_rows, options, *main_grads)
 
 
 def row_parallel_linear(
@@ -83,6 +98,7 @@ def row_parallel_linear(
     sequence_parallel: bool = False,
     output_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """`y = sum over ranks of x W^T + b` where each rank has some columns of W and of x.
@@ -97,18 +113,25 @@ def row_parallel_linear(
         reduce_dtype: Of the sum over the ranks; default at least fp32. The ranks' parts are rounded to it before they
             are summed, and the sum at every step. In fp32 a bf16 layer has the error of one that is not divided;
             `torch.bfloat16` sends half the bytes and has 1.2 times that error at tp 2, 1.5 times at tp 4.
+        overlap: How the scatter of y, and in the backward the gather of dy, overlap with the products under sequence
+            parallelism; see `overlap`.
         main_grads: As in `column_parallel_linear`.
 
     Returns:
         `[T, ..., O]`, replicated; under sequence parallelism `[T/tp, ..., O]`.
 
-    Forward: all-reduce of y; sequence parallel: reduce-scatter.
-    Backward: none; sequence parallel: all-gather of dy, from which each rank computes the whole bias gradient, too.
+    Forward: all-reduce of y; sequence parallel: reduce-scatter, overlapped with the product chunk by chunk.
+    Backward: none; sequence parallel: all-gather of dy, from which each rank computes the whole bias gradient, too,
+    overlapped with the part of `dx = dy W` for this rank's own tokens.
+
+    Raises:
+        ValueError: `overlap` is unknown, or cannot be used by these ranks; or they do not divide T.
     """
+    check_overlap(overlap)
     if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
         return F.linear(x, weight, bias)
-    dtypes = output_dtype, reduce_dtype
-    return _RowLinear.apply(x, weight, bias, group, sequence_parallel, dtypes, *main_grads)
+    options = output_dtype, reduce_dtype, overlap
+    return _RowLinear.apply(x, weight, bias, group, sequence_parallel, options, *main_grads)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -122,19 +145,21 @@ class _ColumnLinear(torch.autograd.Function):
         gather: bool,
         reduce: bool,
         shared_rows: tuple[int, int] | None,
-        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        options: tuple[torch.dtype | None, torch.dtype | None, str],
         weight_main_grad: Tensor | None,
         bias_main_grad: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.group, ctx.gather, ctx.reduce, ctx.shared_rows = group, gather, reduce, shared_rows
         ctx.main_grads = weight_main_grad, bias_main_grad
-        output_dtype, reduce_dtype = dtypes
+        output_dtype, reduce_dtype, overlap = options
         ctx.reduce_dtype = comm.sum_dtype(weight, reduce_dtype) if reduce else None
-        if gather:
-            assert group is not None
-            x = comm.all_gather(x, group)
-        return _product(x, weight, bias, output_dtype)
+        if not gather:
+            return product(x, weight, bias, output_dtype)
+        assert group is not None
+        dtype = x.dtype if output_dtype is None else output_dtype
+        how = choose_overlap(overlap, x, _rows(x), group)
+        return gather_product(x, weight, bias, group, dtype, how)
 
     @staticmethod
     @once_differentiable
@@ -147,7 +172,7 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_weight and ctx.gather:
             x = comm.start_all_gather(x, group)
         if needs_x:
-            dx = _product(dy, weight.t(), None, ctx.reduce_dtype)
+            dx = product(dy, weight.t(), None, ctx.reduce_dtype)
             if ctx.gather:
                 dx = comm.start_reduce_scatter(dx, group)
             elif ctx.reduce:
@@ -171,7 +196,7 @@ class _RowLinear(torch.autograd.Function):
         bias: Tensor | None,
         group: ProcessGroup | None,
         sequence_parallel: bool,
-        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        options: tuple[torch.dtype | None, torch.dtype | None, str],
         weight_main_grad: Tensor | None,
         bias_main_grad: Tensor | None,
     ) -> Tensor:
@@ -179,29 +204,40 @@ class _RowLinear(torch.autograd.Function):
         ctx.group = group if comm.is_sharded(group) else None
         ctx.sequence_parallel = sequence_parallel
         ctx.main_grads = weight_main_grad, bias_main_grad
-        output_dtype, reduce_dtype = dtypes
+        output_dtype, reduce_dtype, overlap = options
         output_dtype = x.dtype if output_dtype is None else output_dtype
         if ctx.group is None:
-            return _product(x, weight, bias, output_dtype)
-        y = _product(x, weight, bias if ctx.group.rank() == 0 else None, comm.sum_dtype(x, reduce_dtype))
+            return product(x, weight, bias, output_dtype)
+        dtype = comm.sum_dtype(x, reduce_dtype)
         if sequence_parallel:
-            y = comm.reduce_scatter(y, ctx.group)
+            ctx.how = choose_overlap(overlap, x, _rows(x) // ctx.group.size(), ctx.group)
+            y = product_scatter(x, weight, bias, ctx.group, dtype, ctx.how)
         else:
+            y = product(x, weight, bias if ctx.group.rank() == 0 else None, dtype)
             y = comm.wait(comm.start_all_reduce(y, ctx.group, owned=True))
-        return y.to(output_dtype)
+        return comm.cast(y, output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if ctx.group is not None and ctx.sequence_parallel:
-            dy = comm.all_gather(dy, ctx.group)
         dy = dy.to(weight.dtype)
-        dx = dy.matmul(weight) if needs_x else None
+        dx = None
+        if ctx.group is not None and ctx.sequence_parallel and needs_x:
+            dx, dy = gather_product_and_x(dy, weight.t(), ctx.group, ctx.how)
+        elif ctx.group is not None and ctx.sequence_parallel:
+            dy = comm.all_gather(dy, ctx.group)
+        elif needs_x:
+            dx = dy.matmul(weight)
         dw = _outer(dy, x, None, None, ctx.main_grads[0]) if needs_weight else None
         db = _column_sum(dy, None, None, ctx.main_grads[1]) if needs_bias else None
         return dx, dw, db, *[None] * 5
+
+
+def _rows(x: Tensor) -> int:
+    """Vectors of the last dim."""
+    return math.prod(x.shape[:-1])
 
 
 def _outer(
@@ -210,10 +246,13 @@ def _outer(
     """`dW = dy^T x` over all leading dims, completed over shared rows; added to `main_grad` if there is one."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     if group is None or shared_rows is None:
-        return _add_to(main_grad, _wide_mm(dy.t(), x) if main_grad is not None else dy.t().mm(x))
+        if main_grad is None:
+            return dy.t().mm(x)
+        add_wide_mm(main_grad, dy.t(), x)
+        return None
     first, replicas = shared_rows
-    shared = _start_sum_of_shared(_wide_mm(dy[:, first:].t(), x), group, replicas)
-    own = _wide_mm(dy[:, :first].t(), x) if main_grad is not None else dy[:, :first].t().mm(x)
+    shared = _start_sum_of_shared(wide_mm(dy[:, first:].t(), x), group, replicas)
+    own = wide_mm(dy[:, :first].t(), x) if main_grad is not None else dy[:, :first].t().mm(x)
     return _add_to(main_grad, torch.cat([own, _finish_sum_of_shared(shared, group, replicas).to(own.dtype)]))
 
 
@@ -221,7 +260,7 @@ def _column_sum(
     dy: Tensor, group: ProcessGroup | None, shared_rows: tuple[int, int] | None, main_grad: Tensor | None
 ) -> Tensor | None:
     """`db`, the sum of dy over all leading dims, completed over shared rows; added to `main_grad` if there is one."""
-    dtype = _wide(dy.dtype)
+    dtype = wide(dy.dtype)
     db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
     if group is not None and shared_rows is not None:
         first, replicas = shared_rows
@@ -250,23 +289,3 @@ def _add_to(main_grad: Tensor | None, gradient: Tensor) -> Tensor | None:
         return gradient
     main_grad.add_(gradient)
     return None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a b` with at least fp32 results."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(_wide(a.dtype)).mm(b.to(_wide(b.dtype)))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """`x W^T + b` in `dtype` (None: x's), rounded once."""
-    if dtype is None or dtype == x.dtype or dtype != _wide(x.dtype):
-        y = F.linear(x, weight, bias)
-        return y if dtype is None else y.to(dtype)
-    y = _wide_mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias

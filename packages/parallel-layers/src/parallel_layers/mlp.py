@@ -20,6 +20,7 @@ from parallel_layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.overlap import Overlap
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -91,6 +92,7 @@ class ParallelMLP(nn.Module):
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
         reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
+        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -109,6 +111,7 @@ class ParallelMLP(nn.Module):
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        overlap: Overlap = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -124,7 +127,7 @@ class ParallelMLP(nn.Module):
             activation_named(activation)  # an unknown name is an error now
         options: LinearOptions = {
             "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
-            "dtype": dtype, "device": device,
+            "overlap": overlap, "dtype": dtype, "device": device,
         }  # fmt: skip
         if gated:
             self.gate_up_proj = MergedColumnParallelLinear(

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
-from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
-from parallel_layers.inference import available_linear_backends, for_inference, linear, symmetric_memory
-from parallel_layers.inference.symmetric_memory import why_not_peers, why_not_symmetric_memory
+from parallel_layers import (
+    ColumnParallelLinear,
+    DecoderConfig,
+    DecoderLayer,
+    RotaryEmbedding,
+    RowParallelLinear,
+    symmetric_memory,
+)
+from parallel_layers.inference import available_linear_backends, for_inference, linear
+from parallel_layers.symmetric_memory import why_not_peers, why_not_symmetric_memory
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(

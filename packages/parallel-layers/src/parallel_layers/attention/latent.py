@@ -23,6 +23,7 @@ from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_seq
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
 from parallel_layers.norm import RMSNorm
+from parallel_layers.overlap import Overlap
 from parallel_layers.rotary import rotate_queries_and_keys
 from parallel_layers.sharding import divide
 
@@ -128,6 +129,7 @@ class ParallelLatentAttention(nn.Module):
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
         reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
+        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -153,6 +155,7 @@ class ParallelLatentAttention(nn.Module):
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        overlap: Overlap = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -177,7 +180,9 @@ class ParallelLatentAttention(nn.Module):
         heads: LinearOptions = {"group": group, "dtype": dtype, "device": device}
         query_rows = num_heads * sizes.qk_head_dim
         if sizes.q_lora_rank is None:
-            self.q_proj = ColumnParallelLinear(hidden_size, query_rows, reduce_dtype=reduce_dtype, **place)
+            self.q_proj = ColumnParallelLinear(
+                hidden_size, query_rows, reduce_dtype=reduce_dtype, overlap=overlap, **place
+            )
         else:
             self.q_a_proj = _ReplicatedLinear(hidden_size, sizes.q_lora_rank, bias=bias, **place)
             self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps=sizes.norm_eps, **place)
@@ -189,7 +194,12 @@ class ParallelLatentAttention(nn.Module):
             sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), reduce_gradient=False, **heads
         )
         self.o_proj = RowParallelLinear(
-            num_heads * sizes.v_head_dim, hidden_size, bias=output_bias, reduce_dtype=reduce_dtype, **place
+            num_heads * sizes.v_head_dim,
+            hidden_size,
+            bias=output_bias,
+            reduce_dtype=reduce_dtype,
+            overlap=overlap,
+            **place,
         )
 
     @property

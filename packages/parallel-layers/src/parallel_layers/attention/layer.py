@@ -17,6 +17,7 @@ from parallel_layers.context_parallel.ring import ring_attention
 from parallel_layers.context_parallel.ulysses import ulysses_attention
 from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
 from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm
+from parallel_layers.overlap import Overlap
 from parallel_layers.rotary import rotate_queries_and_keys
 from parallel_layers.sharding import set_sharding, shard_evenly
 
@@ -107,6 +108,7 @@ class ParallelAttention(nn.Module):
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
         reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
+        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -137,6 +139,7 @@ class ParallelAttention(nn.Module):
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        overlap: Overlap = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -149,7 +152,7 @@ class ParallelAttention(nn.Module):
         self.window, self.scale, self.softcap, self.backend = window, scale, softcap, backend
         qkv: LinearOptions = {
             "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
-            "dtype": dtype, "device": device,
+            "overlap": overlap, "dtype": dtype, "device": device,
         }  # fmt: skip
         self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
         output: LinearOptions = {**qkv, "bias": output_bias}

@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import comm
-from parallel_layers.inference.symmetric_memory import (
-    gather_matmul,
-    matmul_reduce_scatter,
-    why_not_symmetric_memory,
-)
 from parallel_layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter, why_not_symmetric_memory
 from parallel_layers.views import Model, view_of
 
 Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
@@ -113,7 +109,7 @@ def _column(layer: Column, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """A column-parallel layer's forward: `[T/n, ..., I]` -> `[T, ..., O/n]`."""
     if layer.output_dtype not in (None, x.dtype) or getattr(layer, "gather_output", False) or not x.numel():
         return _trained(layer, x, weight)
-    return gather_matmul(x, *_operands(layer, x, weight))
+    return gather_matmul(x, *_operands(layer, x, weight))[0]
 
 
 def _row(layer: RowParallelLinear, x: Tensor, weight: Tensor | None = None) -> Tensor:

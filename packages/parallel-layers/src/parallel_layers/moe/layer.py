@@ -24,6 +24,7 @@ from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.router import Routing, TopKRouter
+from parallel_layers.overlap import Overlap
 
 
 class MoE(nn.Module):
@@ -52,6 +53,7 @@ class MoE(nn.Module):
         group: Tensor-parallel group; None when not sharded.
         sequence_parallel: Hidden states are sharded over tokens outside.
         reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
+        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
         expert_group: The ranks that share the experts; None: all experts are here.
         expert_tensor_parallel: Divide every expert over `group`.
         dtype: Of the parameters.
@@ -71,6 +73,7 @@ class MoE(nn.Module):
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        overlap: Overlap = "auto",
         expert_group: ProcessGroup | None = None,
         expert_tensor_parallel: bool = True,
         dtype: torch.dtype | None = None,
@@ -95,8 +98,8 @@ class MoE(nn.Module):
         if config.shared_intermediate_size:
             self.shared_experts = ParallelMLP(
                 hidden_size, config.shared_intermediate_size, activation=config.activation,
-                group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype, dtype=dtype,
-                device=device,
+                group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype, overlap=overlap,
+                dtype=dtype, device=device,
             )  # fmt: skip
         if config.shared_expert_gate:
             self.shared_expert_gate = _SharedExpertGate(

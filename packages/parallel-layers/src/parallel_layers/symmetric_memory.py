@@ -18,13 +18,16 @@ from torch.distributed import ProcessGroup
 from parallel_layers import comm
 
 
-def gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """`all_gather(x) W^T + b`: x `[T/n, ..., I]`, weight `[O/n, I]`, bias `[O/n]` -> `[T, ..., O/n]`."""
+def gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """`all_gather(x) W^T + b` and `all_gather(x)`.
+
+    x `[T/n, ..., I]`, weight `[O/n, I]`, bias `[O/n]` -> `[T, ..., O/n]` and `[T, ..., I]`.
+    """
     # Without the gathered x among its results, torch would take a multicast kernel for few tokens.
-    _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x.contiguous(), [weight.t()], 0, group.group_name, return_A=True
     )
-    return y if bias is None else y + bias
+    return y if bias is None else y.add_(bias), gathered
 
 
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
@@ -37,7 +40,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
     """
     comm.check_divisible(x, 0, group)
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight.t(), "sum", 0, group.group_name)
-    return y if bias is None else y + bias
+    return y if bias is None else y.add_(bias)
 
 
 def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:

@@ -1,0 +1,205 @@
+"""Products that overlap with the gather or the scatter of their tokens (sequence parallelism), and when they should.
+
+    gather_product     all_gather(x) W^T: this rank's own tokens are multiplied while the others' arrive
+    product_scatter    reduce_scatter(x W^T): the sums of one chunk of tokens are sent while the next one is multiplied
+
+Three ways, by name:
+
+    "serial"             One collective, then one product, or the other way round.
+    "collectives"        The group's own collectives, asynchronous, over chunks of every rank's tokens. Any backend.
+    "symmetric-memory"   GPUs copy from each other's memory by their copy engines, which leaves all multiprocessors to
+                         the product; see `symmetric_memory`. NVLink; no multicast.
+
+Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles. One such wave takes as long
+as some 2000 tokens take over NVLink, whatever the sizes of the layer (both grow with its inputs). Hence the rule of
+"auto": "collectives" for CUDA tensors from 4096 tokens a rank on, and products of at least 2048; "serial" below, on a
+CPU, whose cores do the sending too, and in compiled code. The chunks never need a copy of a whole activation: products
+are written to their rows of the output, sums to theirs.
+
+Shape suffixes: T tokens, I input features, O output features, n ranks.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import comm
+from parallel_layers.products import product, product_into
+from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter, why_not_symmetric_memory
+
+Overlap = Literal["auto", "serial", "collectives", "symmetric-memory"]
+
+CHUNK_ROWS = 2048
+"""A chunk has at least so many tokens of each rank, where that leaves two chunks."""
+
+MAX_SCATTERED = 4
+"""Chunks of a scatter: what is not hidden is the last one's."""
+
+_reasons: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = WeakKeyDictionary()
+
+
+def check_overlap(name: str) -> None:
+    """Raise ValueError when `name` is no way to overlap."""
+    if name not in get_args(Overlap):
+        raise ValueError(f"overlap={name!r} is unknown; use one of {', '.join(map(repr, get_args(Overlap)))}")
+
+
+def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
+    """The values of `overlap` that linears of `group` can be given on `device`, beside "auto".
+
+    Every rank of the group has to ask; all get the same answer. Communication: that of `why_not_symmetric_memory`, once
+    for each group and device.
+    """
+    device = torch.device(device)
+    names = ("collectives", "serial")
+    return names if _why_not_symmetric_memory(group, device) else ("symmetric-memory", *names)
+
+
+def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup) -> str:
+    """The way for a call: `name`, or for "auto" what its size asks for.
+
+    Args:
+        name: A value of `Overlap`.
+        x: What is multiplied.
+        rows: Tokens of each rank.
+        group: Over which they are divided.
+
+    Raises:
+        ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).
+    """
+    if torch.compiler.is_compiling():
+        return "serial"
+    if name == "auto":
+        return "collectives" if x.is_cuda and rows >= 2 * CHUNK_ROWS else "serial"
+    if name == "symmetric-memory" and (reason := _why_not_symmetric_memory(group, x.device)) is not None:
+        raise ValueError(f"overlap={name!r} cannot be used: {reason}; use 'auto', 'collectives' or 'serial'")
+    return name
+
+
+def _why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
+    if group is None:
+        return why_not_symmetric_memory(group, device)
+    reasons = _reasons.setdefault(group, {})
+    if device not in reasons:
+        reasons[device] = why_not_symmetric_memory(group, device)
+    return reasons[device]
+
+
+def gather_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype, how: str
+) -> Tensor:
+    """`all_gather(x) W^T + b` in `dtype`, rounded once.
+
+    Args:
+        x: `[T/n, ..., I]`, this rank's tokens.
+        weight: `[O, I]`.
+        bias: `[O]` or None.
+        group: Whose ranks' tokens are gathered.
+        dtype: Of the product.
+        how: "serial", "collectives" or "symmetric-memory"; the last for products in x's dtype, others take the
+            collectives.
+
+    Returns:
+        `[T, ..., O]`.
+
+    Communication: all-gather of x; "collectives" in at most `n - 1` chunks: what one of them leaves exposed grows with
+    the number of ranks that have to send while one of them multiplies.
+    """
+    if how == "serial" or not x.numel():
+        return product(comm.all_gather(x, group), weight, bias, dtype)
+    if how == "symmetric-memory" and dtype == x.dtype:
+        return gather_matmul(x, weight, bias, group)[0]
+    pieces = max(1, min(x[..., 0].numel() // CHUNK_ROWS, group.size() - 1))
+    return _gather_product(x, weight, bias, group, dtype, pieces)[0]
+
+
+def gather_product_and_x(x: Tensor, weight: Tensor, group: ProcessGroup, how: str) -> tuple[Tensor, Tensor]:
+    """`gather_product` in x's dtype, and what was gathered: `[T, ..., O]` and `[T, ..., I]`.
+
+    Communication: all-gather of x, never cut, so that its tokens arrive in order.
+    """
+    if how == "serial" or not x.numel():
+        gathered = comm.all_gather(x, group)
+        return product(gathered, weight, None, x.dtype), gathered
+    if how == "symmetric-memory":
+        return gather_matmul(x, weight, None, group)
+    y, gathered = _gather_product(x, weight, None, group, x.dtype, 1)
+    return y, gathered.view(len(x) * group.size(), *x.shape[1:])
+
+
+def _gather_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype, pieces: int
+) -> tuple[Tensor, Tensor]:
+    """The product, own tokens first, and the last piece that was gathered, `[n, ..., I]`: with one piece, all of it."""
+    size, rank, tokens = group.size(), group.rank(), len(x)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y = rows.new_empty(size, len(rows), weight.shape[0], dtype=dtype)
+    arriving = [(chunk, comm.start_all_gather(rows[chunk], group)) for chunk in _chunks(len(rows), pieces)]
+    product_into(y[rank], rows, weight, bias)
+    gathered = rows
+    while arriving:
+        chunk, started = arriving.pop(0)
+        gathered = comm.wait(started).view(size, -1, rows.shape[-1])
+        for other in range(size):
+            if other != rank:
+                product_into(y[other, chunk], gathered[other], weight, bias)
+    return y.view(size * tokens, *x.shape[1:-1], -1), gathered
+
+
+def product_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    how: str,
+) -> Tensor:
+    """This rank's tokens of `sum over the ranks of x W^T + b`, summed in `dtype`.
+
+    Args:
+        x: `[T, ..., I]`, all tokens.
+        weight: `[O, I]`.
+        bias: `[O]` or None, of the first rank's product alone.
+        group: Over whose ranks is summed and scattered.
+        dtype: Of the parts and of their sum.
+        how: "serial", "collectives" or "symmetric-memory"; the last for sums in x's dtype (it rounds the parts to it
+            and sums in fp32), others take the collectives.
+
+    Returns:
+        `[T/n, ..., O]` in `dtype`.
+
+    Communication: reduce-scatter; "collectives" in two to `MAX_SCATTERED` chunks.
+
+    Raises:
+        ValueError: n does not divide T.
+    """
+    comm.check_divisible(x, 0, group)
+    if how == "symmetric-memory" and dtype == x.dtype and x.numel():
+        return matmul_reduce_scatter(x, weight, bias, group)
+    bias = bias if group.rank() == 0 else None
+    if how == "serial" or not x.numel():
+        return comm.reduce_scatter(product(x, weight, bias, dtype), group)
+    size = group.size()
+    rows = x.reshape(size, -1, x.shape[-1])
+    own = rows.shape[1]
+    y = rows.new_empty(own, weight.shape[0], dtype=dtype)
+    sums = []
+    for chunk in _chunks(own, max(2, min(own // CHUNK_ROWS, MAX_SCATTERED))):
+        parts = y.new_empty(size, chunk.stop - chunk.start, weight.shape[0])
+        for other in range(size):
+            product_into(parts[other], rows[other, chunk], weight, bias)
+        sums.append(comm.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), group))
+    for summed in sums:
+        summed.wait()
+    return y.view(len(x) // size, *x.shape[1:-1], -1)
+
+
+def _chunks(rows: int, pieces: int) -> Iterator[slice]:
+    """`rows` in at most `pieces` runs, all but the last of the same length, none empty."""
+    step = -(-rows // pieces)
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))

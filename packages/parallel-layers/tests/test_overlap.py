@@ -1,0 +1,265 @@
+"""Products that overlap with the gather or scatter of their tokens: equal to the serial ones, and cut as they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    available_overlaps,
+    comm,
+    overlap,
+)
+from parallel_layers.overlap import Overlap, choose_overlap
+from parallel_layers.sharding import load_full_
+from parallel_layers.testing import RankPool
+
+IN, OUT = 8, 12
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "column": lambda **options: ColumnParallelLinear(IN, OUT, **options),
+    "qkv": lambda **options: QKVParallelLinear(IN, 4, 2, 2, **options),  # at tp 4 a kv head lives on two ranks
+    "row": lambda **options: RowParallelLinear(IN, OUT, **options),
+}
+
+
+@contextmanager
+def chunks_of(rows: int) -> Iterator[None]:
+    """Small chunks for small tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "CHUNK_ROWS", rows)
+        yield
+
+
+@contextmanager
+def stand_in_for_symmetric_memory() -> Iterator[list[str]]:
+    """The products over symmetric memory by collectives, as if these ranks had it; which of them were called."""
+    called = []
+
+    def gather(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        called.append("gather")
+        gathered = comm.all_gather(x, group)
+        return F.linear(gathered, weight, bias), gathered
+
+    def scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+        called.append("scatter")
+        y = comm.reduce_scatter(F.linear(x, weight), group)
+        return y if bias is None else y + bias
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "gather_matmul", gather)
+        patch.setattr(overlap, "matmul_reduce_scatter", scatter)
+        patch.setattr(overlap, "_why_not_symmetric_memory", lambda group, device: None)
+        yield called
+
+
+def forward_and_backward(layer: nn.Module, x: Tensor, seed: int = 1) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of every parameter."""
+    for parameter in layer.parameters():
+        parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y))
+    grads = {n: p.grad if p.grad is not None else p.main_grad for n, p in layer.named_parameters()}  # type: ignore[attr-defined]
+    return {"y": y.detach(), "x": x.grad} | grads  # type: ignore[return-value, operator]
+
+
+def tokens_of(kind: str, group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """This rank's input, not contiguous, for `shape[0]` tokens a rank and any dims between tokens and features."""
+    torch.manual_seed(group.rank())
+    rows, features = (shape[0] * group.size(), IN // group.size()) if kind == "row" else (shape[0], IN)
+    return torch.randn(features, rows, *shape[1:]).to(dtype).movedim(0, -1)
+
+
+def serial_and_overlapped(
+    group: ProcessGroup, kind: str, shape: tuple[int, ...], options: dict[str, Any]
+) -> list[dict[str, Tensor]]:
+    results = []
+    ways: tuple[Overlap, ...] = ("serial", "collectives", "symmetric-memory")
+    for way in ways:
+        torch.manual_seed(0)
+        layer = LAYERS[kind](group=group, sequence_parallel=True, overlap=way, **options)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        x = tokens_of(kind, group, shape, options.get("dtype", torch.float32))
+        with chunks_of(2), stand_in_for_symmetric_memory() as called:
+            results.append(forward_and_backward(layer, x))
+        fused = (["gather"] if kind != "row" else ["scatter", "gather"]) if way == "symmetric-memory" else []
+        assert called == (fused if x.numel() else []), way
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("shape", [(7,), (4, 3), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_every_way_computes_the_same(ranks: RankPool, kind: str, shape: tuple[int, ...], world: int) -> None:
+    """With tokens that do not divide into chunks, with dims between tokens and features, with one token and none."""
+    for bias in (False, True):
+        options = {"bias": bias, "dtype": torch.float64}
+        for serial, *others in ranks.run(serial_and_overlapped, kind, shape, options, world=world):
+            for other in others:
+                torch.testing.assert_close(other, serial, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_every_way_adds_the_same_to_main_grad(ranks: RankPool, kind: str) -> None:
+    for serial, *others in ranks.run(serial_and_overlapped, kind, (7,), {"accumulate_main_grad": True}, world=2):
+        for other in others:
+            torch.testing.assert_close(other, serial, rtol=1e-5, atol=1e-5)
+
+
+def bf16_errors(group: ProcessGroup, kind: str, dtypes: dict[str, torch.dtype]) -> list[bool]:
+    results = []
+    for way in ("serial", "collectives"):
+        torch.manual_seed(0)
+        options = {"dtype": torch.bfloat16, "bias": True, "overlap": way, **dtypes}
+        layer = LAYERS[kind](group=group, sequence_parallel=True, **options)
+        with chunks_of(2):
+            results.append(forward_and_backward(layer, tokens_of(kind, group, (7,), torch.bfloat16)))
+    assert all(results[0][name].dtype == results[1][name].dtype for name in results[0])
+    return [torch.equal(results[0][name], results[1][name]) for name in results[0]]
+
+
+@pytest.mark.parametrize(
+    "dtypes", [{}, {"reduce_dtype": torch.bfloat16}, {"output_dtype": torch.float32}], ids=lambda d: "".join(d)
+)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_bf16_is_rounded_where_the_serial_way_rounds(
+    ranks: RankPool, kind: str, dtypes: dict[str, torch.dtype]
+) -> None:
+    """Bit for bit: two ranks' sums have one order, and such short products, too."""
+    for equal in ranks.run(bf16_errors, kind, dtypes, world=2):
+        assert all(equal)
+
+
+def against_one_layer(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, int]:
+    """Column, GELU, row, all overlapped: this rank's tokens of the output and of the input's gradient."""
+    options: dict[str, Any] = {
+        "group": group, "sequence_parallel": True, "overlap": "collectives", "dtype": torch.float64,
+    }  # fmt: skip
+    up, down = ColumnParallelLinear(IN, OUT, **options), RowParallelLinear(OUT, IN, **options)
+    load_full_(up, {"weight": full["up"]})
+    load_full_(down, {"weight": full["down"]})
+    x = full["x"].chunk(group.size())[group.rank()].clone().requires_grad_()
+    with chunks_of(2):
+        y = down(F.gelu(up(x)))
+        y.backward(full["dy"].chunk(group.size())[group.rank()])
+    return y.detach(), x.grad, group.rank()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_come_out_in_order(ranks: RankPool, world: int) -> None:
+    torch.manual_seed(0)
+    shapes = {"x": (20, IN), "dy": (20, IN), "up": (OUT, IN), "down": (IN, OUT)}
+    full = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    x = full["x"].clone().requires_grad_()
+    y = F.gelu(x @ full["up"].T) @ full["down"].T
+    y.backward(full["dy"])
+    assert x.grad is not None
+    for own, gradient, rank in ranks.run(against_one_layer, full, world=world):
+        torch.testing.assert_close(own, y.detach().chunk(world)[rank])
+        torch.testing.assert_close(gradient, x.grad.chunk(world)[rank])
+
+
+def chosen(group: ProcessGroup) -> list[str]:
+    gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    cpu: Any = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
+    cases = [
+        ("auto", gpu, 4096),
+        ("auto", gpu, 4095),
+        ("auto", cpu, 8192),
+        ("collectives", cpu, 1),
+        ("serial", gpu, 8192),
+    ]
+    messages = []
+    for call in (
+        lambda: choose_overlap("symmetric-memory", cpu, 8192, group),
+        lambda: ColumnParallelLinear(4, 4, group=group, overlap="symmetric-memory", sequence_parallel=True)(
+            torch.ones(1, 4)
+        ),
+        lambda: RowParallelLinear(4, 4, group=group, overlap="nvlink"),  # type: ignore[typeddict-item]
+    ):
+        with pytest.raises(ValueError, match="overlap=") as caught:
+            call()
+        messages.append(str(caught.value))
+    return [choose_overlap(name, x, rows, group) for name, x, rows in cases] + messages
+
+
+def test_the_way_is_chosen_by_size_and_refused_by_name(ranks: RankPool) -> None:
+    refused = "overlap='symmetric-memory' cannot be used: it needs CUDA devices, not cpu"
+    unknown = "overlap='nvlink' is unknown; use one of 'auto', 'serial', 'collectives', 'symmetric-memory'"
+    for names in ranks.run(chosen, world=2):
+        assert names[:5] == ["collectives", "serial", "serial", "collectives", "serial"]
+        use = "; use 'auto', 'collectives' or 'serial'"
+        assert names[5:] == [refused + use, refused + use, unknown]
+    assert available_overlaps(None, "cpu") == ("collectives", "serial")
+
+
+def compiled(group: ProcessGroup, kind: str) -> list[dict[str, Tensor]]:
+    torch._dynamo.reset()
+    layer = LAYERS[kind](group=group, sequence_parallel=True, overlap="collectives")
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = tokens_of(kind, group, (6,), torch.float32)
+    with chunks_of(2):
+        return [
+            forward_and_backward(layer, x),
+            {k.removeprefix("_orig_mod."): v for k, v in forward_and_backward(run, x).items()},
+        ]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_compiled_code_is_one_graph(ranks: RankPool, kind: str) -> None:
+    for eager, ours in ranks.run(compiled, kind, world=2):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+def on_gpus(group: ProcessGroup, kind: str, rows: int, options: dict[str, Any]) -> dict[str, tuple[float, int]]:
+    """For each way that these GPUs have: the largest error relative to the serial way, and the memory that it takes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = {}
+    serial: dict[str, Tensor] = {}
+    torch.manual_seed(0)
+    build = ColumnParallelLinear if kind == "column" else RowParallelLinear
+    layer = build(1024, 1024, group=group, sequence_parallel=True, dtype=torch.bfloat16, device=device, **options)
+    x = torch.randn(rows, 1024, device=device).bfloat16()
+    if kind == "row":
+        x = torch.randn(rows * group.size(), 1024 // group.size(), device=device).bfloat16()
+    for way in ("serial", "auto", *available_overlaps(group, device)):
+        layer.overlap = way  # type: ignore[assignment]
+        for _ in range(2):
+            got = {name: t.double() for name, t in forward_and_backward(layer, x).items()}
+        serial = serial or got
+        error = max(float((got[name] - t).norm() / t.norm().clamp(min=1e-30)) for name, t in serial.items())
+        del got
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            layer(x)
+        torch.cuda.synchronize()
+        results[way] = error, torch.cuda.max_memory_allocated() - before
+    return results
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}, {"bias": True}], ids=str)
+@pytest.mark.parametrize("rows", [1, 1000, 4097, 12000])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_every_way_on_gpus(nccl_ranks: RankPool, kind: str, rows: int, options: dict[str, Any]) -> None:
+    """Equal within bf16, and with no more memory than the serial way and one chunk take."""
+    for results in nccl_ranks.run(on_gpus, kind, rows, options):
+        assert {"serial", "auto", "collectives"} <= set(results)
+        chunk = 4 * 1024 * 2 * max(rows, overlap.CHUNK_ROWS)
+        for way, (error, memory) in results.items():
+            assert error <= 5e-3, way
+            assert memory <= results["serial"][1] + chunk, way
