@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt.save
 from ckpt import (
@@ -24,7 +22,6 @@ from ckpt import (
     save_hf,
     stream_hf,
 )
-from ckpt.holdings import Holdings
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -62,36 +59,6 @@ def test_streaming_yields_every_whole_tensor_in_order(
     nobody, receiver, *_ = ranks.run(stream, str(folder), target, [1], bucket_bytes, world=4)
     assert nobody == {}
     assert_same(receiver, expected)
-
-
-def stream_sharded(group: Any, source: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int]:
-    """From tp 2 x dp 2, each tensor divided over dp; also the most elements that were whole at once."""
-    layout, mesh = layout_for(source), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    place = Place(tp=(group.rank() % 2, 2))
-    whole = load_hf(source, layout, place)
-    tensors = {name: distribute_tensor(tensor, mesh["dp"], [Shard(0)]) for name, tensor in whole.items()}
-    most = 0
-    release = Holdings.release
-
-    def counting(self: Holdings, done: Any) -> None:
-        nonlocal most
-        most = max(most, *(sum(t.numel() for t in chunk.gathered.values()) for chunk in self.chunks))
-        release(self, done)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Holdings, "release", counting)
-        full = dict(stream_hf(tensors, layout, group, place, bucket_bytes=bucket_bytes))
-    return full, most
-
-
-def test_dtensors_are_streamed_a_bucket_at_a_time(
-    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, ranks: Any
-) -> None:
-    folder = checkpoint("llama")
-    largest = max(tensor.numel() for tensor in load_hf(folder, layout_for(folder), Place(tp=(0, 2))).values())
-    for full, most in ranks.run(stream_sharded, str(folder), 4096, world=4):
-        assert_same(full, read_all(folder))
-        assert most <= largest + 2 * 4096 / 4
 
 
 def test_streaming_from_one_process_casts(checkpoint: Checkpoints, read_all: ReadAll) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter
-from ckpt.compare import Difference, Report, verify, verify_live
+from ckpt.compare import verify, verify_live
 from ckpt.families import Role
 from ckpt.files import copy_companions
 from ckpt.folder import Checkpoint, open_checkpoint
@@ -15,6 +15,7 @@ from ckpt.load import load_hf
 from ckpt.offline import merge, reshard
 from ckpt.pieces import Block, Piece
 from ckpt.place import Grid, Place
+from ckpt.report import Difference, Report
 from ckpt.rng import capture_rng, restore_rng
 from ckpt.runs import latest_step, saved_steps
 from ckpt.save import save_hf

@@ -37,6 +37,17 @@ def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
     ]
 
 
+_KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+
+
+def _described(error: Exception) -> list[str]:
+    """An error's kind among those that cross between ranks, and its text."""
+    for kind in ("OSError", "ValueError"):
+        if isinstance(error, _KINDS[kind]):
+            return [kind, str(error)]
+    return ["RuntimeError", f"{type(error).__name__}: {error}"]
+
+
 def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a step on every rank; when it fails on any, raise the first failure on all.
 
@@ -45,23 +56,23 @@ def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
     Raises:
         ValueError: a ValueError of this rank as it is, or of the first rank that failed, naming the rank.
         OSError: likewise for operating-system errors.
+        RuntimeError: on the other ranks, for any other error of the first that failed, naming the rank and the kind.
     """
     error: Exception | None = None
     result: T | None = None
     try:
         result = step()
-    except (ValueError, OSError) as caught:
+    except Exception as caught:  # Whatever it is, the other ranks must not wait for this one.
         error = caught
     if group is None or group.size() == 1:
         if error is not None:
             raise error
     else:
-        failure = None if error is None else [isinstance(error, OSError), str(error)]
-        failures = all_gather_json(failure, group)
+        failures = all_gather_json(None if error is None else _described(error), group)
         first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
         if first is not None:
-            is_os_error, text = failures[first]
-            if error is not None and str(error) == text:
+            if error is not None and _described(error) == failures[first]:
                 raise error
-            raise (OSError if is_os_error else ValueError)(f"rank {first}: {text}")
+            kind, text = failures[first]
+            raise _KINDS[kind](f"rank {first}: {text}")
     return result  # type: ignore[return-value]  # a step that returned is T; one that raised has raised above

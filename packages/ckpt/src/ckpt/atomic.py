@@ -8,12 +8,14 @@ complete. A save that was killed leaves its temporary folder; the next save to t
 it, unless its owner, which holds a lock on it, is alive.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 # A folder with one of these is a checkpoint, which a save may replace.
@@ -58,16 +60,16 @@ class FolderWriter:
         self.path = self.target.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
         self.path.mkdir()
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Without locks (some network file systems) nothing of ours is ever taken for abandoned.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     @property
     def _prefix(self) -> str:
         return f".{self.target.name}.saving-"
 
     def _remove_leftovers(self) -> None:
-        for leftover in self.target.parent.glob(f"{_escape(self._prefix)}*"):
-            if not _is_in_use(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
+        remove_abandoned(self.target.parent.glob(f"{_escape(self._prefix)}*"))
         previous = self.target.with_name(f".{self.target.name}.previous")
         if previous.is_dir():
             if self.target.exists():
@@ -111,6 +113,13 @@ class FolderWriter:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove temporary folders whose process is gone."""
+    for folder in folders:
+        if not _is_in_use(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _escape(name: str) -> str:

@@ -1,12 +1,8 @@
 """Proof that two checkpoints, or a checkpoint and a live model, hold the same tensors."""
 
-import dataclasses
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,140 +12,16 @@ from ckpt.agreement import agree, all_gather_json
 from ckpt.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.families import Role
 from ckpt.layout import Layout
+from ckpt.parts import on_this_rank
 from ckpt.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box
 from ckpt.place import Place
+from ckpt.report import Difference, Kind, Report
 from ckpt.shards import WEIGHTS
 from ckpt.sources import Source, open_source
+from ckpt.tally import Tally
 
-Kind = Literal["missing", "unexpected", "shape", "dtype", "values"]
 _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 2 << 20
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor that is not the same.
-
-    Attributes:
-        name: the canonical tensor, or the local one of a live model.
-        kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values".
-        detail: the two sides, for people.
-        elements: how many elements differ by more than the tolerance.
-        worst: the largest absolute difference; infinite where one side is not a number.
-        first: the index of the first element that differs.
-    """
-
-    name: str
-    kind: Kind
-    detail: str
-    elements: int = 0
-    worst: float = 0.0
-    first: tuple[int, ...] = ()
-
-
-@dataclass
-class Report:
-    """What a comparison found.
-
-    Attributes:
-        tensors: how many were compared.
-        elements: of how many elements.
-        differences: in the model's order.
-    """
-
-    tensors: int = 0
-    elements: int = 0
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-    @property
-    def first(self) -> Difference | None:
-        """The first difference in the model's order."""
-        return self.differences[0] if self.differences else None
-
-    @property
-    def worst(self) -> Difference | None:
-        """The difference with the largest absolute value."""
-        return max(self.differences, key=lambda difference: difference.worst, default=None)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {
-            "equal": self.equal,
-            "tensors": self.tensors,
-            "elements": self.elements,
-            # JSON has no infinity: null stands for it.
-            "differences": [
-                {
-                    **dataclasses.asdict(difference),
-                    "worst": difference.worst if math.isfinite(difference.worst) else None,
-                }
-                for difference in self.differences
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Report":
-        """The report that `to_json` described."""
-        differences = [
-            Difference(**{**entry, "first": tuple(entry["first"]), "worst": _or_infinite(entry["worst"])})
-            for entry in value["differences"]
-        ]
-        return cls(value["tensors"], value["elements"], differences)
-
-
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
-@dataclass
-class _Tally:
-    """Running comparison of one tensor, chunk by chunk."""
-
-    atol: float
-    rtol: float
-    elements: int = 0
-    worst: float = 0.0
-    first: tuple[int, ...] = ()
-
-    def add(self, a: Tensor, b: Tensor, at: Box) -> None:
-        """Compare two chunks; `at` is where they lie in their tensor."""
-        if self.atol == self.rtol == 0 and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
-            return
-        exact = _bits(a) != _bits(b) if a.dtype == b.dtype else a.double() != b.double()
-        a, b = a.double(), b.double()
-        gap = (a - b).abs()
-        close = gap <= self.atol + self.rtol * b.abs()
-        both_nan = a.isnan() & b.isnan()
-        differs = exact if self.atol == self.rtol == 0 else ~(close | both_nan | (a == b))
-        count = int(differs.sum())
-        if not count:
-            return
-        if not self.elements:
-            index = torch.nonzero(differs.reshape(a.shape))[0].tolist()
-            self.first = tuple(
-                start + offset for (start, _), offset in zip(at[len(at) - len(index) :], index, strict=True)
-            )
-        self.elements += count
-        gaps = gap[differs].nan_to_num(nan=float("inf"))
-        self.worst = max(self.worst, float(gaps.max()))
-
-    def difference(self, name: str) -> Difference | None:
-        """The difference found, if any."""
-        if not self.elements:
-            return None
-        detail = f"{self.elements} elements differ, first at {list(self.first)}, by at most {self.worst:.6g}"
-        return Difference(name, "values", detail, self.elements, self.worst, self.first)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers, so that NaN equals itself and -0.0 is not 0.0."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(widths[tensor.element_size()])
 
 
 def verify(
@@ -204,7 +76,7 @@ def _compare_canonical(
     block = Block.whole(name, shapes[0])
     report.tensors += 1
     report.elements += block.numel
-    tally = _Tally(atol, rtol)
+    tally = Tally(atol, rtol)
     for box in split_box(block.pieces[0].local_range, _CHUNK_ELEMENTS) if block.numel else ():
         tally.add(reader.read(a, name, box, types[0]), reader.read(b, name, box, types[1]), box)
     difference = tally.difference(name)
@@ -257,7 +129,8 @@ def verify_live(
 ) -> Report:
     """Compare a checkpoint with a live model: each rank its own tensors with the bytes that belong to them.
 
-    Differences are named by local tensor and counted in its elements; `first` is an index in the local tensor.
+    Of DTensors, as FSDP2 makes them, a rank compares the part that it has. Differences are named by local tensor and
+    counted in its elements; `first` is an index in what this rank has of it.
 
     Returns:
         One report of all ranks, the same on every rank.
@@ -280,8 +153,13 @@ def verify_live(
                         kind: Kind = "missing" if held else "unexpected"
                         report.differences.append(Difference(name, kind, f"only in the {'files' if held else 'model'}"))
                     continue
+                if tuple(tensors[name].shape) != block.shape:
+                    shapes = f"{list(block.shape)} and {list(tensors[name].shape)}"
+                    report.differences.append(Difference(name, "shape", shapes))
+                    continue
+                tensor, box = on_this_rank(name, tensors[name], block.shape)
                 report.differences += _compare_local(
-                    name, block, tensors[name].detach(), source, reader, report, rtol, atol, dtypes
+                    name, block.part(box), tensor, source, reader, report, rtol, atol, dtypes
                 )
         finally:
             reader.close()
@@ -310,15 +188,14 @@ def _compare_local(
     atol: float,
     dtypes: bool,
 ) -> Iterator[Difference]:
-    if tuple(tensor.shape) != block.shape:
-        yield Difference(name, "shape", f"{list(block.shape)} and {list(tensor.shape)}")
+    if not block.names:
         return
     stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype
     if dtypes and stored != tensor.dtype:
         yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
     report.tensors += 1
     report.elements += block.numel
-    tally = _Tally(atol, rtol)
+    tally = Tally(atol, rtol)
     for piece in block.pieces:
         if piece.canonical_range is None:
             held = view_of(tensor, piece.local_range).cpu()

@@ -1,105 +1,37 @@
-"""What a group of ranks holds together: every rank's places, and the type of every canonical tensor."""
+"""What a group of ranks holds together: every rank's pieces, and the type of every canonical tensor."""
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.layout import Layout
+from ckpt.parts import on_this_rank
+from ckpt.pieces import Block, Box
 from ckpt.place import Place
 
 Tensors = Mapping[str, Tensor]
+Held = dict[str, tuple[Tensor, Box]]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One model chunk in this process's hands.
+    """One model chunk in a rank's hands.
 
     Attributes:
         place: where it stands.
-        tensors: by local name; DTensors where data parallelism has divided them further.
-        gathered: the whole tensors of DTensors, while they are moved.
+        blocks: local name -> what this rank holds of the tensor: all of it, or the part that data parallelism leaves.
+        tensors: by local name; none for the chunks of other ranks.
     """
 
     place: Place
+    blocks: Mapping[str, Block]
     tensors: Tensors
-    gathered: dict[str, Tensor] = field(default_factory=dict)
-
-    def whole(self, local: str) -> Tensor:
-        """A tensor as the layout describes it; of a DTensor, between `Holdings.gather` and `Holdings.release`."""
-        tensor = self.gathered.get(local, self.tensors[local])
-        assert not isinstance(tensor, DTensor)
-        return tensor
-
-
-def _chunks(tensors: Tensors | Sequence[Tensors], place: Place | Sequence[Place] | None) -> list[Chunk]:
-    places = [Place()] if place is None else [place] if isinstance(place, Place) else list(place)
-    parts = [tensors] if isinstance(tensors, Mapping) else list(tensors)
-    if len(places) != len(parts):
-        raise ValueError(f"{len(parts)} sets of tensors for {len(places)} places; pass one for each chunk")
-    return [
-        Chunk(at, {name: tensor.detach() for name, tensor in part.items()})
-        for at, part in zip(places, parts, strict=True)
-    ]
-
-
-def _check_chunk(chunk: Chunk, layout: Layout) -> None:
-    blocks = layout.at(chunk.place)
-    optional = {
-        name for name, block in blocks.items() if all(layout.canonical[source].optional for source in block.names)
-    }
-    missing = [name for name in blocks if name not in chunk.tensors and name not in optional]
-    unexpected = [name for name in chunk.tensors if name not in blocks]
-    if missing or unexpected:
-        raise ValueError(
-            f"the tensors at {chunk.place} do not match the layout: missing {missing[:3]} ({len(missing)}), "
-            f"unexpected {unexpected[:3]} ({len(unexpected)})"
-        )
-    for name, tensor in chunk.tensors.items():
-        if tuple(tensor.shape) != blocks[name].shape:
-            raise ValueError(
-                f"{name} at {chunk.place} has shape {tuple(tensor.shape)}, the layout has {blocks[name].shape}"
-            )
-
-
-def _describe(chunks: list[Chunk], layout: Layout) -> dict[str, Any]:
-    """What the other ranks need to know of this one: its places, and the type of every canonical tensor it has or
-    lacks."""
-    dtypes: dict[str, str | None] = {}
-    for chunk in chunks:
-        _check_chunk(chunk, layout)
-        for name, block in layout.at(chunk.place).items():
-            tensor = chunk.tensors.get(name)
-            dtypes |= dict.fromkeys(block.names, None if tensor is None else dtype_name(tensor.dtype))
-    return {"places": [chunk.place.to_json() for chunk in chunks], "dtypes": dtypes}
-
-
-def _merge_dtypes(messages: list[dict[str, Any]], layout: Layout) -> dict[str, torch.dtype]:
-    """The type of every canonical tensor that the ranks have, in the model's order."""
-    seen: dict[str, tuple[int, str | None]] = {}
-    for rank, message in enumerate(messages):
-        for name, held in message["dtypes"].items():
-            first_rank, first = seen.setdefault(name, (rank, held))
-            if first != held:
-                raise ValueError(
-                    f"{name} is {first} on rank {first_rank} and {held} on rank {rank}; cast them to one type"
-                )
-    dtypes = {}
-    for name, canonical in layout.canonical.items():
-        held = seen.get(name, (0, None))[1]
-        if held is not None:
-            dtypes[name] = DTYPES[held]
-        elif not canonical.optional:
-            raise ValueError(f"no rank of the group holds {name}; pass a group that spans the whole grid")
-    return dtypes
 
 
 @dataclass(frozen=True)
@@ -108,41 +40,20 @@ class Holdings:
 
     Attributes:
         layout: what the tensors are pieces of.
-        chunks: this rank's own.
-        places: for each rank, the places of its chunks.
+        ranks: the chunks of each rank.
         dtypes: canonical name -> type, for all that is held, in the model's order.
         rank: this rank.
     """
 
     layout: Layout
-    chunks: list[Chunk]
-    places: list[list[Place]]
+    ranks: list[list[Chunk]]
     dtypes: dict[str, torch.dtype]
     rank: int
 
-    @cached_property
-    def _divided(self) -> dict[str, list[tuple[Chunk, str]]]:
-        """Canonical name -> the DTensors of this rank that hold pieces of it, by chunk and local name."""
-        found: dict[str, list[tuple[Chunk, str]]] = {}
-        for chunk in self.chunks:
-            for local, tensor in chunk.tensors.items():
-                for name in self.layout.at(chunk.place)[local].names if isinstance(tensor, DTensor) else ():
-                    found.setdefault(name, []).append((chunk, local))
-        return found
-
-    def gather(self, name: str) -> None:
-        """Make this rank's tensors that hold pieces of a canonical one whole; a mesh's ranks do so in one order."""
-        for chunk, local in self._divided.get(name, ()):
-            tensor = chunk.tensors[local]
-            if local not in chunk.gathered and isinstance(tensor, DTensor):
-                chunk.gathered[local] = tensor.full_tensor()
-
-    def release(self, done: AbstractSet[str]) -> None:
-        """Drop what `gather` has made, where all its canonical tensors are done."""
-        for chunk in self.chunks:
-            blocks = self.layout.at(chunk.place)
-            for local in [local for local in chunk.gathered if done >= set(blocks[local].names)]:
-                del chunk.gathered[local]
+    @property
+    def chunks(self) -> list[Chunk]:
+        """This rank's own."""
+        return self.ranks[self.rank]
 
     def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own."""
@@ -167,8 +78,88 @@ def take_stock(
     Raises:
         ValueError: tensors are missing, unexpected, of another shape or type than on other ranks; on every rank.
     """
-    chunks = agree(lambda: _chunks(tensors, place), group)
-    messages = all_gather_json(agree(lambda: _describe(chunks, layout), group), group)
-    places = [[Place(**entry) for entry in message["places"]] for message in messages]
-    dtypes = agree(lambda: _merge_dtypes(messages, layout), group)
-    return Holdings(layout, chunks, places, dtypes, 0 if group is None else group.rank())
+    rank = 0 if group is None else group.rank()
+    own = agree(lambda: _own_chunks(tensors, place, layout), group)
+    messages = all_gather_json([_describe(at, held) for at, held in own], group)
+
+    def merge() -> Holdings:
+        ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
+        ranks[rank] = [
+            Chunk(chunk.place, chunk.blocks, {name: tensor for name, (tensor, _) in held.items()})
+            for chunk, (_, held) in zip(ranks[rank], own, strict=True)
+        ]
+        return Holdings(layout, ranks, _merge_dtypes(messages, ranks, layout), rank)
+
+    return agree(merge, group)
+
+
+def _own_chunks(
+    tensors: Tensors | Sequence[Tensors], place: Place | Sequence[Place] | None, layout: Layout
+) -> list[tuple[Place, Held]]:
+    places = [Place()] if place is None else [place] if isinstance(place, Place) else list(place)
+    sets = [tensors] if isinstance(tensors, Mapping) else list(tensors)
+    if len(places) != len(sets):
+        raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
+    return [(at, _held(at, chunk, layout)) for at, chunk in zip(places, sets, strict=True)]
+
+
+def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
+    blocks = layout.at(place)
+    missing = [name for name in blocks if name not in tensors and not layout.is_optional(blocks[name])]
+    unexpected = [name for name in tensors if name not in blocks]
+    if missing or unexpected:
+        raise ValueError(
+            f"the tensors at {place} do not match the layout: missing {missing[:3]} ({len(missing)}), "
+            f"unexpected {unexpected[:3]} ({len(unexpected)})"
+        )
+    for tensor in tensors.values():
+        dtype_name(tensor.dtype)
+    return {
+        name: on_this_rank(f"{name} at {place}", tensors[name], block.shape)
+        for name, block in blocks.items()
+        if name in tensors
+    }
+
+
+def _describe(place: Place, held: Held) -> dict[str, Any]:
+    """What the other ranks need to know of a chunk: its place, the type of every tensor, and which box of it is
+    there."""
+    return {
+        "place": place.to_json(),
+        "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in held.items()},
+    }
+
+
+def _chunk(message: Mapping[str, Any], layout: Layout) -> Chunk:
+    place = Place(**message["place"])
+    whole = layout.at(place)
+    parts = {
+        name: whole[name].part(tuple((start, stop) for start, stop in box))
+        for name, (_, box) in message["tensors"].items()
+    }
+    return Chunk(place, parts, {})
+
+
+def _merge_dtypes(
+    messages: list[list[dict[str, Any]]], ranks: list[list[Chunk]], layout: Layout
+) -> dict[str, torch.dtype]:
+    """The type of every canonical tensor that the ranks have, in the model's order."""
+    seen: dict[str, tuple[int, str | None]] = {}
+    for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
+        for entry, chunk in zip(message, chunks, strict=True):
+            for local, block in layout.at(chunk.place).items():
+                held = entry["tensors"].get(local, (None,))[0]
+                for name in block.names:
+                    first_rank, first = seen.setdefault(name, (rank, held))
+                    if first != held:
+                        raise ValueError(
+                            f"{name} is {first} on rank {first_rank} and {held} on rank {rank}; cast them to one type"
+                        )
+    dtypes = {}
+    for name, canonical in layout.canonical.items():
+        held = seen.get(name, (0, None))[1]
+        if held is not None:
+            dtypes[name] = DTYPES[held]
+        elif not canonical.optional:
+            raise ValueError(f"no rank of the group holds {name}; pass a group that spans the whole grid")
+    return dtypes

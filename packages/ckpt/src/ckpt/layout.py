@@ -126,6 +126,10 @@ class Layout:
         """The layers of each pipeline chunk of `grid`."""
         return place_layers(self.num_layers, grid.chunks, self.layers)
 
+    def is_optional(self, block: Block) -> bool:
+        """Whether a rank and a file may lack a local tensor, with all that it is made of."""
+        return all(self.canonical[name].optional for name in block.names)
+
     def on(self, target: Target) -> "Layout":
         """The same model on another target."""
         return dataclasses.replace(self, target=target)

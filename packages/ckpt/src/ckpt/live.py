@@ -68,7 +68,8 @@ def redistribute(
     holders.
 
     Args:
-        tensors: this rank's tensors, or one mapping for each chunk; empty for a rank that holds nothing.
+        tensors: this rank's tensors, or one mapping for each chunk; empty for a rank that holds nothing. DTensors where
+            data parallelism has divided them further.
         layout: of the tensors.
         place: where this rank stands now, or one place for each chunk; `[]` for nowhere.
         to_layout: of the result; the same model, on any target.
@@ -97,7 +98,7 @@ def redistribute(
             }
             for at in mine
         ]
-        return assign_owners(layout, holdings.places, holdings.dtypes), chunks
+        return assign_owners(holdings), chunks
 
     owners, results = agree(prepare, group)
     messages = all_gather_json([at.to_json() for at in mine], group)

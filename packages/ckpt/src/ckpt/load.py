@@ -1,20 +1,22 @@
 """Loading: each rank reads its own bytes of a Hugging Face checkpoint, straight into its tensors."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree
-from ckpt.boxio import IOCounter, StagingPool, read_box, view_of
+from ckpt.boxio import IOCounter, view_of
 from ckpt.checksums import check_share
 from ckpt.folder import Checkpoint, open_checkpoint
 from ckpt.layout import Layout
 from ckpt.match import Sources, match
-from ckpt.pieces import Block, shared, volume
+from ckpt.parts import on_this_rank
+from ckpt.pieces import Block, shared
 from ckpt.place import Place
+from ckpt.reading import Read, read_all
 
 
 def load_hf(
@@ -29,12 +31,14 @@ def load_hf(
     check: bool = False,
     progress: Callable[[int, int], None] | None = None,
     counter: IOCounter | None = None,
+    threads: int = 4,
 ) -> dict[str, Tensor]:
     """This place's tensors of a checkpoint.
 
     Every rank checks all headers against the layout, then reads only the bytes that it holds: one contiguous read where
-    it holds whole rows, one read a row where it holds columns. Tensors are read in the order of their bytes in the
-    files.
+    it holds whole rows, one read a row where it holds columns. A few threads read, in the order of the bytes in the
+    files, straight into the tensors; beside them there is one buffer of 16 MiB a thread for what is cast or goes to a
+    GPU.
 
     Args:
         path: a folder of safetensors files, or one file.
@@ -43,11 +47,12 @@ def load_hf(
         device: where the tensors go.
         dtype: cast to this type; None: as stored.
         into: tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
-            theirs.
+            theirs. Of DTensors, as FSDP2 makes them, the part on this rank is read and returned.
         group: ranks that load together. With one, an error on any rank is raised on all of them.
         check: compare the whole checkpoint with its recorded checksums first, its tensors divided among the ranks.
         progress: called with the bytes that this rank has read and those it will have read, after each piece.
         counter: is given the bytes and calls of this load.
+        threads: how many read at once.
 
     Returns:
         Local name -> tensor. Padding is zero. Tensors that the layout has as optional and the checkpoint lacks (a value
@@ -61,6 +66,8 @@ def load_hf(
     count = IOCounter() if counter is None else counter
 
     def prepare() -> tuple[Checkpoint, Sources, dict[str, Block], dict[str, Tensor]]:
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
         checkpoint = open_checkpoint(path)
         count.header_bytes += checkpoint.header_bytes
         if check:
@@ -70,11 +77,17 @@ def load_hf(
         if into is None:
             tensors = _allocate(checkpoint, layout, sources, blocks, torch.device(device), dtype)
         else:
-            tensors = _destinations(blocks, into)
+            tensors, blocks = _destinations(blocks, into)
         return checkpoint, sources, blocks, tensors
 
     checkpoint, sources, blocks, tensors = agree(prepare, group)
-    agree(lambda: _read(checkpoint, sources, blocks, tensors, count, progress), group)
+
+    def read() -> None:
+        _clear_padding(blocks, tensors)
+        reads = _reads(checkpoint, sources, blocks, tensors)
+        read_all(reads, threads=threads, counter=count, progress=progress)
+
+    agree(read, group)
     return tensors
 
 
@@ -103,49 +116,30 @@ def _allocate(
     return tensors
 
 
-def _destinations(blocks: dict[str, Block], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _destinations(blocks: dict[str, Block], into: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Block]]:
+    """The tensors of `into` that are to be filled, of DTensors their parts, and the blocks of these."""
     missing = [name for name in blocks if name not in into]
     if missing:
         raise ValueError(
             f"into lacks {', '.join(missing[:3])} ({len(missing)} of {len(blocks)}); it has {list(into)[:3]}..."
         )
-    tensors = {name: into[name].detach() for name in blocks}
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != blocks[name].shape:
-            raise ValueError(f"into[{name!r}] has shape {tuple(tensor.shape)}, the layout has {blocks[name].shape}")
-    return tensors
+    held = {name: on_this_rank(f"into[{name!r}]", into[name], block.shape) for name, block in blocks.items()}
+    parts = {name: blocks[name].part(box) for name, (_, box) in held.items()}
+    return {name: tensor for name, (tensor, _) in held.items()}, parts
 
 
-def _read(
-    checkpoint: Checkpoint,
-    sources: Sources,
-    blocks: dict[str, Block],
-    tensors: dict[str, Tensor],
-    counter: IOCounter,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    copies = []
+def _reads(
+    checkpoint: Checkpoint, sources: Sources, blocks: dict[str, Block], tensors: dict[str, Tensor]
+) -> Iterator[Read]:
+    for name, block in blocks.items():
+        for source, copy in shared(block, sources):
+            file, info = checkpoint.tensors[source]
+            view = view_of(tensors[name], copy.destination_range)
+            yield Read(checkpoint.path / file, info, copy.source_range, view)
+
+
+def _clear_padding(blocks: dict[str, Block], tensors: dict[str, Tensor]) -> None:
     for name, block in blocks.items():
         for piece in block.pieces:
             if piece.is_padding:
                 view_of(tensors[name], piece.local_range).zero_()
-        for source, copy in shared(block, sources):
-            file, info = checkpoint.tensors[source]
-            copies.append((file, info, copy, view_of(tensors[name], copy.destination_range)))
-    copies.sort(key=lambda entry: (entry[0], entry[1].offset, entry[2].source_range))
-    stagings = StagingPool()
-    total = sum(volume(copy.source_range) * info.dtype.itemsize for _, info, copy, _ in copies)
-    before = counter.data_bytes
-    fd, opened = -1, ""
-    try:
-        for file, info, copy, view in copies:
-            if file != opened:
-                if fd >= 0:
-                    os.close(fd)
-                fd, opened = os.open(checkpoint.path / file, os.O_RDONLY | os.O_CLOEXEC), file
-            read_box(fd, info, copy.source_range, view, stagings.on(view.device), counter)
-            if progress is not None:
-                progress(counter.data_bytes - before, total)
-    finally:
-        if fd >= 0:
-            os.close(fd)

@@ -1,11 +1,9 @@
 """Which rank writes what: every box of every canonical tensor once, replicas spread over the ranks that hold them."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt.layout import Layout
+from ckpt.holdings import Holdings
 from ckpt.pieces import Box, Piece, distinct_cover_problem, volume
-from ckpt.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,37 +16,32 @@ class Held:
     piece: Piece
 
 
-def assign_owners(layout: Layout, places: Sequence[Sequence[Place]], present: Iterable[str]) -> dict[str, list[Held]]:
-    """Choose one holder for every box of every present canonical tensor, by the least elements given to it so far.
-
-    Args:
-        layout: the layout.
-        places: for each rank, the places of the chunks it holds.
-        present: the canonical tensors to write.
+def assign_owners(holdings: Holdings) -> dict[str, list[Held]]:
+    """Choose one holder for every box of every canonical tensor that is held, by the least elements given to it so far.
 
     Returns:
         Canonical name -> the pieces that together hold each of its elements once; the same on every rank.
 
     Raises:
-        ValueError: the ranks together do not hold a whole tensor.
+        ValueError: the ranks together do not hold a whole tensor, or have divided its copies in two ways.
     """
-    holders: dict[str, dict[Box, list[Held]]] = {name: {} for name in present}
-    for rank, chunks in enumerate(places):
-        for chunk, place in enumerate(chunks):
-            for local, block in layout.at(place).items():
+    holders: dict[str, dict[Box, list[Held]]] = {name: {} for name in holdings.dtypes}
+    for rank, chunks in enumerate(holdings.ranks):
+        for index, chunk in enumerate(chunks):
+            for local, block in chunk.blocks.items():
                 for piece in block.pieces:
                     if piece.canonical_range is not None and piece.name in holders:
-                        held = Held(rank, chunk, local, piece)
+                        held = Held(rank, index, local, piece)
                         holders[piece.name].setdefault(piece.canonical_range, []).append(held)
-    load = [0] * len(places)
+    load = [0] * len(holdings.ranks)
     owners: dict[str, list[Held]] = {}
     for name, boxes in holders.items():
-        problem = distinct_cover_problem(boxes, layout.canonical[name].shape)
+        problem = distinct_cover_problem(boxes, holdings.layout.canonical[name].shape)
         if problem:
-            listed = ", ".join(str(place) for chunks in places for place in chunks)
+            listed = ", ".join(str(chunk.place) for chunks in holdings.ranks for chunk in chunks)
             raise ValueError(
-                f"the ranks do not hold all of {name}: {problem}; their places are {listed}. Save with a group "
-                "that spans the whole grid, each rank with its own place"
+                f"the ranks do not hold all of {name} once: {problem}; their places are {listed}. Pass a group that "
+                "spans the whole grid, each rank with its own place, and divide all copies of a tensor alike"
             )
         owners[name] = []
         for box, candidates in boxes.items():

@@ -148,6 +148,8 @@ class Block:
 
     def part(self, box: Box) -> "Block":
         """The block of the tensor `tensor[box]`, which FSDP2 leaves on a data-parallel rank."""
+        if box == full_box(self.shape):
+            return self
         # To a piece seen the other way round, the local tensor is what both it and the box are parts of.
         wanted = None if math.prod(extents(box)) == 0 else Piece(LOCAL, box, relative(box, box))
         pieces = []

@@ -80,7 +80,7 @@ def plan_bytes(
     for place in grid.places():
         components = dict.fromkeys(COMPONENTS, 0)
         for block in layout.at(place).values():
-            if not block.names or all(layout.canonical[name].optional for name in block.names):
+            if layout.is_optional(block):
                 continue
             label = component(block.names[0])
             components[label] = components.get(label, 0) + block.numel * known.get(block.names[0], dtype).itemsize

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from ckpt.atomic import sync_folder
+from ckpt.atomic import remove_abandoned, sync_folder
 
 LATEST = "latest"
 STATE = "state.json"
@@ -42,6 +42,11 @@ def latest_step(root: str | os.PathLike[str]) -> int | None:
     if match is None or not (Path(root) / name / STATE).is_file():
         raise ValueError(f"{pointer} names {name!r}, which is no checkpoint; there are steps {saved_steps(root)}")
     return int(match[1])
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed saves of any step have left, unless a living one is at work there."""
+    remove_abandoned(root.glob(".step-*.saving-*"))
 
 
 def prune(root: Path, keep: int | None) -> None:

@@ -49,7 +49,8 @@ def save_hf(
 
     Args:
         path: the checkpoint folder; a checkpoint that is there is replaced.
-        tensors: this rank's tensors by local name, on any device; a sequence of them for a rank with several chunks.
+        tensors: this rank's tensors by local name, on any device; a sequence of them for a rank with several chunks. Of
+            DTensors, as FSDP2 makes them, each rank writes the part that it has.
         layout: from `layout_for`.
         place: this rank's place, or one for each chunk; None: this process holds everything.
         group: the ranks that together hold the model, replicas included; None: this process alone.
@@ -71,7 +72,7 @@ def save_hf(
     def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
         stored = holdings.stored_dtypes(dtype)
         shapes = {name: (stored[name], layout.canonical[name].shape) for name in stored}
-        owners = assign_owners(layout, holdings.places, stored)
+        owners = assign_owners(holdings)
         return plan_files(shapes, max_shard_size, metadata or {}, checksums), owners
 
     plan, owners = agree(lay_out, group)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
@@ -126,12 +127,7 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
 def _check_place(shards: Shards, index: int, place: Place) -> None:
     blocks = shards.layout.at(place)
     held = shards.tensors(index, WEIGHTS)
-    optional = {
-        name
-        for name, block in blocks.items()
-        if all(shards.layout.canonical[source].optional for source in block.names)
-    }
-    missing = [name for name in blocks if name not in held and name not in optional]
+    missing = [name for name, block in blocks.items() if name not in held and not shards.layout.is_optional(block)]
     unexpected = [name for name in held if name not in blocks]
     wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
     if missing or unexpected or wrong:
@@ -172,13 +168,19 @@ def save_shards(
                 f"no rank of the group stands at {absent[:3]}; save with a group that spans the whole grid"
             )
         blocks = layout.at(place)
-        own = {f"{WEIGHTS}/{name}": tensor.detach() for name, tensor in tensors.items()}
+        own = {f"{WEIGHTS}/{name}": tensor for name, tensor in tensors.items()}
         for name, slots in (optimizer or {}).items():
-            own |= {f"{slot}/{name}": tensor.detach() for slot, tensor in slots.items()}
+            own |= {f"{slot}/{name}": tensor for slot, tensor in slots.items()}
         unknown = [key for key in own if key.partition("/")[2] not in blocks]
         if unknown:
             raise ValueError(f"{unknown[:3]} are not in the layout at {place}")
-        return own
+        divided = [key for key, tensor in own.items() if isinstance(tensor, DTensor)]
+        if divided:
+            raise ValueError(
+                f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "
+                "save_training and save_hf take DTensors"
+            )
+        return {key: tensor.detach() for key, tensor in own.items()}
 
     own = agree(check, group)
     writer = agree(lambda: FolderWriter(Path(path)) if rank == 0 else None, group)

@@ -33,8 +33,8 @@ def stream_hf(
     least one tensor, beside the two communication buffers.
 
     Args:
-        tensors: this rank's tensors by local name, or one mapping for each chunk; of DTensors, those of a bucket are
-            gathered at a time.
+        tensors: this rank's tensors by local name, or one mapping for each chunk; DTensors where data parallelism has
+            divided them further.
         layout: from `layout_for`.
         group: the ranks that together hold the model; None: this process alone.
         place: this rank's place, or one for each chunk; None: everything.
@@ -47,8 +47,8 @@ def stream_hf(
         ValueError: as `save_hf`; on every rank.
     """
     holdings = take_stock(tensors, layout, place, group)
-    owners = agree(lambda: assign_owners(layout, holdings.places, holdings.dtypes), group)
-    receivers = range(len(holdings.places)) if to is None else sorted(set(to))
+    owners = agree(lambda: assign_owners(holdings), group)
+    receivers = range(len(holdings.ranks)) if to is None else sorted(set(to))
     types = holdings.stored_dtypes(dtype)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device

@@ -8,10 +8,11 @@ as such, without a gather.
 """
 
 import contextlib
+import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
-from ckpt.boxio import IOCounter, view_of
+from ckpt.boxio import IOCounter
 from ckpt.config import read_json_file
 from ckpt.dcp import BoxLoadPlanner, BoxOf, BoxSavePlanner, SafetensorsReader, SafetensorsWriter, stored_tensors
 from ckpt.files import write_json
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
-from ckpt.pieces import Block, Box, extents
-from ckpt.place import Place
 from ckpt.rng import capture_rng
-from ckpt.runs import STATE, latest_step, point_to, prune, saved_steps
-
-# Where a rank stands; one place for each pipeline chunk that it holds.
-Places = Place | Sequence[Place] | None
+from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
+from ckpt.state_boxes import Places, held_boxes, wanted_state
 
 
 @dataclass
@@ -129,11 +124,16 @@ def save_training(
         ValueError: tensors do not fit the layout, or the ranks together lack a part; on every rank.
         OSError: the disk is full; older checkpoints and `latest` are intact; on every rank.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
-    boxes = agree(lambda: _all_boxes(tensors, optimizer or {}, layout, place), group)
-    rngs = all_gather_json(capture_rng(), group)
-    state = {"step": step, "extra": dict(extra or {}), "rng": rngs}
+
+    def prepare() -> tuple[list[BoxOf], dict[str, Any]]:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {})
+
+    boxes, copied = agree(prepare, group)
+    state = {"step": step, "extra": copied, "rng": all_gather_json(capture_rng(), group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
         _write(Path(root), step, boxes, layout, state, group, keep, count)
@@ -152,76 +152,13 @@ def save_training(
     return pending
 
 
-def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
-    """The local tensors of all of a rank's chunks."""
-    places = [Place()] if place is None else [place] if isinstance(place, Place) else place
-    blocks: dict[str, Block] = {}
-    for at in places:
-        if both := sorted(blocks.keys() & layout.at(at).keys()):
-            raise ValueError(f"several chunks of {list(map(str, places))} have {both[:3]}; save each chunk by itself")
-        blocks |= layout.at(at)
-    return blocks
-
-
-def _on_this_rank(tensor: Tensor, block: Block) -> tuple[Tensor, Block]:
-    """A place's tensor and its block, or a DTensor's part and the part of its block."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), block
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    box: Box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-    return tensor.to_local().detach(), block.part(box)
-
-
-def _all_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout: Layout, place: Places) -> list[BoxOf]:
-    blocks = _blocks(layout, place)
-    unknown = [name for name in (*tensors, *optimizer) if name not in blocks]
-    missing = [
-        name
-        for name, block in blocks.items()
-        if name not in tensors and not all(layout.canonical[source].optional for source in block.names)
-    ]
-    if unknown or missing:
-        raise ValueError(
-            f"the tensors at {place or Place()} do not match the layout: missing {missing[:3]}, unknown {unknown[:3]}"
-        )
-    boxes: list[BoxOf] = []
-    parts: dict[str, Block] = {}
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != blocks[name].shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {blocks[name].shape}")
-        local, parts[name] = _on_this_rank(tensor, blocks[name])
-        boxes += _boxes("model", local, parts[name], layout)
-    for name, slots in optimizer.items():
-        for slot, tensor in slots.items():
-            whole = blocks[name] if isinstance(tensor, DTensor) else parts.get(name, blocks[name])
-            local, part = _on_this_rank(tensor, whole)
-            boxes += _slot_boxes(slot, local, name, part, layout)
-    return boxes
-
-
-def _boxes(kind: str, tensor: Tensor, block: Block, layout: Layout) -> list[BoxOf]:
-    """The boxes of a tensor that is made of pieces, as views of it."""
-    return [
-        BoxOf(
-            f"{kind}/{piece.name}",
-            layout.canonical[piece.name].shape,
-            piece.canonical_range,
-            view_of(tensor, piece.local_range).view(extents(piece.canonical_range)),
-        )
-        for piece in block.pieces
-        if piece.canonical_range is not None
-    ]
-
-
-def _slot_boxes(slot: str, tensor: Tensor, name: str, block: Block, layout: Layout) -> list[BoxOf]:
-    if tuple(tensor.shape) == block.shape:
-        return _boxes(f"optimizer/{slot}", tensor, block, layout)
-    if tensor.numel() != 1 or "/" in slot:
-        raise ValueError(
-            f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's {block.shape} or one element"
-        )
-    # A count goes with each canonical tensor, so that it finds its way into any other fusion of them.
-    return [BoxOf(f"optimizer/{slot}/{source}", (), (), tensor.view(())) for source in block.names]
+def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's values as JSON has them; training may go on to change its own."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+    except TypeError as error:
+        raise ValueError(f"extra must be made of JSON values: {error}") from None
+    return copied
 
 
 def _write(
@@ -236,7 +173,14 @@ def _write(
 ) -> None:
     rank = 0 if group is None else group.rank()
     folder = root / f"step-{step:08d}"
-    writer = agree(lambda: FolderWriter(folder) if rank == 0 else None, group)
+
+    def open_folder() -> FolderWriter | None:
+        if rank:
+            return None
+        remove_leftovers(root)
+        return FolderWriter(folder)
+
+    writer = agree(open_folder, group)
     try:
         path = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
         with _torch_checkpoint(group):
@@ -320,7 +264,7 @@ def load_training(
     """
     rank = 0 if group is None else group.rank()
     folder, state = agree(lambda: _open(Path(root), step), group)
-    wanted = agree(lambda: _destinations(folder, layout, place, into, torch.device(device)), group)
+    wanted = agree(lambda: wanted_state(folder, layout, place, into, torch.device(device)), group)
     with _torch_checkpoint(group):
         load(
             {},
@@ -340,77 +284,3 @@ def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
     folder = root / f"step-{chosen:08d}"
     return folder, read_json_file(folder / STATE)
-
-
-@dataclass
-class _Wanted:
-    """What a place is to load: tensors, and the boxes that fill them.
-
-    Attributes:
-        counts: (local name, slot) -> the one-element state of each canonical tensor that the parameter joins.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    counts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    boxes: list[BoxOf] = field(default_factory=list)
-
-    def settle_counts(self) -> None:
-        """Give every parameter its one count.
-
-        Raises:
-            ValueError: the canonical tensors that a parameter joins have different ones.
-        """
-        for (name, slot), values in self.counts.items():
-            if not torch.equal(values, values[:1].expand_as(values)):
-                raise ValueError(f"the {slot} of the tensors fused in {name} differ: {values.tolist()}")
-            self.optimizer.setdefault(name, {})[slot] = values[0].clone()
-
-
-def _destinations(
-    folder: Path, layout: Layout, place: Places, into: Mapping[str, Tensor] | None, device: torch.device
-) -> _Wanted:
-    stored = stored_tensors(folder)
-    slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
-    wanted = _Wanted()
-    for name, block in _blocks(layout, place).items():
-        if all(layout.canonical[source].optional and f"model/{source}" not in stored for source in block.names):
-            continue
-        wanted.tensors[name], part = _weight(name, block, stored, into, device)
-        wanted.boxes += _boxes("model", wanted.tensors[name], part, layout)
-        for slot in slots:
-            keys = [f"optimizer/{slot}/{source}" for source in block.names]
-            if not all(key in stored for key in keys):
-                continue
-            dtype, shape = stored[keys[0]]
-            if shape == layout.canonical[block.names[0]].shape:
-                moment = torch.zeros(part.shape, dtype=dtype, device=device)
-                wanted.optimizer.setdefault(name, {})[slot] = moment
-                wanted.boxes += _boxes(f"optimizer/{slot}", moment, part, layout)
-            else:
-                values = torch.zeros(len(keys), dtype=dtype)
-                wanted.counts[name, slot] = values
-                wanted.boxes += [BoxOf(key, (), (), value) for key, value in zip(keys, values, strict=True)]
-    return wanted
-
-
-def _weight(
-    name: str,
-    block: Block,
-    stored: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    into: Mapping[str, Tensor] | None,
-    device: torch.device,
-) -> tuple[Tensor, Block]:
-    absent = [source for source in block.names if f"model/{source}" not in stored]
-    if absent:
-        raise ValueError(f"the training checkpoint is of another model: it lacks {absent[:3]}")
-    if into is None:
-        return torch.zeros(block.shape, dtype=stored[f"model/{block.names[0]}"][0], device=device), block
-    if name not in into or tuple(into[name].shape) != block.shape:
-        found = "is missing" if name not in into else f"has shape {tuple(into[name].shape)}"
-        raise ValueError(f"into[{name!r}] {found}; the layout has {block.shape}")
-    tensor, part = _on_this_rank(into[name], block)
-    for piece in part.pieces:
-        if piece.is_padding:
-            view_of(tensor, piece.local_range).zero_()
-    return tensor, part

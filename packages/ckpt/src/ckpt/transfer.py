@@ -75,7 +75,6 @@ def exchange(
     pending: list[_Move] = []
     sent, received = [0] * size, [0] * size
     done: list[str] = []
-    finished: set[str] = set()
 
     def flush() -> None:
         _all_to_all(pending, holdings, group, deliver)
@@ -83,8 +82,6 @@ def exchange(
         sent[:], received[:] = [0] * size, [0] * size
 
     for name, wanted in wants:
-        holdings.release(finished)
-        holdings.gather(name)
         for move in _moves(owners[name], wanted, holdings.dtypes[name], bucket_bytes):
             pending.append(move)
             sent[move.held.rank] += move.nbytes
@@ -93,11 +90,9 @@ def exchange(
                 flush()
         done.append(name)
         if not pending:
-            finished.update(done)
             yield done
             done = []
     flush()
-    holdings.release(holdings.dtypes.keys())
     if done:
         yield done
 
@@ -113,7 +108,7 @@ def _moves(held: list[Held], wanted: list[Want], dtype: torch.dtype, bucket_byte
 
 
 def _values(move: _Move, holdings: Holdings) -> Tensor:
-    return view_of(holdings.chunks[move.held.chunk].whole(move.held.local), move.copy.source_range)
+    return view_of(holdings.chunks[move.held.chunk].tensors[move.held.local], move.copy.source_range)
 
 
 def _aligned(nbytes: int) -> int:

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
-from ckpt.compare import Report
 from ckpt.compare import verify as verify_checkpoints
+from ckpt.report import Report
 
 DIFFERENT = 1
 

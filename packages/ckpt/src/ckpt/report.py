@@ -1,0 +1,88 @@
+"""What a comparison found."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["missing", "unexpected", "shape", "dtype", "values"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same.
+
+    Attributes:
+        name: the canonical tensor, or the local one of a live model.
+        kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values".
+        detail: the two sides, for people.
+        elements: how many elements differ by more than the tolerance.
+        worst: the largest absolute difference; infinite where one side is not a number.
+        first: the index of the first element that differs.
+    """
+
+    name: str
+    kind: Kind
+    detail: str
+    elements: int = 0
+    worst: float = 0.0
+    first: tuple[int, ...] = ()
+
+
+@dataclass
+class Report:
+    """What a comparison found.
+
+    Attributes:
+        tensors: how many were compared.
+        elements: of how many elements.
+        differences: in the model's order.
+    """
+
+    tensors: int = 0
+    elements: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference in the model's order."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def worst(self) -> Difference | None:
+        """The difference with the largest absolute value."""
+        return max(self.differences, key=lambda difference: difference.worst, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "equal": self.equal,
+            "tensors": self.tensors,
+            "elements": self.elements,
+            # JSON has no infinity: null stands for it.
+            "differences": [
+                {
+                    **dataclasses.asdict(difference),
+                    "worst": difference.worst if math.isfinite(difference.worst) else None,
+                }
+                for difference in self.differences
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Report":
+        """The report that `to_json` described."""
+        differences = [
+            Difference(**{**entry, "first": tuple(entry["first"]), "worst": _or_infinite(entry["worst"])})
+            for entry in value["differences"]
+        ]
+        return cls(value["tensors"], value["elements"], differences)
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
