@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 
