@@ -138,6 +138,31 @@ def test_used_keys(backend: str) -> None:
     assert not out[4:].any()
 
 
+@torch.no_grad()
+def test_latents_are_read_once_for_all_heads() -> None:
+    """A decoding step of MLA over 19 MB of cache, which repeated for each of 128 heads would be 2.4 GB."""
+    torch.manual_seed(0)
+    used = [1024, 1, 0, 777, *range(1000, 1012)]
+    q = torch.randn(16, 128, 576, device="cuda").bfloat16()
+    k = torch.randn(16 * 1024, 1, 576, device="cuda").bfloat16()
+    options: dict[str, Any] = {
+        "cu_seqlens_k": boundaries([1024] * 16),
+        "max_seqlen_k": 1024,
+        "used_k": torch.tensor(used, device="cuda", dtype=torch.int32),
+        "scale": 192**-0.5,
+    }
+    bounds = boundaries([1] * 16)
+    expected = packed_attention(q.float(), k.float(), k[..., :512].float(), bounds, 1, backend="reference", **options)
+    packed_attention(q, k, k[..., :512], bounds, 1, **options)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with no_host_sync():
+        out = packed_attention(q, k, k[..., :512], bounds, 1, **options)
+    assert torch.cuda.max_memory_allocated() - before < 400e6
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert not out[2].any()
+
+
 def test_auto_takes_the_first_that_is_able() -> None:
     q, k, v = torch.randn(3, 8, 4, 64, device="cuda").bfloat16()
     out = packed_attention(q, k, v, boundaries([8]), 8)

@@ -5,14 +5,15 @@ That attention is compared with transformers' in test_decoder.py, at every grid.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention import LatentConfig, ParallelLatentAttention
-from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache
+from parallel_layers.attention import LatentConfig, ParallelLatentAttention, latent, packed_attention
+from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache, contiguous, paged_attention
 from parallel_layers.initialization import initialize_
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.testing import RankPool
@@ -83,6 +84,41 @@ def test_a_cache_keeps_one_latent_a_token(kind: str) -> None:
         cache.select([1, 1])
         ends = layer(x[[5, 5]], rotary(torch.tensor([5, 5])), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
     torch.testing.assert_close(ends, expected[[5, 5]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The first forward attends with expanded keys, in heads of a size that the fast kernels take."""
+    sizes = []
+
+    def spy(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        sizes.append(q.shape[-1])
+        return packed_attention(q, *arguments, **options)
+
+    for module in (latent, contiguous, paged_attention):
+        monkeypatch.setattr(module, "packed_attention", spy)
+    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
+    cache = CACHES[kind](1, 2, 9, *layer.cache_shape)
+    rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
+
+    @torch.no_grad()
+    def bring(lengths: list[int]) -> None:
+        tokens = sum(lengths)
+        bounds = cu_seqlens_of(lengths)
+        layer(torch.randn(tokens, HIDDEN), rotary(torch.arange(tokens)), bounds, max(lengths), cache=cache.layer(0))
+        cache.advance(bounds)
+
+    bring([4, 0])
+    bring([1, 3])
+    cache.free([0])
+    bring([3, 1])
+    cache.free([0, 1])
+    bring([1, 1])
+    expanded, latents = SIZES.qk_head_dim, layer.cache_shape.head_dim
+    assert sizes == [expanded, latents, latents, expanded]
+    cache.reset()
+    with pytest.raises(ValueError, match=rf"a {type(cache).__name__} is for inference; run the model under torch.no"):
+        layer(torch.randn(2, HIDDEN), rotary(torch.arange(2)), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
 
 
 def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:

@@ -1,6 +1,8 @@
 """packed_attention: each backend that runs on a CPU against a dense softmax written out, segment by segment."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers.attention import available_backends, packed_attention, sdpa
 from parallel_layers.attention.backends import BACKENDS
 
 CPU_BACKENDS = ["reference", "sdpa"]
@@ -162,7 +164,7 @@ def test_used_keys(backend: str) -> None:
     k[missing], v[missing] = 1e30, float("nan")
     used_k = torch.tensor(used).int()
     ours = packed_attention(
-        q, k, v, boundaries(lengths_q), 3, cu_seqlens_k=cu_k, max_seqlen_k=room, used_k=used_k, backend="reference"
+        q, k, v, boundaries(lengths_q), 3, cu_seqlens_k=cu_k, max_seqlen_k=room, used_k=used_k, backend=backend
     )
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="used_k is for inference"):
@@ -241,6 +243,26 @@ def test_a_long_segment_in_blocks() -> None:
     for options in ({}, {"window": 40}, {"window": 150, "causal": False}):
         ours = packed_attention(*leaves, boundaries(lengths), 300, **options)
         assert_same_with_gradients(ours, dense_attention(*leaves, boundaries(lengths), **options)[0], leaves)
+
+
+@pytest.mark.parametrize("case", ["full", "window", "window both ways"])
+def test_masks_in_blocks_and_keys_of_groups_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """sdpa with a mask: no mask above the bound, and as many query heads as key heads, or torch repeats keys."""
+    monkeypatch.setattr(sdpa, "_MAX_MASK", 1000)
+    seen = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        seen.append((q.shape[1], k.shape[1], mask.numel()))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    torch.manual_seed(0)
+    leaves = inputs(sum(LENGTHS), 6, 2)
+    cu_seqlens = boundaries(LENGTHS)
+    monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy, pad=torch.nn.functional.pad))
+    ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend="sdpa", **CASES[case])
+    assert len(seen) == 6  # blocks of 3 queries: 6 segments, 3 heads a group, 17 keys
+    assert all(heads == kv_heads and size <= 1000 for heads, kv_heads, size in seen)
+    assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens, **CASES[case])[0], leaves)
 
 
 def test_gradcheck() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from parallel_layers import comm
 from parallel_layers.attention.layer import AttentionCache, CacheShape, ContextParallel, attention_over
-from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
@@ -109,9 +109,11 @@ class ParallelLatentAttention(nn.Module):
     whole parameters. Without `q_lora_rank`, A is absent and the queries' projection sends what a `ColumnParallelLinear`
     does. With a context-parallel group, what its attention sends.
 
-    With a cache, which holds only the latents and rotated keys, `[1, C + R]` a token, whatever the number of heads:
-    each head's half of `kv_b_proj` is multiplied into the queries and out of the outputs, so that the latents
-    themselves are keys and values of a single head (section 2.1.2).
+    A cache holds only the latents and rotated keys, `[1, C + R]` a token, whatever the number of heads. As long as it
+    is empty, the tokens attend to each other as without one. Then each head's half of `kv_b_proj` is multiplied into
+    the queries and out of the outputs, so that the latents themselves are keys and values of a single head (section
+    2.1.2): a decoding step reads each latent once for all heads, and multiplies (2 C + R) / (N + R + V) times as much
+    as with expanded keys and values.
 
     Args:
         hidden_size: H.
@@ -249,8 +251,16 @@ class ParallelLatentAttention(nn.Module):
         k_rope = key[:, None]
         if rotary is not None:
             q_rope, k_rope = rotate_queries_and_keys(q_rope, k_rope, *rotary, interleaved=self.rotary_interleaved)
+        attend = self.attend
         if cache is not None:
-            return self.o_proj(self._attend_to_latents(cache, q_nope, q_rope, latent, k_rope, cu_seqlens, max_seqlen))
+            latents = latent[:, None]
+            stored = torch.cat((latents, k_rope), dim=-1)
+            if not cache.is_empty:
+                return self.o_proj(
+                    self._attend_to_latents(cache, q_nope, q_rope, stored, latents, cu_seqlens, max_seqlen)
+                )
+            cache.store(stored, latents, cu_seqlens, max_seqlen)
+            attend = packed_attention
         k_nope, value = (
             self.kv_b_proj(latent)
             .unflatten(-1, (self.num_heads_local, -1))
@@ -258,15 +268,15 @@ class ParallelLatentAttention(nn.Module):
         )
         query = torch.cat((q_nope, q_rope), dim=-1)
         keys = torch.cat((k_nope, k_rope.expand(-1, self.num_heads_local, -1)), dim=-1)
-        return self.o_proj(self.attend(query, keys, value, cu_seqlens, max_seqlen, **self.options).flatten(1))
+        return self.o_proj(attend(query, keys, value, cu_seqlens, max_seqlen, **self.options).flatten(1))
 
     def _attend_to_latents(
         self,
         cache: AttentionCache,
         q_nope: Tensor,
         q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
+        keys: Tensor,
+        values: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
@@ -275,7 +285,5 @@ class ParallelLatentAttention(nn.Module):
         heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
         to_keys, to_values = heads.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)
-        latent = latent[:, None]
-        keys = torch.cat((latent, k_rope), dim=-1)
-        out = cache.attend(query, keys, latent, cu_seqlens, max_seqlen, **self.options)
+        out = cache.attend(query, keys, values, cu_seqlens, max_seqlen, **self.options)
         return torch.einsum("tqc,qvc->tqv", out, to_values).flatten(1)

@@ -29,6 +29,15 @@ CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attenti
 class AttentionCache(Protocol):
     """What a layer needs of a cache of keys and values: `parallel_layers.inference.KVCache.layer(i)`."""
 
+    @property
+    def is_empty(self) -> bool:
+        """No sequence has tokens yet."""
+        ...
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
+        """Add the keys and values of these tokens."""
+        ...
+
     def attend(
         self,
         q_TQD: Tensor,

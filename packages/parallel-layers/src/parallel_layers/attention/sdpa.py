@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from parallel_layers.attention.problem import Scoring, Segments
 
+_MAX_MASK = 1 << 26  # entries of a mask; more queries than that allows go in blocks
+
 
 def _pad(x: Tensor, rows: Tensor, count: int, length: int) -> Tensor:
     """Spread packed `[T, heads, D]` to `[S, heads, length, D]`, zero where nothing lands; the last row is dropped."""
@@ -44,24 +46,38 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
 
     if scoring.causal and scoring.window is None and segments.cu_q is segments.cu_k and segments.used_k is None:
         # Padding follows the last token, so the plain causal mask already hides it from every real query.
-        seen, hears = None, None
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
+    elif (row := count * (q.shape[1] // k.shape[1]) * size_k) * size_q <= _MAX_MASK:
+        out = _masked(q, k, v, 0, segments, scoring)
     else:
-        seen, hears = _mask(segments, scoring, size_q, size_k)
-    out = F.scaled_dot_product_attention(
-        q, k, v, seen, is_causal=seen is None, scale=scoring.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    if hears is not None:
-        out = out.masked_fill(~hears, 0)
+        step = max(1, _MAX_MASK // row)
+        blocks = enumerate(q.split(step, dim=2))
+        out = torch.cat([_masked(block, k, v, i * step, segments, scoring) for i, block in blocks], dim=2)
     return F.pad(out.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[rows_q]
 
 
-def _mask(segments: Segments, scoring: Scoring, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
+def _masked(q: Tensor, k: Tensor, v: Tensor, first: int, segments: Segments, scoring: Scoring) -> Tensor:
+    """The outputs `[S, Q, I, D']` of I queries, of which the first is `first` among those of its segment.
+
+    The query heads of one key head stand as further rows of one head: with a mask and grouped heads torch would repeat
+    the keys for every query head, which for the latents of MLA is a cache 128 times as large.
+    """
+    seen, hears = _mask(segments, scoring, first, q.shape[2], k.shape[2])
+    group = q.shape[1] // k.shape[1]
+    mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    rows = q.unflatten(1, (-1, group)).flatten(2, 3)
+    out = F.scaled_dot_product_attention(rows, k, v, mask, scale=scoring.scale)
+    return out.unflatten(2, (group, -1)).flatten(1, 2).masked_fill(~hears, 0)
+
+
+def _mask(segments: Segments, scoring: Scoring, first: int, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
     """What each query sees, `[S, 1, I, J]` (never nothing: torch would make NaN), and who has a key, `[S, 1, I, 1]`."""
     lengths_q = segments.cu_q.diff()
     lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
     device = segments.cu_q.device
-    place_q = torch.arange(size_q, device=device) + (lengths_k - lengths_q)[:, None]
-    place_k = torch.arange(size_k, device=device)
+    place_q = torch.arange(first, first + size_q, device=device, dtype=torch.int32) + (lengths_k - lengths_q)[:, None]
+    place_k = torch.arange(size_k, device=device, dtype=torch.int32)
     distance = place_q[:, :, None] - place_k
     seen = (place_k < lengths_k[:, None])[:, None].expand_as(distance)
     if scoring.causal:

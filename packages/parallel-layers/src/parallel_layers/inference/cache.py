@@ -66,6 +66,15 @@ class SequenceCache(ABC):
             ValueError: There is no such sequence.
         """
 
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """No sequence has tokens, as far as the host knows without asking the device."""
+
+    @abstractmethod
+    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """See `LayerCache.store`."""
+
     @abstractmethod
     def attend(
         self,
@@ -106,6 +115,20 @@ class LayerCache:
     def __init__(self, cache: SequenceCache, index: int) -> None:
         self.cache, self.index = cache, index
 
+    @property
+    def is_empty(self) -> bool:
+        """No sequence has tokens yet, so that these tokens attend to themselves alone."""
+        return self.cache.is_empty
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
+        """Write keys and values as `attend` does, for a layer that has attended to them in its own way.
+
+        Raises:
+            ValueError: As for `attend`.
+        """
+        self._check_no_gradient(k_TKD, v_TKD)
+        self.cache.store(self.index, k_TKD, v_TKD, cu_seqlens, max_seqlen)
+
     def attend(
         self,
         q_TQD: Tensor,
@@ -132,6 +155,9 @@ class LayerCache:
         Raises:
             ValueError: Fewer segments than sequences, no room left, or a gradient is asked for.
         """
-        if torch.is_grad_enabled() and (q_TQD.requires_grad or k_TKD.requires_grad or v_TKD.requires_grad):
-            raise ValueError(f"a {type(self.cache).__name__} is for inference; run the model under torch.no_grad()")
+        self._check_no_gradient(q_TQD, k_TKD, v_TKD)
         return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
+
+    def _check_no_gradient(self, *tensors: Tensor) -> None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise ValueError(f"a {type(self.cache).__name__} is for inference; run the model under torch.no_grad()")

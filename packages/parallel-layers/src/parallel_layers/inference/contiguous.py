@@ -119,6 +119,18 @@ class KVCache(SequenceCache):
         )
         self._longest, self._plan = self._longest_now(), None
 
+    @property
+    def is_empty(self) -> bool:
+        """No sequence has tokens, as far as the host knows without asking the device."""
+        return self._longest == 0
+
+    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """See `LayerCache.store`."""
+        rows = self._plan_for(cu_seqlens, max_seqlen, k_TKD.shape[0]).rows
+        self.keys[layer].index_copy_(0, rows, k_TKD.to(self.keys[layer].dtype))
+        if self.values is not None:
+            self.values[layer].index_copy_(0, rows, v_TKD.to(self.values[layer].dtype))
+
     def attend(
         self,
         layer: int,
@@ -130,13 +142,10 @@ class KVCache(SequenceCache):
         options: AttentionOptions,
     ) -> Tensor:
         """See `LayerCache.attend`."""
+        self.store(layer, k_TKD, v_TKD, cu_seqlens, max_seqlen)
         plan = self._plan_for(cu_seqlens, max_seqlen, q_TQD.shape[0])
         keys = self.keys[layer]
-        keys.index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
-        if self.values is None:
-            values = keys[..., : self.value_dim]
-        else:
-            values = self.values[layer].index_copy_(0, plan.rows, v_TKD.to(keys.dtype))
+        values = keys[..., : self.value_dim] if self.values is None else self.values[layer]
         options = {**options, "cu_seqlens_k": plan.cu_k, "max_seqlen_k": plan.max_used, "used_k": plan.used_k}
         k_all, v_all = keys[:-1].to(q_TQD.dtype), values[:-1].to(q_TQD.dtype)
         return packed_attention(q_TQD, k_all, v_all, cu_seqlens, max_seqlen, **options)

@@ -117,6 +117,18 @@ class PagedKVCache(SequenceCache):
         self.blocks.free(sequences)
         self._changed()
 
+    @property
+    def is_empty(self) -> bool:
+        """No sequence has tokens."""
+        return not any(self.blocks.lengths)
+
+    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """See `LayerCache.store`; raises ValueError also when the pool has too few blocks for the new tokens."""
+        rows = self._plan_for(cu_seqlens).rows
+        for pool, new in ((self.keys, k_TKD), (self.values, v_TKD)):
+            if pool is not None:
+                pool[layer].flatten(0, 1).index_copy_(0, rows, new.to(pool.dtype))
+
     def attend(
         self,
         layer: int,
@@ -127,16 +139,11 @@ class PagedKVCache(SequenceCache):
         max_seqlen: int,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `LayerCache.attend`; raises ValueError also when the pool has too few blocks for the new tokens."""
-        plan = self._plan_for(cu_seqlens)
+        """See `LayerCache.attend`; raises ValueError as `store` does."""
+        self.store(layer, k_TKD, v_TKD, cu_seqlens, max_seqlen)
         keys = self.keys[layer]
-        keys.flatten(0, 1).index_copy_(0, plan.rows, k_TKD.to(keys.dtype))
-        if self.values is None:
-            values = keys[..., : self.value_dim]
-        else:
-            values = self.values[layer]
-            values.flatten(0, 1).index_copy_(0, plan.rows, v_TKD.to(values.dtype))
-        return paged_attention(q_TQD, keys, values, plan.keys, options)
+        values = keys[..., : self.value_dim] if self.values is None else self.values[layer]
+        return paged_attention(q_TQD, keys, values, self._plan_for(cu_seqlens).keys, options)
 
     def _changed(self) -> None:
         self.num_sequences = len(self.blocks.lengths)
