@@ -58,8 +58,9 @@ class RoutingContext:
             batch's. None: the pack is the batch.
         loads: Filled by the forward: layer number -> tokens that chose each expert, `[E]` fp32, of the whole pack
             (under context parallelism: of this rank's tokens).
-        losses: Filled by the forward: layer number -> the auxiliary losses with a weight in the config, by their
-            config names, unweighted and detached. Their gradients need no further step.
+        losses: Filled by a forward with gradients (under recomputation by the second): layer number -> the auxiliary
+            losses with a weight in the config, by their config names, unweighted and detached. Their gradients need no
+            further step.
     """
 
     segments: Tensor | None = None

@@ -159,7 +159,7 @@ class TopKRouter(nn.Module):
         if context is not None and context.replay is not None:
             select = self._selection(context.replay, layer_number)
         routing = route(logits, self.config, bias_E=self.e_score_correction_bias, select=select)
-        if context is None and not self._weighted_losses():
+        if context is None and not self._wants_losses():
             return routing
         return self._observe(routing, layer_number, context or RoutingContext())
 
@@ -174,8 +174,10 @@ class TopKRouter(nn.Module):
 
         return select
 
-    def _weighted_losses(self) -> bool:
-        return bool(self.config.balance_loss or self.config.sequence_balance_loss or self.config.z_loss)
+    def _wants_losses(self) -> bool:
+        """Without a gradient there is nothing that a loss could be added to."""
+        weights = (self.config.balance_loss, self.config.sequence_balance_loss, self.config.z_loss)
+        return any(weights) and torch.is_grad_enabled()
 
     def _observe(self, routing: Routing, layer_number: int, context: RoutingContext) -> Routing:
         """Report loads and losses, and attach the losses to the weights."""
@@ -184,7 +186,7 @@ class TopKRouter(nn.Module):
         mask = segments >= 0
         load = expert_load(experts, self.config.num_experts, mask)
         context.loads[layer_number] = load if self.group is None else comm.all_reduce(load, self.group)
-        if not self._weighted_losses():
+        if not self._wants_losses():
             return routing
         probs = scores if self.config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         totals, config = context.totals, self.config
