@@ -1,20 +1,34 @@
 """A whole packed training step, forward and backward: a Llama-3-8B-shaped stack beside Megatron-Core.
 
-    torchrun --nproc-per-node TP benchmarks/step.py [--json FILE] [--rounds N] [--tiny]
+    torchrun --nproc-per-node TP benchmarks/step.py [--only NAME ...] [--json FILE] [--trace FILE] [--rounds N] [--tiny]
 
 Eight layers of Llama 3 8B with its vocabulary, 16384 tokens as 4 x 4096, bf16, no recompute, tensor parallel over all
 ranks, sequence parallel when there are several. Both models are built from the same config with random weights; the
 loss is the sum of the tokens' log-probabilities. Model FLOPs are 6 for each weight and token (the embedding is no
-product) plus causal attention once. Every round runs each variant once, the slowest rank counts. Peak memory is that
-of a step with the weights and gradients, of the worst rank. Megatron-Core takes Transformer Engine's layers where it is
-installed and is left out where it is not; a CPU runs ours alone.
+product) plus causal attention once. Every round runs each variant once, from no gradients; the slowest rank counts.
+Peak memory is that of a step with the weights and gradients, of the worst rank.
+
+Variants of ours, which share one model:
+
+    serial, collectives, symmetric-memory   the ways to overlap the sequence-parallel forward (several ranks, and what
+                                            they have)
+    auto                                    the layers' default
+    kept                                    auto, and the head keeps its probabilities in bf16 from the forward: three
+                                            products instead of four, and [T, V/tp] of memory
+    compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
+
+megatron takes Transformer Engine's layers where it is installed and is left out where it is not; a CPU runs ours alone.
+--trace profiles one step of each variant and writes which kernels took the time, on which stream.
 """
 
 import argparse
 import gc
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +36,14 @@ import torch.distributed as dist
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
 from torch import Tensor, nn
 
-from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers import (
+    DecoderLayer,
+    PackedSequence,
+    available_overlaps,
+    linear_log_probs,
+    next_token_labels,
+)
+from parallel_layers.views import view_of
 from rl_models.config import ModelConfig
 from rl_models.models import CausalLM
 
@@ -46,6 +67,7 @@ TINY = LLAMA_3_8B | {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 515,
 }  # fmt: skip
 Step = Callable[[], None]
+MEGATRON, COMPILED = "megatron", "compiled"
 
 
 @dataclass
@@ -82,19 +104,45 @@ def randomise(module: nn.Module) -> None:
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def ours(task: Task) -> tuple[nn.Module, Step]:
+def ours(task: Task) -> CausalLM:
     config = ModelConfig.from_hf(task.hf)
     # Sums over the ranks as Megatron-Core's: in bf16.
     config = replace(config, decoder=replace(config.decoder, reduce_dtype=torch.bfloat16))
-    model = CausalLM(
-        config, group=task.group, sequence_parallel=task.group is not None, dtype=torch.bfloat16, device=DEVICE,
-    )  # fmt: skip
+    options = {"group": task.group, "sequence_parallel": task.group is not None, "dtype": torch.bfloat16}
+    model = CausalLM(config, **options, device="meta").to_empty(device=DEVICE)  # type: ignore[arg-type]
+    randomise(model)
+    return model
+
+
+def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
+    if variant == COMPILED:
+        model = view_of(model, compile_layers)
+    keep = variant in ("kept", COMPILED)
+    overlap = variant if variant in available_overlaps(task.group, DEVICE) else "auto"
     labels = next_token_labels(task.packed)
 
     def step() -> None:
-        model.log_probs(task.packed, labels=labels, entropy=False).log_probs.sum().backward()
+        model.zero_grad(set_to_none=True)
+        for module in model.modules():
+            if hasattr(module, "overlap"):
+                module.overlap = overlap
+        linear_log_probs(
+            model(task.packed),
+            model.head_weight,
+            labels,
+            group=task.group,
+            entropy=False,
+            sequence_parallel=model.sequence_parallel,
+            vocab_size=task.hf["vocab_size"],
+            keep_probabilities=keep,
+        ).log_probs.sum().backward()
 
-    return model, step
+    return step
+
+
+def compile_layers(module: nn.Module, view: nn.Module) -> None:
+    if isinstance(view, DecoderLayer):
+        view.__dict__["forward"] = torch.compile(partial(type(view).forward, view), fullgraph=True)
 
 
 def megatron(task: Task) -> tuple[nn.Module, Step]:
@@ -154,7 +202,10 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
     )
     labels = next_token_labels(packed).clamp(min=0)[None]
 
+    randomise(model)
+
     def step() -> None:
+        model.zero_grad(set_to_none=True)
         losses: Tensor = model(
             packed.input_ids[None], packed.position_ids[None], None, labels=labels, packed_seq_params=bounds
         )
@@ -182,9 +233,51 @@ def peak(model: nn.Module, step: Step) -> float:
     return float(held) / 2**30
 
 
+def kernels(step: Step) -> str:
+    """Of one profiled step: how busy each stream was, and the 25 kernels that took most time, by stream (a CPU: its
+    operators)."""
+    kind = torch.profiler.ProfilerActivity.CUDA if CUDA else torch.profiler.ProfilerActivity.CPU
+    step()
+    synchronize()
+    with torch.profiler.profile(activities=[kind]) as profile:
+        step()
+        synchronize()
+    wanted = torch.autograd.DeviceType.CUDA if CUDA else torch.autograd.DeviceType.CPU
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    totals: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == wanted:
+            stream = event.device_resource_id if CUDA else 0
+            spans[stream].append((event.time_range.start, event.time_range.end))
+            totals[stream, event.name].append(event.time_range.elapsed_us())
+    every = [span for own in spans.values() for span in own]
+    wall = max(end for _, end in every) - min(start for start, _ in every)
+    streams: list[list[object]] = [[stream, covered(own) * 1e-3] for stream, own in sorted(spans.items())]
+    streams += [["any", covered(every) * 1e-3], ["none", (wall - covered(every)) * 1e-3]]
+    largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:25]
+    rows: list[list[object]] = [
+        [stream, len(times), sum(times) * 1e-3, sum(times) / len(times), name.replace("|", "/")[:110]]
+        for (stream, name), times in largest
+    ]
+    return "\n\n".join(
+        [table(["stream", "busy ms"], streams), table(["stream", "calls", "ms", "us each", "kernel"], rows)]
+    )
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The time in which at least one of the spans runs."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
     parser.add_argument("--json", help="also write every figure to this file")
+    parser.add_argument("--trace", help="write each variant's kernels, by time and stream, to this file")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
@@ -192,31 +285,40 @@ def main() -> None:
     measured = ceilings()
     hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)
     task = Task.random(hf, count, length, dist.group.WORLD if world > 1 else None)
-    builders = {"parallel_layers": ours}
+    variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
+    variants += ["auto", "kept"]
     if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
-        builders["Megatron-Core + Transformer Engine"] = megatron
+        variants.append(MEGATRON)
+    if options.only:
+        if unknown := sorted(set(options.only) - {*variants, COMPILED}):
+            parser.error(f"--only {' '.join(unknown)}: here there are {', '.join([*variants, COMPILED])}")
+        variants = options.only
+    model = ours(task) if set(variants) - {MEGATRON} else None
     steps: dict[str, Step] = {}
     peaks: dict[str, float] = {}
-    for name, build in builders.items():
-        model, step = build(task)
-        randomise(model)
+    for name in variants:
+        owner, step = megatron(task) if model is None or name == MEGATRON else (model, step_of_ours(task, model, name))
         step()
-        peaks[name] = peak(model, step)
+        peaks[name] = peak(owner, step)
+        owner.zero_grad(set_to_none=True)
         steps[name] = step
-    timings = side_by_side(steps, rounds=options.rounds)
+    timings = side_by_side(steps, rounds=options.rounds, warm_up=2)
+    theirs = timings[MEGATRON].median if MEGATRON in timings else float("nan")
     rows: list[list[object]] = []
     for name, timing in timings.items():
         seconds = timing.median * 1e-3
         rate = task.flops() / seconds / world * 1e-12
         per_gpu = task.packed.num_tokens / seconds / world
-        rows.append([name, world, timing.median, rate, per_gpu, peaks[name]])
+        rows.append([name, world, timing.median, rate, per_gpu, peaks[name], theirs / timing.median])
     if rank == 0:
         print(machine(), measured)
-        print(table(["model", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU"], rows))
-        if len(timings) == 2:
-            first, second = timings.values()
-            print(f"ours is {second.median / first.median:.3f}x as fast")
+        heads = ["variant", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU", "x megatron"]
+        print(table(heads, rows))
         write_json(options.json, ceilings=measured, tp=world, timings=list(timings.values()), peaks=peaks)
+    if options.trace:
+        report = "\n\n".join(f"## {name}, tp {world}\n\n{kernels(step)}" for name, step in steps.items())
+        if rank == 0:
+            Path(options.trace).write_text(report + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

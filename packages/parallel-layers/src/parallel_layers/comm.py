@@ -76,9 +76,10 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work:
     """As `start_reduce_scatter`, into `out`, rows of a larger tensor, complete after `.wait()`. Eager only."""
-    work = dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
-    assert work is not None  # the ranks that call this are in the group
-    return work
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = True  # on a stream of its own
+    # What is under dist.reduce_scatter_tensor, whose name changes between torch's releases.
+    return group._reduce_scatter_base(out, x, options)
 
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
