@@ -1,0 +1,102 @@
+"""On a GPU no layer makes the host wait: not a decoder layer whole, not the head, however its products overlap.
+
+By the profiler, which sees every call of the CUDA runtime, whoever makes it. (On a CPU `test_decoder` looks for values
+that are read.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from parallel_layers import (
+    DecoderConfig,
+    DecoderLayer,
+    PackedSequence,
+    RotaryEmbedding,
+    available_overlaps,
+    linear_log_probs,
+    next_token_labels,
+)
+from parallel_layers.testing import RankPool
+
+CONFIG = DecoderConfig(hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1024)
+VOCABULARY = 1024
+WAITS = ("Synchronize", "cudaMemcpy", "cuMemcpy", "_local_scalar_dense", "aten::nonzero")
+"""In the names of what makes the host wait; `cudaMemcpyAsync` does not, unless it is followed by one of the others."""
+
+
+def waits(call: Callable[[], Any]) -> list[str]:
+    """What makes the host wait in `call`, on any thread."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with record_function("the call"):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    (whole,) = [event.time_range for event in events if event.name == "the call"]
+    names = [event.name for event in events if whole.start <= event.time_range.start < whole.end]
+    assert any("Launch" in name for name in names), "the profiler must have seen the runtime"
+    return [name for name in names if any(w in name for w in WAITS) and not name.endswith("Async")]
+
+
+def build(group: ProcessGroup | None, overlap: str, num_tokens: int) -> Callable[[], None]:
+    """A layer and the head, forward and backward."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sp = group is not None
+    layer = DecoderLayer(CONFIG, group=group, sequence_parallel=sp, dtype=torch.bfloat16, device=device)
+    for module in layer.modules():
+        if hasattr(module, "overlap"):
+            module.overlap = overlap
+    size = 1 if group is None else group.size()
+    head = torch.randn(VOCABULARY // size, CONFIG.hidden_size, device=device).bfloat16().requires_grad_()
+    ids = torch.randint(VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    packed = PackedSequence.from_sequences([ids[:100], ids[100:]])
+    labels, rotary = next_token_labels(packed), RotaryEmbedding(64, device=device)(packed.position_ids)
+    x: Tensor = torch.randn(num_tokens // size, CONFIG.hidden_size, device=device).bfloat16().requires_grad_()
+
+    def step() -> None:
+        hidden = layer(x, rotary, packed.cu_seqlens, packed.max_seqlen)
+        linear_log_probs(hidden, head, labels, group=group, sequence_parallel=sp).log_probs.sum().backward()
+
+    return step
+
+
+@pytest.mark.gpu(1)
+def test_one_gpu() -> None:
+    step = build(None, "auto", 1000)
+    for _ in range(2):  # compiles kernels
+        step()
+    assert waits(step) == []
+
+
+@pytest.mark.gpu(1)
+def test_the_profiler_sees_a_wait() -> None:
+    x = torch.ones(8, device="cuda")
+    assert waits(lambda: (x + 1).sum().item())
+    assert waits(lambda: (x + 1).cpu())
+
+
+def waits_of_every_way(group: ProcessGroup) -> dict[str, list[str]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = {}
+    for way in ("auto", *available_overlaps(group, device)):
+        step = build(group, way, 10000)
+        for _ in range(2):
+            step()
+        torch.distributed.barrier(group)
+        found[way] = waits(step)
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus(nccl_ranks: RankPool) -> None:
+    for found in nccl_ranks.run(waits_of_every_way):
+        assert {"auto", "serial", "collectives"} <= set(found)
+        assert not any(found.values()), found
