@@ -252,7 +252,8 @@ def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() ->
         assert run_ranks(loaded, 2, "hypothesis") == [True, True]
         assert fork_server("gloo").process == server
     if os.path.isdir("/proc"):
-        assert len(os.listdir(f"/proc/{server}/task")) == 1, "a process with several threads does not fork safely"
+        threads = [path.read_text().strip() for path in Path(f"/proc/{server}/task").glob("*/comm")]
+        assert len(threads) == 1, f"a process with several threads does not fork safely: {threads}"
 
 
 def test_a_new_process_takes_the_place_of_one_that_was_killed() -> None:
@@ -262,6 +263,16 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed() -> None:
         assert pool.run(process_id) == first
     assert wait_until_gone(first)
     assert len(run_ranks(process_id, 2)) == 2
+
+
+def visible_devices(group: ProcessGroup) -> int:
+    return torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+def test_ranks_on_gloo_see_no_gpu() -> None:
+    """So that no import of theirs can start CUDA before the fork, after which it would not work."""
+    assert run_ranks(visible_devices, 2) == [0, 0]
 
 
 def environment(group: ProcessGroup) -> tuple[str | None, str]:

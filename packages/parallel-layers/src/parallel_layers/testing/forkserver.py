@@ -53,7 +53,7 @@ class ForkServer:
     """The caller's side: start the process, ask it for ranks, ask it to end them."""
 
     def __init__(self, backend: str) -> None:
-        self._preload = _PRELOAD[backend]
+        self._backend = backend
         ours, theirs = socket.socketpair()
         # The child looks for modules where this process does, whatever way it was started.
         start = (
@@ -65,7 +65,7 @@ class ForkServer:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env=_environment(),
+            env=_environment(backend),
         )
         theirs.close()
         self._socket = ours
@@ -92,8 +92,8 @@ class ForkServer:
     def fork(self, settings: worker.Settings) -> tuple[tuple[int, ...], list[Connection[Any, Any]]]:
         """Fork the ranks that `settings` describe; returns their process ids and a connection to each."""
         pairs = [socket.socketpair() for _ in range(settings.world_size)]
-        loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(self._preload))
-        request = _Fork(settings, loaded, tuple(sys.path), _environment(), os.getcwd())
+        loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(_PRELOAD[self._backend]))
+        request = _Fork(settings, loaded, tuple(sys.path), _environment(self._backend), os.getcwd())
         processes = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
@@ -132,9 +132,13 @@ def _start(backend: str) -> ForkServer:
     return ForkServer(backend)
 
 
-def _environment() -> dict[str, str]:
+def _environment(backend: str) -> dict[str, str]:
     # One thread a rank: the ranks share the machine's cores.
-    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if backend == "gloo":
+        # These ranks compute on the CPU; what they import may touch CUDA where it sees a device.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
 
 
 def serve(descriptor: int) -> None:
