@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_models import losses
     from rl_models.actor import Actor, TokenLogProbs
-    from rl_models.backends.options import PipelineOptions, RouterLosses
+    from rl_models.backends.options import MegatronOptions, PipelineOptions, RouterLosses
     from rl_models.batch import Batch
     from rl_models.cluster.future import RankDied
     from rl_models.cluster.group import RayModelGroup
@@ -24,6 +24,7 @@ __all__ = [
     "CausalLM",
     "Critic",
     "Grid",
+    "MegatronOptions",
     "ModelConfig",
     "OptimizerOptions",
     "PipelineOptions",
@@ -44,6 +45,7 @@ _HOME = {
     "CausalLM": "rl_models.models",
     "Critic": "rl_models.critic",
     "Grid": "rl_models.grid",
+    "MegatronOptions": "rl_models.backends.options",
     "ModelConfig": "rl_models.config",
     "OptimizerOptions": "rl_models.optimizer",
     "PipelineOptions": "rl_models.backends.options",

@@ -40,7 +40,15 @@ class OptimizerOptions:
 
 
 class Optimizer(Protocol):
-    """What an engine steps with."""
+    """What an engine steps with.
+
+    Attributes:
+        loss_scale: what losses are multiplied by before the backward, so that small gradients survive in fp16; `step`
+            takes it out again and adapts it. Where there is one, a gradient that is not finite lowers it and costs a
+            step; it is no error. None: losses are not multiplied. A run that goes on may set it to what it was.
+    """
+
+    loss_scale: float | None
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradient of the whole model, take a step, and drop the gradients; every rank calls it.
@@ -83,6 +91,8 @@ class AdamW:
         groups: every group over which layers are divided, as `parallel_layers.clip_grad_norm_` takes them.
         pipeline_group: the ranks that hold other layers.
     """
+
+    loss_scale = None
 
     def __init__(
         self,

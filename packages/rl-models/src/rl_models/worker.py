@@ -20,7 +20,16 @@ from parallel_layers.attention.layer import ContextParallel
 from parallel_layers.embedding import check_token_ids
 from rl_models import checkpoint
 from rl_models.aggregation import token_weights
-from rl_models.backends import Engine, EngineOptions, Outputs, PipelineOptions, Role, RouterLosses, load_engine
+from rl_models.backends import (
+    Engine,
+    EngineOptions,
+    MegatronOptions,
+    Outputs,
+    PipelineOptions,
+    Role,
+    RouterLosses,
+    load_engine,
+)
 from rl_models.batch import Batch
 from rl_models.checkpoint import Resumed
 from rl_models.decoder import Recompute
@@ -49,6 +58,7 @@ class Worker:
 
     Attributes:
         steps: of the optimizer, taken so far; the learning rate follows from it.
+        skipped_steps: not taken, because fp16 had overflowed under the loss scale.
     """
 
     role: ClassVar[Role]
@@ -58,6 +68,7 @@ class Worker:
         self.options = options
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.steps = 0
+        self.skipped_steps = 0
         self._memory = Offload(engine.module, self._optimizer_state)
         self._background: dist.ProcessGroup | None = None
         self._saving = PendingSave()
@@ -77,6 +88,7 @@ class Worker:
         context_parallel: ContextParallel = "ulysses",
         router_losses: RouterLosses | None = None,
         recompute: Recompute = None,
+        megatron: MegatronOptions | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
@@ -96,6 +108,7 @@ class Worker:
             router_losses: of a mixture of experts, added by `update`; default none.
             recompute: what is computed again in the backward instead of saved: "full", "selective" (MLPs and experts),
                 or the numbers of the layers that are.
+            megatron: what only that backend has to choose.
             optimizer: default `OptimizerOptions()`.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
@@ -111,6 +124,7 @@ class Worker:
             context_parallel=context_parallel,
             router_losses=router_losses or RouterLosses(),
             recompute=recompute,
+            megatron=megatron or MegatronOptions(),
         )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)
@@ -185,7 +199,12 @@ class Worker:
             self.optimizer,
             path,
             self.steps if step is None else step,
-            extra={"steps": self.steps, "extra": dict(extra or {})},
+            extra={
+                "steps": self.steps,
+                "skipped_steps": self.skipped_steps,
+                "loss_scale": self.optimizer.loss_scale,
+                "extra": dict(extra or {}),
+            },
             keep=keep,
             group=group,
             asynchronous=asynchronous,
@@ -218,6 +237,9 @@ class Worker:
         self.wait_for_save()
         state = checkpoint.load_training(self.engine, self.optimizer, path, step)
         self.steps = int(state.extra["steps"])
+        self.skipped_steps = int(state.extra.get("skipped_steps", 0))
+        if self.optimizer.loss_scale is not None and state.extra.get("loss_scale") is not None:
+            self.optimizer.loss_scale = float(state.extra["loss_scale"])
         return Resumed(state.step, state.extra["extra"])
 
     def stream_weights(
@@ -308,6 +330,9 @@ class Worker:
         The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`; so it does not
         depend on how the batch was divided.
 
+        Where the optimizer scales losses (fp16), an overflow skips the step: the schedule stands still, and the metrics
+        `skipped_steps` (so far) and `loss_scale` (of this step) say so.
+
         Raises:
             ValueError: the batch has nothing to learn from, or the loss is not one number per token.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
@@ -317,10 +342,14 @@ class Worker:
         optimizer = self.optimizer  # before the backward: it says in which type gradients add up
         metrics = self._backward(self._own(batch), loss, aggregation, temperature)
         rate = self.learning_rate
+        scale = optimizer.loss_scale
         norm = optimizer.step(rate)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and scale is None:
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
-        self.steps += 1
+        self.steps += math.isfinite(norm)
+        self.skipped_steps += not math.isfinite(norm)
+        if scale is not None:
+            metrics |= {"loss_scale": scale, "skipped_steps": float(self.skipped_steps)}
         return {**metrics, "grad_norm": norm, "learning_rate": rate}
 
     def _backward(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer import Optimizer
-from megatron_utils.optimizer.build import chained
+from megatron_utils.optimizer.build import chained, counts_by_group, get_steps, set_steps
 
 # The one format of a distributed optimizer that any other grid can read. Layers are keyed by their global numbers, so
 # that dense and mixture layers may alternate.
@@ -51,7 +51,8 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
     """Load masters, moments, step and loss scale, around what Megatron-Core 0.16 does with torch's AdamW.
 
     Its distributed optimizer copies every entry of a parameter's state, `step` among them, which it has not loaded; and
-    it gives all parameters one and the same `step` tensor, so that each parameter's update would advance all.
+    it gives all parameters one and the same `step` tensor, so that each parameter's update would advance all. So the
+    steps are set last, here.
     """
     model = {f"model{i}": c.module.sharded_state_dict(metadata=_metadata(grid)) for i, c in enumerate(optimizer.chunks)}
     step = torch.tensor(float(numbers["step"]))
@@ -61,7 +62,7 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
         if isinstance(inner, DistributedOptimizer):
             for group in state["optimizer"]["param_groups"]:
                 group["step"] = numbers["step"]
-        else:
+        elif not counts_by_group(inner):
             state.get("optimizer", state)["state"]["common_step"] = step
         if numbers["grad_scaler"]:
             state["grad_scaler"] = {
@@ -71,19 +72,12 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
         kept = _step_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext()
         with torch.no_grad(), kept:
             inner.load_state_dict(state)
-        for entries in inner.optimizer.state.values():
-            if isinstance(entries.get("step"), Tensor):
-                entries["step"] = entries["step"].clone()
+        set_steps(inner, numbers["step"])
 
 
 def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """What of the optimizer's state is no tensor of the model's shape: its step, and the loss scale."""
-    steps = [
-        int(entries["step"])
-        for inner in chained(optimizer.inner)
-        for entries in inner.optimizer.state.values()
-        if "step" in entries
-    ]
+    steps = [get_steps(inner) for inner in chained(optimizer.inner)]
     scalers = [getattr(inner, "grad_scaler", None) for inner in chained(optimizer.inner)]
     state = scalers[0].state_dict() if scalers and scalers[0] is not None else {}
     plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -123,7 +117,8 @@ def prime(optimizer: MegatronOptimizer) -> None:
             for parameter in group["params"]:
                 entries = inner.optimizer.state[parameter]
                 if not entries:
-                    entries["step"] = torch.zeros((), dtype=torch.float32)
+                    if not counts_by_group(inner):
+                        entries["step"] = torch.zeros((), dtype=torch.float32)
                     entries["exp_avg"] = torch.zeros_like(parameter.data)
                     entries["exp_avg_sq"] = torch.zeros_like(parameter.data)
 

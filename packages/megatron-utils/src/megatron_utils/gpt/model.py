@@ -13,14 +13,17 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_utils.gpt.config import head_dim, hf_config, transformer_config
+from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, PackedSequence, linear_log_probs
 from parallel_layers.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.context_parallel import gather_sequence, split_sequence
+from parallel_layers.inference import KVCache, SequenceCache
 from parallel_layers.rotary import RotaryEmbedding
 
 Role = Literal["causal_lm", "value"]
@@ -75,6 +78,7 @@ class PackedGPTModel(GPTModel):
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
         next_token: bool = False,
+        cache: SequenceCache | None = None,
     ) -> Tensor | LogProbs:
         """Run this stage on a packed batch; a stage that is not the first takes `set_input_tensor`'s hidden states.
 
@@ -84,27 +88,35 @@ class PackedGPTModel(GPTModel):
             temperature: divides the logits; a number or `[T]`.
             entropy: whether to return the entropy with the log-probs.
             next_token: return `[N, V]` fp32 logits after the last token of each of the N sequences, V whole, on every
-                tensor-parallel rank alike.
+                tensor-parallel rank alike. A sequence without tokens gets an arbitrary row.
+            cache: from `new_cache`: the tokens, with the positions that follow, go on from what it holds, and are added
+                to it. For `next_token` alone. Every context-parallel rank then works on all tokens.
 
         Raises:
-            ValueError: the number of tokens is no such multiple.
+            ValueError: the number of tokens is no such multiple, or a cache without `next_token`.
         """
+        if cache is not None and not next_token:
+            raise ValueError("a cache is for decoding; call the model with next_token=True")
         if packed.num_tokens % self.tokens_multiple_of:
             raise ValueError(
                 f"{packed.num_tokens} tokens are not a multiple of {self.tokens_multiple_of} (tp under sequence "
                 f"parallelism, cp); pack with multiple_of={self.tokens_multiple_of}"
             )
-        cp = self.pg_collection.cp
-        params = PackedParams.of(packed, self.rotary, cp, self.layout)
-        hidden = self.embedding(self._part(packed.input_ids)[None], None) if self.pre_process else None
+        cp = self.pg_collection.cp if cache is None else None
+        first = self.decoder.layers[0].layer_number
+        params = PackedParams.of(packed, self.rotary, cp, self.layout, cache=cache, first_layer=first)
+        ids = split_sequence(packed.input_ids, cp, layout=self.layout)
+        hidden = self.embedding(ids[None], None) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=params)
+        if cache is not None:
+            cache.advance(packed.cu_seqlens)
         if not self.post_process:
             return hidden
         if self.role == "value":
             return self._whole(self.output_layer(hidden)[0][:, 0, 0])
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if next_token:
-            return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed)
+            return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)
         if labels is None:
             return self._whole(self.output_layer(hidden, weight=tied)[0][:, 0])
         group = self.pg_collection.tp
@@ -120,13 +132,32 @@ class PackedGPTModel(GPTModel):
         )
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
 
+    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+        """An empty cache for this chunk's layers and their key-value heads on this rank, and N sequences.
+
+        Multi-head latent attention is cached as the keys and values of its heads, not as its latent.
+        """
+        attention, config = self.decoder.layers[0].self_attention, self.config
+        latent = isinstance(attention, LatentAttention)
+        return KVCache(
+            len(self.decoder.layers),
+            num_sequences,
+            max_length,
+            attention.num_query_groups_per_partition,
+            config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
+            config.v_head_dim if latent else config.kv_channels,
+            dtype=config.params_dtype,
+            device=next(self.parameters()).device,
+        )
+
     @torch.no_grad()
-    def _next_token(self, hidden: Tensor, weight: Tensor, packed: PackedSequence) -> Tensor:
+    def _next_token(self, hidden: Tensor, weight: Tensor, packed: PackedSequence, cp: ProcessGroup | None) -> Tensor:
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel(hidden, group)
+        hidden = gather_sequence(hidden, cp, layout=self.layout)
         last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        logits = self._whole(hidden)[last].float() @ weight.float().T
+        logits = hidden[last.clamp(min=0)].float() @ weight.float().T
         return gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size]
 
     def _part(self, x: Tensor) -> Tensor:

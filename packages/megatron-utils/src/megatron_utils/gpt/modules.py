@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
 from parallel_layers.context_parallel import Layout, ring_attention, split_sequence, ulysses_attention
+from parallel_layers.inference import SequenceCache
 from parallel_layers.norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
@@ -36,10 +37,21 @@ class PackedParams(PackedSeqParams):
 
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin `[T / cp, D]` fp32, made once a micro-batch."""
+    cache: SequenceCache | None = None
+    """What came before these tokens, in the layers of this chunk."""
+    first_layer: int = 1
+    """Megatron's number, from 1, of the chunk's first layer."""
 
     @classmethod
     def of(
-        cls, packed: PackedSequence, rotary: RotaryEmbedding, cp: ProcessGroup | None, layout: Layout
+        cls,
+        packed: PackedSequence,
+        rotary: RotaryEmbedding,
+        cp: ProcessGroup | None,
+        layout: Layout,
+        *,
+        cache: SequenceCache | None = None,
+        first_layer: int = 1,
     ) -> PackedParams:
         """The description of a whole packed batch, of which this rank of `cp` holds a part."""
         # Some rotations depend on the sequence's length, so they are made whole.
@@ -51,6 +63,8 @@ class PackedParams(PackedSeqParams):
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
             rotary=(split_sequence(cos, cp, layout=layout), split_sequence(sin, cp, layout=layout)),
+            cache=cache,
+            first_layer=first_layer,
         )
 
 
@@ -59,7 +73,8 @@ class PackedCoreAttention(nn.Module):
 
     Rotating here instead of in Megatron's `rope_utils` gives every rope type of the Hugging Face config, from explicit
     positions, in fp32, without reading `cu_seqlens` on the host. No parameters; communication only over the
-    context-parallel group.
+    context-parallel group. With a cache in the batch's description the tokens follow what it holds, all of them on
+    every context-parallel rank.
 
     Args:
         cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.
@@ -80,6 +95,7 @@ class PackedCoreAttention(nn.Module):
         **sizes: Any,
     ) -> None:
         super().__init__()
+        self.layer_number = layer_number
         self.rotates = rotates
         self.attend, _ = CONTEXT_PARALLEL[cp_comm_type or "p2p"]
         self.cp = None if pg_collection is None else pg_collection.cp
@@ -104,16 +120,13 @@ class PackedCoreAttention(nn.Module):
             assert packed_seq_params.rotary is not None
             query = apply_rotary(query, *packed_seq_params.rotary)
             key = apply_rotary(key, *packed_seq_params.rotary)
-        out: Tensor = self.attend(
-            query,
-            key,
-            value,
-            packed_seq_params.cu_seqlens_q,
-            packed_seq_params.max_seqlen_q,
-            group=self.cp,
-            window=self.window,
-            scale=self.scale,
-        )
+        bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        out: Tensor
+        if packed_seq_params.cache is None:
+            out = self.attend(query, key, value, *bounds, group=self.cp, window=self.window, scale=self.scale)
+        else:
+            past = packed_seq_params.cache.layer(self.layer_number - packed_seq_params.first_layer)
+            out = past.attend(query, key, value, *bounds, window=self.window, scale=self.scale)
         return out.flatten(1)
 
 

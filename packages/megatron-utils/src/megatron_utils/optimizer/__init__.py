@@ -2,5 +2,6 @@
 
 from megatron_utils.optimizer.build import Optimizer, Step, wrap_data_parallel
 from megatron_utils.optimizer.config import OptimizerConfig, ScheduleConfig
+from megatron_utils.optimizer.states import ParameterStates
 
-__all__ = ["Optimizer", "OptimizerConfig", "ScheduleConfig", "Step", "wrap_data_parallel"]
+__all__ = ["Optimizer", "OptimizerConfig", "ParameterStates", "ScheduleConfig", "Step", "wrap_data_parallel"]

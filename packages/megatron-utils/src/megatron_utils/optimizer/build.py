@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -52,6 +53,37 @@ def chained(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers that a chained one consists of (dense, experts), those without parameters left out."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.optimizer is not None]
+
+
+def get_steps(part: Any) -> int:
+    """Steps that one of the chained optimizers has taken, as far as this rank knows.
+
+    torch's AdamW counts them in the state of each parameter; the fused ones of Transformer Engine and Apex, which
+    Megatron takes where they are installed, in each group of parameters.
+    """
+    counts = [group["step"] for group in part.optimizer.param_groups if "step" in group]
+    counts += [entries["step"] for entries in part.optimizer.state.values() if "step" in entries]
+    return int(max(counts, default=0))
+
+
+def set_steps(part: Any, step: int, master: Tensor | None = None) -> None:
+    """Go on from `step` in one of the chained optimizers: of the parameter with this master, default all.
+
+    A fused optimizer has one count for a group, which is set whatever `master` is.
+    """
+    if counts_by_group(part):
+        for group in part.optimizer.param_groups:
+            group["step"] = step
+        return
+    states = part.optimizer.state
+    for entries in states.values() if master is None else [states[master]]:
+        # A tensor of its own: a shared one would be advanced once for each parameter.
+        entries["step"] = torch.tensor(float(step))
+
+
+def counts_by_group(part: Any) -> bool:
+    """Whether one of the chained optimizers counts its steps by group and not by parameter."""
+    return not isinstance(part.optimizer, torch.optim.AdamW)
 
 
 class Step(NamedTuple):
@@ -128,6 +160,34 @@ class Optimizer:
         """Multiply a loss by the loss scale; `run_schedule(grad_scale=...)` takes this."""
         return self.inner.scale_loss(loss)
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What `scale_loss` multiplies by; None where there is no loss scale (fp32, bf16).
+
+        A run that goes on may set it to what it was; a constant one (`OptimizerConfig.loss_scale`) stays.
+        """
+        scalers = self._scalers()
+        return float(scalers[0].scale) if scalers else None
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        for scaler in self._scalers():
+            if isinstance(scaler, DynamicGradScaler):
+                scaler._scale = torch.full_like(scaler.scale, scale)
+
+    def _scalers(self) -> list[Any]:
+        """The loss scale of each chained optimizer, also of those without parameters on this rank."""
+        parts = self.inner.chained_optimizers if isinstance(self.inner, ChainedOptimizer) else [self.inner]
+        return [scaler for part in parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
+
+    def _agree_on_loss_scale(self) -> None:
+        """One scale for all: each of the chained optimizers moves its own, by what it found in its own gradients."""
+        scalers = self._scalers()
+        if len(scalers) > 1 and isinstance(scalers[0], DynamicGradScaler):
+            least = min(scalers, key=lambda scaler: float(scaler.scale)).state_dict()
+            for scaler in scalers:
+                scaler.load_state_dict(least)
+
     def step(self, lr: float | None = None) -> Step:
         """Clip, update and advance the schedule; a step whose gradients are not finite is skipped and counted.
 
@@ -146,6 +206,7 @@ class Optimizer:
             norm = float(self.inner.get_grad_norm())
             finite = math.isfinite(norm)
         updated, scaled_norm, _ = self.inner.step() if finite else (False, None, None)
+        self._agree_on_loss_scale()
         if updated:
             self.scheduler.step(1)
             norm = norm if scaled_norm is None else float(scaled_norm)

@@ -25,6 +25,7 @@ from megatron_utils.grid import MegatronGrid
 from megatron_utils.pipeline_parallel.packing import pad_to
 from megatron_utils.router_replay import router_replay
 from parallel_layers import LogProbs, PackedSequence
+from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
 Output = LogProbs | Tensor
@@ -44,6 +45,7 @@ def run_schedule(
     loss: Loss | None = None,
     grad_scale: Callable[[Tensor], Tensor] | None = None,
     routing: Sequence[RouterReplay] | None = None,
+    caches: Sequence[SequenceCache] | None = None,
     broadcast: bool = True,
 ) -> list[Output] | None:
     """Run a model forward, and backward when there is a loss, over packed micro-batches.
@@ -67,6 +69,8 @@ def run_schedule(
             a graph. It is called on the last stage only, never for a dummy.
         grad_scale: multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
         routing: for a mixture model, what records or replays each micro-batch's experts (see `router_replay`).
+        caches: with `next_token`, one for each chunk (`PackedGPTModel.new_cache`): the one micro-batch that is no dummy
+            goes on from what they hold.
         broadcast: give the outputs to all stages; otherwise only the last stage gets them.
 
     Returns:
@@ -74,10 +78,10 @@ def run_schedule(
         ask for them. Logits (no labels, a language model) stay on the last stage: they are not broadcast.
 
     Raises:
-        ValueError: no micro-batches, a number that does not fit interleaving, labels of another number, or a loss
-            with chunks that are not wrapped.
+        ValueError: no micro-batches, a number that does not fit interleaving, labels of another number, a loss with
+            chunks that are not wrapped, or caches that do not fit.
     """
-    _check(chunks, micro_batches, grid, labels, routing, loss)
+    _check(chunks, micro_batches, grid, labels, routing, loss, caches)
     outputs: dict[int, Output] = {}
     count = len(micro_batches)
     sizes = [packed.num_tokens for packed in micro_batches]
@@ -87,18 +91,21 @@ def run_schedule(
         labels = labels and [F.pad(part, (0, max(sizes) - len(part)), value=-100) for part in labels]
         routing = routing and [_extended(replay, max(sizes)) for replay in routing]
 
-    def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         number = next(numbers)
         options: dict[str, Any] = {"next_token": True} if next_token else {}
         if labels is not None:
             options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
+        if caches is not None:
+            own = caches[next(i for i, each in enumerate(chunks) if each is chunk)]
+            options["cache"] = own if micro_batches[number].num_sequences else chunk.new_cache(0, 0)
         with (
             session.micro_batch(routing[number], backward=loss is not None)
             if session and routing
             else contextlib.nullcontext()
         ):
             output = whole = chunk(run[number], **options)
-        if grid.is_last_stage:
+        if grid.is_last_stage and not next_token:
             output = _rows(output, sizes[number])
 
         def finish(tensor: Tensor, non_loss_data: bool = False) -> Any:
@@ -118,7 +125,8 @@ def run_schedule(
             data_iterator=[iter(range(count)) for _ in chunks] if len(chunks) > 1 else iter(range(count)),
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=count,
-            seq_length=run[0].num_tokens,
+            # It divides by cp, and what goes on from a cache is whole on every context-parallel rank.
+            seq_length=run[0].num_tokens * (1 if caches is None else grid.dims.cp),
             micro_batch_size=1,
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
@@ -164,6 +172,7 @@ def _check(
     labels: Sequence[Tensor] | None,
     routing: Sequence[RouterReplay] | None,
     loss: Loss | None,
+    caches: Sequence[SequenceCache] | None,
 ) -> None:
     if not micro_batches:
         raise ValueError("no micro-batches; give every rank at least one (a dummy where it has no samples)")
@@ -178,6 +187,13 @@ def _check(
         raise ValueError(f"{len(routing)} replays for {len(micro_batches)} micro-batches")
     if loss is not None and not all(hasattr(chunk, "ddp_config") for chunk in chunks):
         raise ValueError("a backward needs chunks wrapped by optimizer.wrap_data_parallel, which hold the gradients")
+    if caches is not None:
+        running = sum(packed.num_sequences > 0 for packed in micro_batches)
+        if len(caches) != len(chunks) or running != 1:
+            raise ValueError(
+                f"{len(caches)} caches for {len(chunks)} chunks, and {running} micro-batches that go on from them; "
+                "give one cache a chunk, and one micro-batch with sequences (the rest dummies)"
+            )
 
 
 def _rows(output: Output, count: int) -> Output:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from rl_models.backends.engine import Engine, LoadEngine, Loss, NextLogits, Outputs, Role
-from rl_models.backends.options import EngineOptions, PipelineOptions, RouterLosses
+from rl_models.backends.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "Loss",
+    "MegatronOptions",
     "NextLogits",
     "Outputs",
     "PipelineOptions",
@@ -43,7 +44,9 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value")),
+    "parallel": Backend(
+        "rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("megatron",)
+    ),
     "megatron": Backend(
         "rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("recompute",)
     ),
@@ -51,7 +54,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.backends.huggingface",
         ("dp", "cp"),
         ("causal_lm", "value"),
-        ("pipeline", "context_parallel", "router_losses", "recompute"),
+        ("pipeline", "context_parallel", "router_losses", "recompute", "megatron"),
     ),
 }
 

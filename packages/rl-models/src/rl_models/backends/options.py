@@ -58,6 +58,28 @@ class RouterLosses:
 
 
 @dataclass(frozen=True)
+class MegatronOptions:
+    """What only `backend="megatron"` has to choose.
+
+    Attributes:
+        layers: "local": Megatron-Core's own layers on torch; "transformer_engine": Transformer Engine's linears, norms
+            and grouped experts.
+        distributed_optimizer: where dp * cp > 1, divide the optimizer's masters and moments over those ranks (ZeRO
+            stage 1, arXiv:1910.02054). Loading a training checkpoint then needs them whole in host memory, for once.
+
+    Raises:
+        ValueError: unknown layers.
+    """
+
+    layers: Literal["local", "transformer_engine"] = "local"
+    distributed_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layers not in ("local", "transformer_engine"):
+            raise ValueError(f"layers={self.layers!r} is unknown; use 'local' or 'transformer_engine'")
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """How to load a model.
 
@@ -70,6 +92,7 @@ class EngineOptions:
         router_losses: of a mixture of experts; the config's own coefficients count for nothing.
         recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
             "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        megatron: of that backend.
 
     Raises:
         ValueError: an unknown `recompute`.
@@ -81,6 +104,7 @@ class EngineOptions:
     context_parallel: ContextParallel = "ulysses"
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     recompute: Recompute = None
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:
         if isinstance(self.recompute, str) and self.recompute not in ("full", "selective"):

@@ -20,10 +20,11 @@ from parallel_layers import PackedSequence
 from parallel_layers.activations import XIELU
 from parallel_layers.moe import MoE, RouterReplay, RoutingContext
 from rl_models.backends.accumulate import backward_each, forward_each
+from rl_models.backends.continuation import continue_sequences
 from rl_models.backends.engine import Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
 from rl_models.backends.options import EngineOptions, RouterLosses
-from rl_models.backends.pipeline import Pipeline, pad_to, sum_tied_gradients
+from rl_models.backends.pipeline import Pipeline, sum_tied_gradients
 from rl_models.backends.replay import complete, local_replay
 from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage, Task
@@ -254,7 +255,7 @@ class ParallelEngine:
                 return logits
 
             def next_logits(tokens: Sequence[Tensor]) -> Tensor:
-                packed = _continue(tokens, lengths, model.tokens_multiple_of)
+                packed = continue_sequences(tokens, lengths, model.tokens_multiple_of)
                 for n, new in enumerate(tokens):
                     lengths[n] += len(new)
                 logits: Tensor | None
@@ -368,16 +369,3 @@ def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
             "needs a layer"
         )
     return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]
-
-
-def _continue(tokens: Sequence[Tensor], lengths: Sequence[int], multiple_of: int) -> PackedSequence:
-    """Pack new tokens of sequences that already have `lengths` tokens: their positions go on from there."""
-    packed = PackedSequence.from_sequences(tokens, multiple_of=multiple_of)
-    if not packed.num_tokens:
-        packed = pad_to(packed, multiple_of)
-    starts = torch.tensor([*lengths, *[0] * (packed.padding > 0)], device=packed.position_ids.device)
-    counts = packed.cu_seqlens.diff().long()
-    shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)
-    return PackedSequence(
-        packed.input_ids, packed.position_ids + shift, packed.cu_seqlens, packed.max_seqlen, packed.padding
-    )

@@ -16,7 +16,8 @@ class Shards:
 
     Attributes:
         layout: of the model.
-        chunks: for each pipeline chunk that the rank holds, its place and its parameters by the layout's local names.
+        chunks: for each pipeline chunk that the rank holds, its place and its parameters by the layout's local names;
+            no two chunks of a rank use one name.
             Where FSDP2 has divided a place's parameters further, they are DTensors.
     """
 
@@ -30,15 +31,5 @@ class Shards:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Of all chunks, by local name.
-
-        Raises:
-            ValueError: two chunks have parameters of the same name, as Megatron-Core's have.
-        """
-        together = {name: parameter for _, part in self.chunks for name, parameter in part.items()}
-        if len(together) < sum(len(part) for _, part in self.chunks):
-            raise ValueError(
-                f"{len(self.chunks)} chunks of this rank name their parameters alike, and a training checkpoint knows "
-                "them by name; use PipelineOptions(virtual_stages=1), or another backend than 'megatron'"
-            )
-        return together
+        """Of all chunks, by local name."""
+        return {name: parameter for _, part in self.chunks for name, parameter in part.items()}

@@ -1,0 +1,48 @@
+"""A rank's chunks of a Megatron-Core model, in the terms of ckpt."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor
+
+import ckpt
+from megatron_utils import MegatronGrid
+from megatron_utils.gpt import PackedGPTModel
+
+
+class ChunkedLayout(ckpt.Layout):
+    """A layout whose local names say which chunk they are of: `chunk1.decoder.layers.0...`.
+
+    Megatron-Core counts layers inside each chunk, so the chunks of one rank name their parameters alike; a training
+    checkpoint knows a rank's tensors by name.
+    """
+
+    @classmethod
+    def of(cls, layout: ckpt.Layout) -> ChunkedLayout:
+        """The same model with such names."""
+        return cls(**{field.name: getattr(layout, field.name) for field in fields(layout) if field.init})
+
+    def at(self, place: ckpt.Place) -> dict[str, ckpt.Block]:
+        """The local tensors of `place`."""
+        return {local_name(name, place): block for name, block in super().at(place).items()}
+
+
+def local_name(name: str, place: ckpt.Place) -> str:
+    """What a chunk's own `name` is called among all of a rank's."""
+    chunk, chunks = place.vpp
+    return name if chunks == 1 else f"chunk{chunk}.{name}"
+
+
+def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
+    """Where each of this rank's chunks stands."""
+    groups = megatron.groups
+    axes = {"tp": groups.tp, "pp": groups.pp, "ep": groups.ep, "etp": groups.expt_tp}
+    place = {axis: (group.rank(), group.size()) for axis, group in axes.items()}
+    return [ckpt.Place(**place, vpp=(number, virtual_stages)) for number in range(virtual_stages)]
+
+
+def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place) -> dict[str, Tensor]:
+    """What of a chunk a checkpoint holds: its parameters, and the biases by which routers choose."""
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+    return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **biases}.items()}

@@ -1,0 +1,97 @@
+"""Loading a checkpoint onto Megatron-Core's GPTModel, or refusing by name what this backend does not offer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.agreement import agree
+from ckpt.families import Target
+from megatron_utils import megatron_grid
+from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
+from rl_models.backends.engine import EngineOptions, Role
+from rl_models.backends.megatron.chunks import ChunkedLayout, places_of, stored_tensors
+from rl_models.backends.megatron.engine import MegatronEngine, check_device
+from rl_models.backends.megatron.optimizer import PRECISIONS
+from rl_models.backends.options import RouterLosses
+from rl_models.backends.stored import stored_dtype
+from rl_models.grid import Grid
+
+# What parallel-layers calls the forms of attention over divided sequences.
+CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
+# What ckpt calls the names that each kind of layers has.
+TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronEngine:
+    """Load a checkpoint; each rank reads only its own slices.
+
+    Raises:
+        ValueError: there is no process group, the device is a CPU outside `cpu_stand_in`, the architecture, an option
+            or a config field is not supported, sizes do not divide over the grid, or the checkpoint is broken; on every
+            rank alike.
+        ImportError: layers of Transformer Engine are asked for and it is not installed.
+        RuntimeError: inside a `megatron_grid`.
+    """
+    dims, pipeline = grid.dims, options.pipeline
+    check_device(grid.device)
+    if not dist.is_initialized():
+        raise ValueError(
+            "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
+        )
+    if pipeline.schedule != "1f1b":
+        raise ValueError(
+            f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
+            "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
+        )
+    if options.router_losses != RouterLosses():
+        raise ValueError(
+            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's count padding and are scaled "
+            "otherwise; use backend='parallel', or leave them out"
+        )
+    dtype = agree(lambda: _dtype(path, options), grid.everyone)
+    virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
+    ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())
+    enter = partial(megatron_grid, dims, ranks=ranks, virtual_stages=virtual_stages)
+    layers = options.megatron.layers
+    with enter() as megatron:
+
+        def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
+            config = hf_config(path)
+            split = "balanced" if pipeline.split is None else list(pipeline.split)
+            layout = ckpt.layout_for(config, target=TARGETS[layers], role=role, layers=split)
+            if virtual_stages:
+                layout = ChunkedLayout.of(layout)
+            places = places_of(megatron, pipeline.virtual_stages)
+            counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
+            extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
+            if dims.cp > 1:
+                extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
+            chunks = build_gpt(
+                # The bias that a critic's checkpoint may have.
+                {**config, "score_bias": True},
+                megatron,
+                role=role,
+                dtype=dtype,
+                layer_spec=layers,
+                sequence_parallel=options.sequence_parallel,
+                **extra,
+            )
+            return chunks, layout, places
+
+        chunks, layout, places = agree(build, grid.everyone)
+    for chunk, place in zip(chunks, places, strict=True):
+        into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place).items()}
+        ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
+    return MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron)
+
+
+def _dtype(path: str, options: EngineOptions) -> torch.dtype:
+    dtype = options.dtype or stored_dtype(path)
+    if dtype not in PRECISIONS:
+        raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
+    return dtype
