@@ -1,9 +1,9 @@
-"""SwiGLU of a fused gate-up projection: one read and one write of memory each way.
+"""SwiGLU, of a fused gate-up projection or of two apart: one read and one write of memory each way.
 
     y = silu(g) · u,   silu(g) = g σ(g),   x = [g | u]
     dg = dy · u · σ(g) (1 + g (1 - σ(g))),   du = dy · silu(g)
 
-Backward recomputes σ(g) from x; nothing else is saved. All arithmetic is fp32, rounded once.
+Backward recomputes σ(g) from g; nothing but the inputs is saved. All arithmetic is fp32, rounded once.
 
 Shape legend: R rows (all leading dims), I intermediate size. https://arxiv.org/abs/2002.05202
 """
@@ -27,63 +27,81 @@ def fused_swiglu(gate_up: Tensor) -> Tensor:
     return swiglu_op(gate_up)
 
 
+def fused_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` of two tensors of one shape `[..., I]` and dtype; raises ValueError for others."""
+    return silu_mul_op(gate, up)
+
+
+# Rows of gate and up, and of their gradients, are `stride` elements apart: 2I in a fused projection, else I.
 @triton.jit
-def _swiglu_kernel(x_ptr, y_ptr, size, blocks, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_ptr, up_ptr, y_ptr, stride, size, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    x_ptr += row * 2 * size
-    gate = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + size + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     tl.store(y_ptr + row * size + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, size, blocks, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride, size, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    x_ptr += row * 2 * size
-    dx_ptr += row * 2 * size
-    gate = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + size + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dx_ptr + column, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dx_ptr + size + column, (dy * gate * sigmoid).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * stride + column, (dy * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(size: int, max_block: int) -> int:
     return min(max_block, next_power_of_2(size))
 
 
-def launch_forward(gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """The forward kernel in blocks of at most `max_block` columns of one row."""
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     size, odd = divmod(gate_up.shape[-1], 2)
     if odd:
         raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; gate and up together make an even number")
-    gate_up = gate_up.contiguous()
-    y = gate_up.new_empty((*gate_up.shape[:-1], size))
+    return gate_up[..., :size], gate_up[..., size:]
+
+
+def _forward(gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int) -> Tensor:
+    y = gate.new_empty(gate.shape)
     if y.numel():
+        size = y.shape[-1]
         block = _block(size, max_block)
         blocks = cdiv(size, block)
         grid = (y.numel() // size * blocks,)
-        _swiglu_kernel[grid](gate_up, y, size, blocks, BLOCK=block, num_warps=num_warps)
+        _swiglu_kernel[grid](gate, up, y, stride, size, blocks, BLOCK=block, num_warps=num_warps)
     return y
 
 
-def launch_backward(dy: Tensor, gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """The backward kernel in blocks of at most `max_block` columns of one row."""
-    gate_up, dy = gate_up.contiguous(), dy.contiguous()
-    dx = torch.empty_like(gate_up)
-    if dx.numel():
+def _backward_into(
+    dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int
+) -> None:
+    if dy.numel():
         size = dy.shape[-1]
         block = _block(size, max_block)
         blocks = cdiv(size, block)
         grid = (dy.numel() // size * blocks,)
-        _swiglu_backward_kernel[grid](dy, gate_up, dx, size, blocks, BLOCK=block, num_warps=num_warps)
+        _swiglu_backward_kernel[grid](dy, gate, up, dgate, dup, stride, size, blocks, BLOCK=block, num_warps=num_warps)
+
+
+def launch_forward(gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
+    """The forward kernel in blocks of at most `max_block` columns of one row."""
+    gate, up = _halves(gate_up.contiguous())
+    return _forward(gate, up, gate_up.shape[-1], max_block, num_warps)
+
+
+def launch_backward(dy: Tensor, gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
+    """The backward kernel in blocks of at most `max_block` columns of one row."""
+    gate_up = gate_up.contiguous()
+    dx = torch.empty_like(gate_up)
+    _backward_into(*_halves(dx), dy.contiguous(), *_halves(gate_up), gate_up.shape[-1], max_block, num_warps)
     return dx
 
 
@@ -118,3 +136,40 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
 
 
 swiglu_op.register_autograd(_backward, setup_context=_context)
+
+
+@torch.library.custom_op("parallel_layers::silu_mul", mutates_args=())
+def silu_mul_op(gate: Tensor, up: Tensor) -> Tensor:
+    """`fused_silu_mul` as an operator."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate is {gate.dtype} {list(gate.shape)}, but up is {up.dtype} {list(up.shape)}; they must agree"
+        )
+    return _forward(gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS)
+
+
+@silu_mul_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("parallel_layers::silu_mul_backward", mutates_args=())
+def silu_mul_backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `gate` and `up`."""
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _backward_into(
+        dgate, dup, dy.contiguous(), gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS
+    )
+    return dgate, dup
+
+
+@silu_mul_backward_op.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _apart_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return silu_mul_backward_op(dy, *ctx.saved_tensors)
+
+
+silu_mul_op.register_autograd(_apart_backward, setup_context=_context)
