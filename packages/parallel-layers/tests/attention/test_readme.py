@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from parallel_layers.attention.backends import ANY_FLOAT, BACKENDS, HALF, Backend
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-DTYPES = {HALF: "fp16, bf16", ANY_FLOAT: "any float"}
+DTYPES = {HALF: "fp16, bf16", HALF | {torch.float32}: "fp16, bf16, fp32", ANY_FLOAT: "any float"}
 
 
 def expected_cells(backend: Backend) -> list[str]:

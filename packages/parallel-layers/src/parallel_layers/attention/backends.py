@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from parallel_layers.attention.exact import ExactKernel
 from parallel_layers.attention.flash import FlashAttention2Kernel, FlashAttention4Kernel, VarlenKernel
 from parallel_layers.attention.problem import Kernel
 from parallel_layers.attention.reference import ReferenceKernel
@@ -94,6 +95,8 @@ BACKENDS: dict[str, Backend] = {
     ),
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
     "reference": Backend("torch", lambda: True, ReferenceKernel()),
+    # Slow; for `parallel_layers.invariant`, which alone asks for it.
+    "exact": Backend("torch", lambda: True, ExactKernel(), dtypes=HALF | {torch.float32}, lse=False),
 }
 
 # The reference is exact and, grouped by length, as fast on a CPU as the padded batch of sdpa, without its memory.

@@ -139,6 +139,11 @@ class RotaryEmbedding(nn.Module):
         Returns:
             cos, sin: `[T, D]` fp32.
         """
+        angles = self.angles(position_ids_T, cu_seqlens)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def angles(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """By which each token's dims are turned, `[T, D]` fp32; the arguments are those of `forward`."""
         inv_freq = self.inv_freq.to(position_ids_T.device)
         if self.rope_type.by_length is None:
             rates = inv_freq[0]
@@ -152,8 +157,7 @@ class RotaryEmbedding(nn.Module):
                 )
             index = self._axes.to(angles.device).expand(1, *angles.shape[1:])
             angles = angles.gather(0, index)[0]
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return torch.cat((angles, angles), dim=-1)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

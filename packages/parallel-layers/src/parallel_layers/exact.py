@@ -1,0 +1,47 @@
+"""Matrix products without rounding: bits that no order of summation can change, whatever BLAS, threads or shape.
+
+The splitting of Ozaki, Ogita, Oishi and Rump (https://doi.org/10.1007/s11075-011-9478-1):
+
+    x = x1 + x2 + rest,   w = w1 + w2 + rest,   each part b bits wide, relative to the largest number of its row
+
+With b = (55 - log2 K) / 2 every partial sum of x1 w1 is an integer of at most 53 bits in units of its row and column:
+an fp64 product of x1 and W1 is exact. So are x1 w2 and x2 w1, the rest lies below 2^-40 of the largest product, and the
+three are added elementwise. That costs three fp64 products.
+
+Shape suffixes: M rows, N columns of the result, K contraction.
+"""
+
+import torch
+from torch import Tensor
+
+_MAX_WEIGHT = 1 << 24  # numbers of W that are split at a time: 4 x 128 MiB in fp64
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T` of `[..., M, K]` and `[..., N, K]`, as if computed exactly and rounded to fp32: `[..., M, N]`."""
+    size, columns = x.shape[-1], weight.shape[-2]
+    if not size:
+        return x.new_zeros(*x.shape[:-1], columns, dtype=torch.float32)
+    bits = (55 - (size - 1).bit_length()) // 2
+    x_high, x_low = _split(x, bits)
+    step = max(1, _MAX_WEIGHT // (size * max(1, weight.shape[:-2].numel())))
+    results = []
+    for part in weight.split(step, dim=-2):
+        high, low = (half.transpose(-1, -2) for half in _split(part, bits))
+        results.append((x_high @ high + (x_high @ low + x_low @ high)).float())
+    return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+
+
+def _split(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """fp64 `x1` and `x2`: multiples of 2^(1 - bits) and of 2^(1 - 2 bits) times the power of two above the largest."""
+    x = x.double()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    _, exponent = torch.frexp(largest)
+    high = _round_to(x, exponent + 53 - bits)
+    return high, _round_to(x - high, exponent + 53 - 2 * bits)
+
+
+def _round_to(x: Tensor, exponent: Tensor) -> Tensor:
+    """`x` to multiples of 2^(exponent - 52), by a number so large that its unit is that, on either side of it."""
+    anchor = 1.5 * ((exponent.long() + 1023) << 52).view(torch.float64)
+    return (x + anchor) - anchor

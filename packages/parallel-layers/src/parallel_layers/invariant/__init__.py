@@ -1,0 +1,9 @@
+"""Forwards with the same bits at every tensor-parallel size and in every batch, that can still be trained."""
+
+from parallel_layers.invariant.attention import INVARIANT_BACKENDS
+from parallel_layers.invariant.blocks import BLOCKS
+from parallel_layers.invariant.head import linear_log_probs
+from parallel_layers.invariant.linear import linear
+from parallel_layers.invariant.view import tp_invariant
+
+__all__ = ["BLOCKS", "INVARIANT_BACKENDS", "linear", "linear_log_probs", "tp_invariant"]

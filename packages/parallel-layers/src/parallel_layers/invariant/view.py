@@ -1,0 +1,155 @@
+"""`tp_invariant`: a model whose forward has the same bits at every size of the tensor-parallel group, in every pack."""
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import mlp
+from parallel_layers.attention.latent import ParallelLatentAttention, _ReplicatedLinear
+from parallel_layers.attention.layer import ParallelAttention
+from parallel_layers.collectives import copy_to_tensor_parallel
+from parallel_layers.context_parallel.ring import ring_attention
+from parallel_layers.elementary import ACTIVATIONS, cos, sin, tree_sum
+from parallel_layers.invariant.attention import attend, check_attention_backend
+from parallel_layers.invariant.blocks import BLOCKS, check_blocks
+from parallel_layers.invariant.linear import ColumnLinear, column_forward, replicated_forward, row_forward
+from parallel_layers.invariant.substitute import with_gradient_of
+from parallel_layers.kernels.rms_norm import supports_rms_norm
+from parallel_layers.linear import RowParallelLinear
+from parallel_layers.mlp import ParallelMLP
+from parallel_layers.moe import MoE
+from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.rotary.rope_types import ROPE_TYPES
+from parallel_layers.views import Model, view_of
+
+
+def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
+    """The same model with a forward whose bits do not depend on the number of ranks or on the rest of the batch.
+
+    Bitwise equal, at tp 1, 2, ... up to `blocks`, with and without sequence parallelism: hidden states of a token, and
+    its log-prob and entropy by `invariant.linear_log_probs`. They depend on the tokens of its own sequence up to its
+    own, not on other sequences, their order, the padding, or how a batch is cut into micro-batches.
+
+    Row-parallel products are cut into `blocks` parts of the contraction, summed in fp32 each by itself and added as a
+    binary tree, whose lower levels are a rank's own and whose upper ones go over the ranks. Column-parallel products,
+    norms, rotary embedding, activations and attention are computed by code in which a row (a column, a head, a segment)
+    depends on nothing else; see `invariant.product`, `elementary` and `invariant.attention`.
+
+    The result is a view (`views.view_of`): its parameters are the very ones of `model`, which is not changed. It can be
+    trained: gradients are those of the ordinary layers within rounding; they are not invariant. Decoding with a cache
+    attends as the ordinary layers do.
+
+    Equal bits are those of one kind of device and dtype: bf16 on Hopper GPUs and later runs on Triton kernels, all else
+    (a CPU, fp32) on exact fp64 products, which are slow and meant for tests.
+
+    Communication: as the model's own, but a row-parallel layer's reduce-scatter is an all-to-all, and its all-reduce an
+    all-to-all and an all-gather; see `invariant.linear`.
+
+    Args:
+        model: Layers of this package, or a module that has them.
+        blocks: A power of two; every group's size must divide it.
+
+    Returns:
+        A view of the model.
+
+    Raises:
+        ValueError: A group whose size does not divide `blocks`, a row-parallel layer whose inputs do not divide by it,
+            or a layer that has no invariant form: mixtures of experts, norms over the heads of all ranks, Transformer
+            Engine's norm, ring attention, and the attention backends "sdpa" and "reference".
+    """
+    for name, module in model.named_modules():
+        _check(name or type(model).__name__, module, blocks)
+
+    def change(module: nn.Module, view: nn.Module) -> None:
+        own = view.__dict__
+        if isinstance(view, RowParallelLinear):
+            own["forward"] = partial(row_forward, view, blocks)
+        elif isinstance(view, ColumnLinear):
+            own["forward"] = partial(column_forward, view)
+        elif isinstance(view, RMSNorm):
+            own["forward"], own["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
+        elif isinstance(view, RotaryEmbedding):
+            own["forward"] = partial(_rotary, view)
+        elif isinstance(view, ParallelMLP):
+            own["forward"] = partial(_mlp, view)
+        elif isinstance(view, _ReplicatedLinear):
+            own["forward"] = partial(replicated_forward, view)
+        elif isinstance(view, ParallelAttention | ParallelLatentAttention):
+            own["attend"] = partial(attend, view.attend)
+
+    return view_of(model, change)
+
+
+def _check(name: str, module: nn.Module, blocks: int) -> None:
+    """Raise ValueError for a layer that cannot be computed invariantly."""
+    group = getattr(module, "group", None)
+    check_blocks(blocks, group.size() if isinstance(group, ProcessGroup) else 1)
+    if isinstance(module, RowParallelLinear) and module.in_features % blocks:
+        raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
+    if isinstance(module, MoE):
+        raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; leave it ordinary")
+    if isinstance(module, HeadShardedRMSNorm):
+        raise ValueError(f"{name}: a norm over all ranks' heads (qk_norm='full') has no invariant form")
+    if isinstance(module, RMSNorm) and module.backend == "te":
+        raise ValueError(f"{name}: backend='te' is not known to be invariant; use 'auto'")
+    if isinstance(module, ParallelAttention | ParallelLatentAttention):
+        if getattr(module.attend, "func", None) is ring_attention:
+            raise ValueError(f"{name}: ring attention depends on where a sequence lies; use context_parallel='ulysses'")
+        backend = module.backend if isinstance(module, ParallelAttention) else module.options["backend"]
+        check_attention_backend(backend)
+
+
+def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
+    """`RMSNorm.forward`: the Triton kernel reduces each row in one order; elsewhere sums are trees."""
+    if supports_rms_norm(x, layer.weight):
+        return RMSNorm.forward(layer, x)
+    ordinary = partial(rms_norm, eps=layer.eps, unit_offset=layer.unit_offset, backend="torch")
+
+    def value(x: Tensor, weight: Tensor) -> Tensor:
+        wide, scale = x.float(), weight.float() + (1.0 if layer.unit_offset else 0.0)
+        mean = tree_sum(wide * wide)[..., None] / layer.hidden_size
+        return (wide / (mean + layer.eps).sqrt() * scale).to(x.dtype)
+
+    return with_gradient_of(ordinary, value, x, copy_to_tensor_parallel(layer.weight, layer.group))
+
+
+def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    if supports_rms_norm(x, layer.weight, residual):
+        return RMSNorm.add_and_norm(layer, x, residual)
+    total = x + residual
+    return _norm(layer, total), total
+
+
+@torch.no_grad()
+def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`RotaryEmbedding.forward`."""
+    if layer.rope_type is ROPE_TYPES["dynamic"] and not positions_T.is_cuda:
+        raise ValueError("rope_type='dynamic' takes powers, which have no invariant form on a CPU; use a GPU")
+    angles = layer.angles(positions_T, cu_seqlens)
+    return cos(angles) * layer.attention_factor, sin(angles) * layer.attention_factor
+
+
+def _mlp(layer: ParallelMLP, hidden: Tensor) -> Tensor:
+    """`ParallelMLP.forward`: CUDA computes activations element by element; on a CPU they are made of `elementary`."""
+    if hidden.is_cuda:
+        return ParallelMLP.forward(layer, hidden)
+    if layer.act_fn is not None or layer.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation={layer.activation!r} has no invariant form on a CPU; those that have are "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    activation = ACTIVATIONS[layer.activation]
+    if not layer.gated:
+        ordinary = mlp.activation_named(layer.activation)
+        return cast(Tensor, layer.down_proj(with_gradient_of(ordinary, activation, layer.up_proj(hidden))))
+
+    def value(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (activation(gate) * up).to(gate_up.dtype)
+
+    ordinary = partial(mlp.gated, layer.activation)
+    return cast(Tensor, layer.down_proj(with_gradient_of(ordinary, value, layer.gate_up_proj(hidden))))

@@ -1,0 +1,272 @@
+"""A model's log-probs have the same bits at every tensor-parallel size, in every pack and at every place in it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import (
+    ColumnParallelLinear,
+    DecoderConfig,
+    DecoderLayer,
+    PackedSequence,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    invariant,
+    linear_log_probs,
+    next_token_labels,
+)
+from parallel_layers.attention.latent import LatentConfig
+from parallel_layers.invariant import tp_invariant
+from parallel_layers.moe import MoEConfig
+from parallel_layers.testing import RankPool
+
+LLAMA = DecoderConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=12, intermediate_size=40)
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen": replace(LLAMA, attention_bias=True, output_bias=True, qk_norm="head", window=5, mlp_bias=True),
+    "gemma": replace(
+        LLAMA, activation="gelu_tanh", norm_unit_offset=True, norm_placement="sandwich", attention_softcap=3.0
+    ),
+    "plain": replace(LLAMA, activation="relu2", gated_mlp=False, num_kv_heads=1, rotary_interleaved=True),
+    "latent": DecoderConfig(
+        hidden_size=24, num_heads=4, num_kv_heads=4, intermediate_size=40,
+        latent=LatentConfig(
+            kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, q_lora_rank=20
+        ),
+    ),
+}  # fmt: skip
+PLAIN = {("qwen", torch.float32)}  # the other cases are slow
+VOCABULARY = 515  # not divisible by the ranks
+LENGTHS = [9, 1, 14, 5]
+
+
+class Model(nn.Module):
+    """Embedding, two layers, final norm and head, whose parameters are the same at every size of the group."""
+
+    def __init__(
+        self, config: DecoderConfig, group: ProcessGroup | None, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        place: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.embed = VocabParallelEmbedding(VOCABULARY, config.hidden_size, **place)
+        self.layers = nn.ModuleList(DecoderLayer(config, **place) for _ in range(2))
+        self.norm = RMSNorm(config.hidden_size, **place)
+        self.head = VocabParallelEmbedding(VOCABULARY, config.hidden_size, group=group, dtype=dtype)
+        self.rotary = RotaryEmbedding(4 if config.latent else 12)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.add_(0.1)
+                elif "norm" in name:
+                    parameter.mul_(1.3).add_(0.05)
+
+    def hidden(self, packed: PackedSequence) -> Tensor:
+        x = self.embed(packed.input_ids)
+        for layer in self.layers:
+            x = layer(x, self.rotary(packed.position_ids), packed.cu_seqlens, packed.max_seqlen)
+        return self.norm(x)
+
+    def log_probs(self, packed: PackedSequence, function: Any) -> tuple[Tensor, Tensor]:
+        return function(
+            self.hidden(packed), self.head.weight, next_token_labels(packed), group=self.group, temperature=0.7,
+            sequence_parallel=self.sequence_parallel, vocab_size=VOCABULARY,
+        )  # fmt: skip
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+
+
+def score(view: Model, rows: list[Tensor], multiple_of: int) -> list[Tensor]:
+    """`[L, 2]` of each sequence: log-probs and entropies."""
+    packed = PackedSequence.from_sequences(rows, multiple_of=multiple_of)
+    with torch.no_grad():
+        return packed.split(torch.stack(view.log_probs(packed, invariant.linear_log_probs), dim=1))
+
+
+def _score(group: ProcessGroup | None, config: DecoderConfig, dtype: torch.dtype) -> list[list[Tensor]]:
+    """The same sequences in many packs, with and without sequence parallelism."""
+    rows = sequences()
+    found = []
+    for sequence_parallel in (False, True) if group is not None else (False,):
+        multiple = group.size() if group is not None and sequence_parallel else 1
+        view = tp_invariant(Model(config, group, sequence_parallel, dtype))
+        found.append(score(view, rows, multiple))
+        found.append([score(view, [row], multiple)[0] for row in rows])
+        found.append(score(view, rows[::-1], multiple)[::-1])
+        found.append(score(view, [torch.arange(33), *rows], multiple)[1:])
+        found.append(score(view, rows[:2], 7 * multiple) + score(view, rows[2:], 8 * multiple))
+    return found
+
+
+CASES = [
+    pytest.param(name, dtype, marks=[] if (name, dtype) in PLAIN else pytest.mark.slow)
+    for name in CONFIGS
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_bitwise_equal(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    first, *others = _score(None, CONFIGS[name], dtype)
+    for world in (2, 4):
+        for rank in ranks.run(_score, CONFIGS[name], dtype, world=world):
+            others += rank
+    assert len(others) == 4 + 10 * 2 + 10 * 4
+    for found in others:
+        for ours, theirs in zip(found, first, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_the_ordinary_model_is_not(ranks: RankPool) -> None:
+    """What the test above would not notice if its model were too small to have other bits."""
+    packed = PackedSequence.from_sequences(sequences())
+    model = Model(LLAMA, None, False, torch.float32)
+    with torch.no_grad():
+        ordinary = model.log_probs(packed, linear_log_probs)[0]
+        ours = tp_invariant(model).log_probs(packed, invariant.linear_log_probs)[0]
+    torch.testing.assert_close(ours, ordinary, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(ours, ordinary)
+    for theirs in ranks.run(_ordinary, packed, world=2):
+        assert not torch.equal(theirs, ordinary)
+
+
+@torch.no_grad()
+def _ordinary(group: ProcessGroup, packed: PackedSequence) -> Tensor:
+    return Model(LLAMA, group, False, torch.float32).log_probs(packed, linear_log_probs)[0]
+
+
+def _gradients(group: ProcessGroup | None, config: DecoderConfig, sequence_parallel: bool) -> list[list[Tensor]]:
+    """Log-probs, entropies and the gradients of every parameter, of the view and of the model."""
+    model = Model(config, group, sequence_parallel, torch.float32)
+    packed = PackedSequence.from_sequences(sequences(), multiple_of=1 if group is None else group.size())
+    weights = torch.randn(2, packed.num_tokens, generator=torch.Generator().manual_seed(2))
+    results = []
+    for one, function in ((tp_invariant(model), invariant.linear_log_probs), (model, linear_log_probs)):
+        out = one.log_probs(packed, function)
+        gradients = torch.autograd.grad(out, list(model.parameters()), list(weights))
+        results.append([*(value.detach() for value in out), *gradients])
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "qwen" else pytest.mark.slow) for name in CONFIGS]
+)
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_gradients_are_the_ordinary_ones(ranks: RankPool, name: str, world: int, sequence_parallel: bool) -> None:
+    arguments = CONFIGS[name], sequence_parallel
+    found = [_gradients(None, *arguments)] if world == 1 else ranks.run(_gradients, *arguments, world=world)
+    for ours, theirs in found:
+        for mine, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def _options(group: ProcessGroup | None) -> list[Tensor]:
+    """Layers with options of their own, gathered to whole outputs; and their gradients against the ordinary ones'."""
+    torch.manual_seed(0)
+    place: dict[str, Any] = {"group": group, "bias": True}
+    layers = [
+        ColumnParallelLinear(16, 24, gather_output=True, **place),
+        RowParallelLinear(16, 24, input_is_parallel=False, **place),
+        RowParallelLinear(16, 24, input_is_parallel=False, output_dtype=torch.float64, **place),
+        RowParallelLinear(16, 24, input_is_parallel=False, defer_bias=True, accumulate_main_grad=True, **place),
+    ]
+    x = torch.randn(5, 3, 16)
+    outputs = []
+    for layer in layers:
+        with torch.no_grad():
+            bias = torch.linspace(-1, 1, 24)
+            layer.bias.copy_(bias.chunk(24 // len(layer.bias))[0 if len(layer.bias) == 24 else group.rank()])
+        results = []
+        for module in (tp_invariant(layer), layer):
+            leaf = x.clone().requires_grad_()
+            layer.zero_grad()
+            module.weight.main_grad = None
+            y = module(leaf)
+            y.square().sum().backward()
+            weight = layer.weight.main_grad if layer.accumulate_main_grad else layer.weight.grad
+            results.append((y.detach(), leaf.grad, weight.clone()))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+        empty = tp_invariant(layer)(x[:0])
+        assert empty.shape == (0, 3, 24)
+        outputs.append(results[0][0])
+    return outputs
+
+
+def test_options(ranks: RankPool) -> None:
+    expected = _options(None)
+    for found in (*ranks.run(_options, world=2), *ranks.run(_options, world=4)):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def _refusals(group: ProcessGroup) -> None:
+    hidden, labels = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    undivided = r"tp=3 does not divide blocks=4, .*; use tp in \{1, 2, 4\}$"
+    with pytest.raises(ValueError, match=undivided):
+        tp_invariant(RowParallelLinear(24, 8, group=group))
+    with pytest.raises(ValueError, match=undivided):
+        invariant.linear_log_probs(hidden, torch.zeros(86, 8), labels, group=group)
+    with pytest.raises(ValueError, match="blocks=3 must be a power of two"):
+        tp_invariant(ColumnParallelLinear(24, 24, group=group), blocks=3)
+
+
+def test_ranks_that_do_not_divide(ranks: RankPool) -> None:
+    ranks.run(_refusals, world=3)
+
+
+def _odd_vocabulary(group: ProcessGroup) -> None:
+    hidden, head, labels = torch.zeros(4, 8), torch.zeros(257, 8), torch.zeros(4, dtype=torch.int64)
+    words = (
+        "at tp=2 each rank holds 257 rows of a vocabulary of 514, which are not 2 blocks of 129; pad .* to a multiple"
+    )
+    with pytest.raises(ValueError, match=words):
+        invariant.linear_log_probs(hidden, head, labels, group=group, vocab_size=514)
+
+
+def test_a_vocabulary_that_has_no_whole_blocks(ranks: RankPool) -> None:
+    ranks.run(_odd_vocabulary, world=2)
+
+
+def test_what_has_no_invariant_form() -> None:
+    def layer(**changes: Any) -> DecoderLayer:
+        return DecoderLayer(replace(LLAMA, **changes))
+
+    experts = MoEConfig(num_experts=4, top_k=2, intermediate_size=8)
+    for model, words in (
+        (layer(moe=experts), "mlp: a mixture of experts"),
+        (layer(qk_norm="full"), "q_norm: a norm over all ranks' heads"),
+        (layer(attention_backend="sdpa"), "attention backend='sdpa' depends on the rest of the pack"),
+        (layer(intermediate_size=42), r"mlp\.down_proj: in_features=42 is not divisible by blocks=4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tp_invariant(model)
+    view = tp_invariant(layer(activation="gelu"))
+    packed = PackedSequence.from_sequences([torch.arange(3)])
+    with pytest.raises(ValueError, match="activation='gelu' has no invariant form on a CPU"):
+        view(torch.randn(3, 24), None, packed.cu_seqlens, 3)
+    with pytest.raises(ValueError, match=r"no invariant attention backend can do this case: .*exact: .*sinks"):
+        tp_invariant(layer(attention_sinks=True))(torch.randn(3, 24), None, packed.cu_seqlens, 3)
+    with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, not torch\.float64"):
+        tp_invariant(ColumnParallelLinear(4, 4, dtype=torch.float64))(torch.randn(2, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="rope_type='dynamic' takes powers"):
+        tp_invariant(RotaryEmbedding(4, parameters={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=8))(
+            torch.arange(3)
+        )
+
+
+def test_a_view_leaves_the_model_as_it_was() -> None:
+    layer = RowParallelLinear(8, 4)
+    view = tp_invariant(layer)
+    assert "forward" not in layer.__dict__
+    assert view.weight is layer.weight
