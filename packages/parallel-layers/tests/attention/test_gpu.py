@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -18,17 +19,17 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = [300, 1, 0, 1000, 129, 64, 7]
 KERNELS = [name for name in BACKENDS if name != "reference"]
-CASES: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "full": {"causal": False},
-    "window": {"window": 100},
-    "window of one": {"window": 1},
-    "window both ways": {"window": 33, "causal": False},
-    "softcap": {"softcap": 2.0, "scale": 0.3},
-    "softcap and window": {"softcap": 2.0, "window": 64},
+OPTIONS: dict[str, dict[str, Any]] = {
+    "both ways": {"causal": False},
+    "window": {"window": 64},
+    "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
-    "sinks and window": {"sinks": True, "window": 64},
 }
+CASES: dict[str, dict[str, Any]] = {
+    ", ".join(names) or "causal": {key: value for name in names for key, value in OPTIONS[name].items()}
+    for count in range(len(OPTIONS) + 1)
+    for names in combinations(OPTIONS, count)
+} | {"window of one": {"window": 1}, "scale": {"scale": 0.3}}
 
 
 def boundaries(lengths: list[int]) -> Tensor:
@@ -100,11 +101,26 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
     compare(backend, LENGTHS, dtype=dtype)
 
 
-@pytest.mark.parametrize("case", ["causal", "full", "window", "sinks"])
+@pytest.mark.parametrize("case", ["causal", "both ways", "window", "sinks"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_other_numbers_of_keys(backend: str, case: str) -> None:
     """More keys than queries, fewer, and none: what a ring of ranks asks for."""
     compare(backend, [0, 100, 200, 30, 60], [50, 300, 0, 30, 20], **CASES[case])
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(("lengths", "lengths_k"), [([], []), ([0, 0], [0, 40]), ([3, 1], [0, 0])])
+def test_nothing_to_do(backend: str, lengths: list[int], lengths_k: list[int]) -> None:
+    skip_unless_able(backend, 64, torch.bfloat16, {})
+    q, k, v = (
+        torch.randn(sum(n), heads, 64, device="cuda").bfloat16().requires_grad_()
+        for n, heads in ((lengths, 4), (lengths_k, 2), (lengths_k, 2))
+    )
+    bounds = {"cu_seqlens": boundaries(lengths), "cu_seqlens_k": boundaries(lengths_k)}
+    out = packed_attention(q, k, v, **bounds, max_seqlen=3, max_seqlen_k=40, backend=backend)
+    assert out.shape == q.shape
+    assert not out.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 @pytest.mark.parametrize("backend", KERNELS)

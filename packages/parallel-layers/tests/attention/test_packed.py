@@ -1,6 +1,6 @@
 """packed_attention: each backend that runs on a CPU against a dense softmax written out, segment by segment."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_layers.attention import available_backends, packed_attention, sdpa
-from parallel_layers.attention.backends import BACKENDS
+from parallel_layers.attention.backends import BACKENDS, Backend
+from parallel_layers.attention.problem import Forward
+from parallel_layers.attention.reference import ReferenceKernel
 
 CPU_BACKENDS = ["reference", "sdpa"]
 LENGTHS = [11, 1, 0, 17, 6, 3]
@@ -85,45 +87,43 @@ def assert_same_with_gradients(ours: Tensor, expected: Tensor, leaves: tuple[Ten
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-CASES = {
-    "causal": {},
-    "full": {"causal": False},
+OPTIONS: dict[str, dict[str, Any]] = {
+    "both ways": {"causal": False},
     "window": {"window": 4},
-    "window of one": {"window": 1},
-    "window both ways": {"window": 3, "causal": False},
-    "scale": {"scale": 0.7},
     "softcap": {"softcap": 1.5},
-    "softcap and window": {"softcap": 1.5, "window": 5},
+    "sinks": {"sinks": True},
 }
+# Every set of options; tests/attention/test_gpu.py has the same table for the kernels.
+CASES: dict[str, dict[str, Any]] = {
+    ", ".join(names) or "causal": {key: value for name in names for key, value in OPTIONS[name].items()}
+    for count in range(len(OPTIONS) + 1)
+    for names in combinations(OPTIONS, count)
+} | {"window of one": {"window": 1}, "scale": {"scale": 0.7}}
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [(b, c) for b in CPU_BACKENDS for c in CASES if BACKENDS[b].softcap or "softcap" not in CASES[c]],
-)
+def able(backend: str, case: str) -> bool:
+    row = BACKENDS[backend]
+    return (row.softcap or "softcap" not in CASES[case]) and (row.lse or "sinks" not in CASES[case])
+
+
+@pytest.mark.parametrize(("backend", "case"), [(b, c) for b in CPU_BACKENDS for c in CASES if able(b, c)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_equals_dense_softmax(backend: str, case: str, heads: int, kv_heads: int) -> None:
-    options = CASES[case]
+    """With every option, alone and with every other: output, gradients and log-sum-exp."""
     torch.manual_seed(0)
     leaves = inputs(sum(LENGTHS), heads, kv_heads)
+    options = dict(CASES[case])
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(heads, dtype=torch.float64, requires_grad=True)
     cu_seqlens = boundaries(LENGTHS)
-    ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend, **options)
-    assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens, **options)[0], leaves)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 6, "softcap": 2.0}])
-def test_sinks_and_log_sum_exp(options: dict) -> None:
-    torch.manual_seed(0)
-    leaves = inputs(sum(LENGTHS))
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = boundaries(LENGTHS)
-    ours, lse = packed_attention(*leaves, cu_seqlens, max(LENGTHS), sinks=sinks, return_lse=True, **options)
-    expected, expected_lse = dense_attention(*leaves, cu_seqlens, sinks=sinks, **options)
-    torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-9, atol=1e-9)
-    assert not lse.requires_grad
-    assert_same_with_gradients(ours, expected, (*leaves, sinks))
-    _, lse = packed_attention(*leaves, cu_seqlens, max(LENGTHS), return_lse=True, **options)
-    torch.testing.assert_close(lse, dense_attention(*leaves, cu_seqlens, **options)[1].detach(), rtol=1e-9, atol=1e-9)
+    expected, expected_lse = dense_attention(*leaves, cu_seqlens, **options)
+    arguments: tuple[Any, ...] = (*leaves, cu_seqlens, max(LENGTHS))
+    if BACKENDS[backend].lse:
+        _, lse = packed_attention(*arguments, return_lse=True, backend=backend, **options)
+        assert not lse.requires_grad
+        torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-9, atol=1e-9)
+    ours = packed_attention(*arguments, backend=backend, **options)
+    assert_same_with_gradients(ours, expected, (*leaves, *([options["sinks"]] if "sinks" in options else [])))
 
 
 @pytest.mark.parametrize("value_dim", [8, 15])
@@ -135,7 +135,7 @@ def test_value_heads_may_be_smaller_or_larger(backend: str, value_dim: int) -> N
     assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
 
 
-@pytest.mark.parametrize("case", ["causal", "full", "window"])
+@pytest.mark.parametrize("case", ["causal", "both ways", "window"])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_more_or_fewer_keys_than_queries(backend: str, case: str) -> None:
     """Queries are the last of the keys' places; a query without any key gives zero and -inf."""
@@ -207,6 +207,10 @@ def test_packed_equals_one_by_one(data: st.DataObject, backend: str, window: int
     cu_seqlens, (start, end) = boundaries(lengths), boundaries(lengths)[chosen : chosen + 2].tolist()
     leaves, seed = inputs(sum(lengths), 2, 1, 4), torch.randn(sum(lengths), 2, 4).double()
     arguments = {"window": window, "backend": backend}
+    if BACKENDS[backend].softcap:
+        arguments["softcap"] = data.draw(st.none() | st.just(1.5))
+    if BACKENDS[backend].lse and data.draw(st.booleans()):
+        arguments["sinks"] = torch.randn(2).double()
     packed = packed_attention(*leaves, cu_seqlens, max(lengths), **arguments)
     alone = [
         packed_attention(*parts, boundaries([len(parts[0])]), len(parts[0]), **arguments)
@@ -226,13 +230,39 @@ def test_packed_equals_one_by_one(data: st.DataObject, backend: str, window: int
     assert all(torch.equal(x[start:end], y[start:end]) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_nothing_to_do(backend: str) -> None:
-    for lengths in ([], [0], [0, 0, 0]):
-        leaves = inputs(0)
-        out = packed_attention(*leaves, boundaries(lengths), 0, backend=backend)
-        assert out.shape == (0, 4, 8)
-        assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+class NeverEmpty(ReferenceKernel):
+    """Stands for the flash kernels, of which not every one takes empty tensors."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        assert q.numel()
+        assert k.numel()
+        return super().forward(q, k, v, *rest)
+
+    def backward(self, d_out: Tensor, done: Forward, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert done.q.numel()
+        assert done.k.numel()
+        return super().backward(d_out, done, *rest)
+
+
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "never-empty"])
+@pytest.mark.parametrize(("lengths", "lengths_k"), [([], []), ([0], [0]), ([0, 0, 0], [0, 4, 0]), ([3, 1], [0, 0])])
+def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch, backend: str, lengths: list[int], lengths_k: list[int]) -> None:
+    """No queries, no keys, or neither."""
+    monkeypatch.setitem(BACKENDS, "never-empty", Backend("nothing", lambda: True, NeverEmpty()))
+    leaves = inputs(sum(lengths), keys=sum(lengths_k))
+    bounds = {"cu_seqlens": boundaries(lengths), "cu_seqlens_k": boundaries(lengths_k)}
+    out = packed_attention(*leaves, **bounds, max_seqlen=3, max_seqlen_k=4, backend=backend)
+    assert out.shape == (sum(lengths), 4, 8)
+    assert not out.any()
+    for gradient, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+        assert gradient.shape == leaf.shape
+        assert not gradient.any()
+    if backend != "sdpa":
+        sinks = torch.randn(4).double()
+        options = {"sinks": sinks, "return_lse": True, "backend": backend}
+        out, lse = packed_attention(*leaves, **bounds, max_seqlen=3, max_seqlen_k=4, **options)
+        assert not out.any()
+        assert torch.equal(lse, sinks.expand(sum(lengths), 4))
 
 
 def test_a_long_segment_in_blocks() -> None:
@@ -245,7 +275,7 @@ def test_a_long_segment_in_blocks() -> None:
         assert_same_with_gradients(ours, dense_attention(*leaves, boundaries(lengths), **options)[0], leaves)
 
 
-@pytest.mark.parametrize("case", ["full", "window", "window both ways"])
+@pytest.mark.parametrize("case", ["both ways", "window", "both ways, window"])
 def test_masks_in_blocks_and_keys_of_groups_once(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """sdpa with a mask: no mask above the bound, and as many query heads as key heads, or torch repeats keys."""
     monkeypatch.setattr(sdpa, "_MAX_MASK", 1000)

@@ -3,6 +3,7 @@
 Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments.
 """
 
+import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -194,8 +195,12 @@ def _attention(
     softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    scoring = Scoring(causal, window or None, scale, softcap or None)
-    out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
+    if len(q) and len(k):
+        scoring = Scoring(causal, window or None, scale, softcap or None)
+        out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
+    else:  # nothing to do, which not every kernel takes
+        out, lse = (torch.zeros_like(x) for x in _outputs(q, v))
+        lse = lse - math.inf
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out, lse = (out * torch.exp(lse - total).T[..., None]).to(out.dtype), total
@@ -204,6 +209,11 @@ def _attention(
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return _outputs(q, v)
+
+
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the output `[T, Q, D']` and the log-sum-exp `[Q, T]`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
 
@@ -226,6 +236,8 @@ def _attention_backward(
     softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not (len(q) and len(k)):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     scoring = Scoring(causal, window or None, scale, softcap or None)
     segments = Segments(cu_q, cu_k, None, max_q, max_k)
     return _kernel(backend).backward(d_out, Forward(q, k, v, out, lse), segments, scoring)
