@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_layers.kernels.rotary import fused_rotary
+from parallel_layers.kernels.rotary import fused_rotary, fused_split_and_rotary
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 
@@ -55,6 +55,30 @@ def test_slices_of_a_fused_projection_are_read_in_place(device: torch.device) ->
     ):
         assert torch.equal(actual, expected)
         assert actual.is_contiguous()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim", "dim"), [(4, 2, 16, 16), (24, 3, 24, 8), (1, 1, 96, 36)])
+def test_a_fused_projection_is_taken_apart_and_its_gradient_put_together(
+    device: torch.device, q_heads: int, kv_heads: int, head_dim: int, dim: int, dtype: torch.dtype, interleaved: bool
+) -> None:
+    """Bit for bit the split and the rotation of its parts, forward and backward."""
+    torch.manual_seed(2)
+    cos, sin = angles([5, 0, 1, 7], dim, device)
+    qkv = torch.randn(13, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype).requires_grad_()
+    q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+    expected = *fused_rotary(q, k, cos, sin, interleaved=interleaved), v
+    actual = fused_split_and_rotary(qkv, kv_heads, cos, sin, interleaved=interleaved)
+    # Gradients as attention may leave them: not of contiguous tokens, nor of contiguous dims.
+    grads = [torch.randn(head_dim, 13, heads, device=device).to(dtype).movedim(0, -1) for heads in (q_heads, kv_heads)]
+    grads.append(torch.randn(kv_heads, 13, head_dim, device=device).to(dtype).transpose(0, 1))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.is_contiguous()
+        assert torch.equal(ours, theirs)
+    ours, theirs = (torch.autograd.grad(results, qkv, grads)[0] for results in (actual, expected))
+    assert ours.is_contiguous()
+    assert torch.equal(ours, theirs)
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from parallel_layers.context_parallel.ulysses import ulysses_attention
 from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
 from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm
 from parallel_layers.overlap import Overlap
-from parallel_layers.rotary import rotate_queries_and_keys
+from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
 QKNorm = Literal["head", "full"]
@@ -211,15 +211,15 @@ class ParallelAttention(nn.Module):
         Returns:
             `[T', H]`.
         """
-        q, k, v = (
-            self.qkv_proj(hidden)
-            .unflatten(-1, (-1, self.head_dim))
-            .split([self.num_heads_local, self.num_kv_heads_local, self.num_kv_heads_local], dim=1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate_queries_and_keys(q, k, *rotary, interleaved=self.rotary_interleaved)
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is None and self.k_norm is None and rotary is not None:
+            q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary, interleaved=self.rotary_interleaved)
+        else:
+            q, k, v = qkv.split([self.num_heads_local, self.num_kv_heads_local, self.num_kv_heads_local], dim=1)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rotary is not None:
+                q, k = rotate_queries_and_keys(q, k, *rotary, interleaved=self.rotary_interleaved)
         options: AttentionOptions = {
             "window": self.window,
             "scale": self.scale,

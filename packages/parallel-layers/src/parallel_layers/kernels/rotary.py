@@ -6,7 +6,10 @@
 Dims past D are copied. Packed positions cost nothing: cos and sin are rows per token. The map is orthogonal up to its
 scale, so backward is the same kernel with -sin, and nothing but cos and sin is saved. Arithmetic is fp32, rounded once.
 
-Shape legend: T tokens, Q query heads, K key heads, D rotary dims. https://arxiv.org/abs/2104.09864
+The same kernel takes a fused projection apart, values copied, and in the backward puts its gradient together: nothing
+of the projection's size is read or written a second time, and the projection itself need not be kept for its values.
+
+Shape legend: T tokens, Q query heads, K key heads (and as many value heads), N = Q + 2K, D rotary dims. https://arxiv.org/abs/2104.09864
 """
 
 # Triton reads a kernel's annotations as its own.
@@ -39,6 +42,24 @@ def fused_rotary(
         The rotated queries and keys, contiguous, in their own dtype.
     """
     return rotary_op(q_TQD, k_TKD, cos_TD, sin_TD, interleaved, False)
+
+
+def fused_split_and_rotary(
+    qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a fused projection apart and rotate its queries and keys.
+
+    Args:
+        qkv_TND: `[T, Q + 2K, head_dim]`: queries, keys, values.
+        num_kv_heads: K.
+        cos_TD: As in `fused_rotary`.
+        sin_TD: As in `fused_rotary`.
+        interleaved: As in `fused_rotary`.
+
+    Returns:
+        Queries `[T, Q, head_dim]`, keys and values `[T, K, head_dim]`, each in memory of its own.
+    """
+    return split_rotary_op(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved)
 
 
 @triton.jit
@@ -77,25 +98,43 @@ def _rotate(
 
 
 @triton.jit
+def _copy(x_ptr, out_ptr, heads, first, x_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr):
+    """Copy heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
+    head = first + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (head < heads) & (dim < HEAD_DIM)
+    tl.store(out_ptr + head * HEAD_DIM + dim, tl.load(x_ptr + head * x_stride + dim, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
 def _rotary_kernel(
     q_ptr,
     k_ptr,
+    v_ptr,
     cos_ptr,
     sin_ptr,
     q_out_ptr,
     k_out_ptr,
+    v_out_ptr,
     q_heads,
     k_heads,
     q_blocks,
+    k_blocks,
     blocks,
     q_token,
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
+    q_out_token,
+    k_out_token,
+    v_out_token,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -110,7 +149,7 @@ def _rotary_kernel(
     if block < q_blocks:
         _rotate(
             q_ptr + token * q_token,
-            q_out_ptr + token * q_heads * HEAD_DIM,
+            q_out_ptr + token * q_out_token,
             cos,
             sin,
             q_heads,
@@ -123,10 +162,10 @@ def _rotary_kernel(
             HEADS,
             INTERLEAVED,
         )
-    else:
+    elif block < q_blocks + k_blocks:
         _rotate(
             k_ptr + token * k_token,
-            k_out_ptr + token * k_heads * HEAD_DIM,
+            k_out_ptr + token * k_out_token,
             cos,
             sin,
             k_heads,
@@ -138,6 +177,17 @@ def _rotary_kernel(
             BLOCK_REST,
             HEADS,
             INTERLEAVED,
+        )
+    elif v_ptr is not None:
+        _copy(
+            v_ptr + token * v_token,
+            v_out_ptr + token * v_out_token,
+            k_heads,
+            (block - q_blocks - k_blocks) * HEADS,
+            v_head,
+            HEAD_DIM,
+            BLOCK_DIM,
+            HEADS,
         )
 
 
@@ -161,43 +211,63 @@ def launch(
     interleaved: bool,
     inverse: bool,
     *,
+    v: Tensor | None = None,
+    out: Tensor | None = None,
     heads: int = HEADS,
     num_warps: int = NUM_WARPS,
-) -> tuple[Tensor, Tensor]:
-    """The kernel, with at most `heads` heads of one token a program."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The kernel, with at most `heads` heads of one token a program.
+
+    Values, as many heads as keys, are copied. Results are written to memory of their own, or one after another to
+    `out [T, Q + 2K, head_dim]`.
+    """
     _check(q, k, cos, sin)
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    k = k if k.stride(-1) == 1 else k.contiguous()
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    v = v if v is None or v.stride(-1) == 1 else v.contiguous()
     (tokens, q_heads, head_dim), k_heads, dims = q.shape, k.shape[1], cos.shape[1]
-    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    if out is None:
+        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+        v_out = None if v is None else v.new_empty(v.shape)
+    else:
+        q_out, k_out, v_out = out.split([q_heads, k_heads, k_heads], dim=1)
     heads = min(heads, next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
-    if grid := tokens * (q_blocks + k_blocks):
+    blocks = q_blocks + k_blocks * (1 if v is None else 2)
+    if grid := tokens * blocks:
         _rotary_kernel[(grid,)](
             q,
             k,
+            v,
             cos.contiguous(),
             sin.contiguous(),
             q_out,
             k_out,
+            v_out,
             q_heads,
             k_heads,
             q_blocks,
-            q_blocks + k_blocks,
+            k_blocks,
+            blocks,
             q.stride(0),
             q.stride(1),
             k.stride(0),
             k.stride(1),
+            0 if v is None else v.stride(0),
+            0 if v is None else v.stride(1),
+            q_out.stride(0),
+            k_out.stride(0),
+            0 if v_out is None else v_out.stride(0),
             HEAD_DIM=head_dim,
             HALF=dims // 2,
             BLOCK_HALF=next_power_of_2(dims // 2),
             BLOCK_REST=0 if dims == head_dim else next_power_of_2(head_dim - dims),
+            BLOCK_DIM=next_power_of_2(head_dim),
             HEADS=heads,
             INTERLEAVED=interleaved,
             INVERSE=inverse,
             num_warps=num_warps,
         )
-    return q_out, k_out
+    return q_out, k_out, v_out
 
 
 @torch.library.custom_op("parallel_layers::rotary", mutates_args=())
@@ -205,7 +275,7 @@ def rotary_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     """`fused_rotary` as an operator; `inverse` turns the other way."""
-    return launch(q, k, cos, sin, interleaved, inverse)
+    return launch(q, k, cos, sin, interleaved, inverse)[:2]
 
 
 @rotary_op.register_fake
@@ -225,3 +295,50 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 
 rotary_op.register_autograd(_backward, setup_context=_context)
+
+
+@torch.library.custom_op("parallel_layers::split_rotary", mutates_args=())
+def split_rotary_op(
+    qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_split_and_rotary` as an operator."""
+    q, k, v = _parts(qkv, num_kv_heads)
+    q, k, copied = launch(q, k, cos, sin, interleaved, False, v=v)
+    assert copied is not None
+    return q, k, copied
+
+
+@split_rotary_op.register_fake
+def _(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (part.new_empty(part.shape) for part in _parts(qkv, num_kv_heads))
+    return q, k, v
+
+
+@torch.library.custom_op("parallel_layers::split_rotary_backward", mutates_args=())
+def split_rotary_backward_op(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The gradient of the fused projection."""
+    d_qkv = dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
+    launch(dq, dk, cos, sin, interleaved, True, v=dv, out=d_qkv)
+    return d_qkv
+
+
+@split_rotary_backward_op.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
+
+
+def _parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
+
+
+def _split_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, cos, sin, ctx.interleaved = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _split_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    return split_rotary_backward_op(dq, dk, dv, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
+
+
+split_rotary_op.register_autograd(_split_backward, setup_context=_split_context)

@@ -2,7 +2,7 @@
 
 from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec, RopeType, yarn_softmax_scale
-from parallel_layers.rotary.rotation import apply_rotary, rotate_queries_and_keys
+from parallel_layers.rotary.rotation import apply_rotary, rotate_queries_and_keys, split_and_rotate
 
 __all__ = [
     "ROPE_TYPES",
@@ -11,5 +11,6 @@ __all__ = [
     "RotaryEmbedding",
     "apply_rotary",
     "rotate_queries_and_keys",
+    "split_and_rotate",
     "yarn_softmax_scale",
 ]

@@ -11,7 +11,7 @@ Shape legend: T tokens, D rotary dims of a head, N heads, Q query heads, K key h
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.rotary import fused_rotary
+from parallel_layers.kernels.rotary import fused_rotary, fused_split_and_rotary
 from parallel_layers.kernels.runtime import use_triton
 
 
@@ -55,3 +55,16 @@ def rotate_queries_and_keys(
         return fused_rotary(q_TQD, k_TKD, cos_TD, sin_TD, interleaved=interleaved)
     q, k = (apply_rotary(x, cos_TD, sin_TD, interleaved=interleaved) for x in (q_TQD, k_TKD))
     return q, k
+
+
+def split_and_rotate(
+    qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a fused projection `[T, Q + 2K, head_dim]`, the first two rotated.
+
+    On CUDA one kernel each way, which also puts the projection's gradient together.
+    """
+    if use_triton(qkv_TND, cos_TD, sin_TD):
+        return fused_split_and_rotary(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved=interleaved)
+    q, k, v = qkv_TND.split([qkv_TND.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    return *rotate_queries_and_keys(q, k, cos_TD, sin_TD, interleaved=interleaved), v
