@@ -257,7 +257,10 @@ class DecoderLayer(nn.Module):
         Returns:
             `[T', H]`.
         """
-        x = self.self_attn(self._norm(self.norms.attention_in, hidden), rotary, cu_seqlens, max_seqlen, cache)
+        x = hidden
+        if self.norms.attention_in is not None:
+            x, hidden = getattr(self, self.norms.attention_in).norm_and_keep(hidden)
+        x = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache)
         x = self._norm(self.norms.attention_out, x)
         if self.norms.mlp_in is None:
             hidden = hidden + x

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm
+from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
 from parallel_layers.norm_backends import TransformerEngineNorm, check_norm_backend, choose_norm_backend
 
 
@@ -111,6 +111,16 @@ class RMSNorm(nn.Module):
             choose_norm_backend("te", x, weight)  # refuses what it does not take
             return self._te(x, weight, self.weight)
         return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset, backend=self.backend)
+
+    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise the residual stream, which also goes on: `(norm(x), x)`, both `[..., H]`.
+
+        By the Triton backend the two gradients that reach x are added up where the norm's is made.
+        """
+        if choose_norm_backend(self.backend, x, self.weight) == "triton":
+            weight = copy_to_tensor_parallel(self.weight, self.group)
+            return fused_rms_norm_and_keep(x, weight, eps=self.eps, unit_offset=self.unit_offset)
+        return self(x), x
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add to the residual stream and normalise the sum: `(norm(x + residual), x + residual)`, both `[..., H]`.

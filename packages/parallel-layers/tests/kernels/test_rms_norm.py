@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.rms_norm import MAX_SIZE, fused_add_rms_norm, fused_rms_norm
+from parallel_layers.kernels.rms_norm import MAX_SIZE, fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -84,6 +84,44 @@ def test_residual_is_added_and_gets_the_whole_gradient(
     device: torch.device, unit: dict[torch.dtype, float], use: str, dtype: torch.dtype
 ) -> None:
     check_residual(device, unit, use, dtype, (11, 384))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use", ["both", "normed", "kept"])
+def test_what_goes_on_beside_its_norm_gets_one_gradient(
+    device: torch.device, unit: dict[torch.dtype, float], use: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(4)
+    x, weight = leaf(11, 384, dtype=dtype, device=device), leaf(384, dtype=torch.float32, device=device)
+    x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    pair = fused_rms_norm_and_keep(x, weight, eps=1e-5)
+    assert torch.equal(pair[0], fused_rms_norm(x, weight, eps=1e-5))
+    assert pair[1].data_ptr() == x.data_ptr()
+    pair64 = reference(x64, weight64, 1e-5, False), x64 * 1.0
+    # One of them as a transposed product leaves it.
+    grads = [torch.randn(11, 384, device=device).to(dtype), torch.randn(384, 11, device=device).to(dtype).t()]
+    outputs = {"both": [0, 1], "normed": [0], "kept": [1]}[use]
+    torch.autograd.backward([pair[i] for i in outputs], [grads[i] for i in outputs])
+    torch.autograd.backward([pair64[i] for i in outputs], [grads[i].double() for i in outputs])
+    assert_close(x.grad, x64.grad, unit)
+    if use == "kept":
+        assert weight.grad is None
+    else:
+        assert_close(weight.grad, weight64.grad, unit, scale=4.0)
+
+
+def test_what_goes_on_is_compiled_whole(device: torch.device) -> None:
+    torch.manual_seed(5)
+    torch._dynamo.reset()
+    x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((6, 40), (40,)))
+
+    def block(x: Tensor) -> Tensor:
+        normed, kept = fused_rms_norm_and_keep(x * 2, weight)
+        return normed.sin() + kept
+
+    expected = torch.autograd.grad(block(x).sum(), (x, weight))
+    actual = torch.autograd.grad(torch.compile(block, fullgraph=True, backend="aot_eager")(x).sum(), (x, weight))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_strided_heads_are_read_in_place(device: torch.device) -> None:

@@ -56,6 +56,14 @@ def fused_add_rms_norm(
     return normed, total
 
 
+def fused_rms_norm_and_keep(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(norm(x), x)`, both `[..., H]`: for an x that goes on, too, whose two gradients one kernel then adds up."""
+    normed, kept = _NormAndKeep.apply(x, weight, eps, unit_offset)
+    return normed, kept
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a pass is cut up.
@@ -423,3 +431,22 @@ def _add_backward(
 
 rms_norm_op.register_autograd(_norm_backward, setup_context=_norm_context)
 add_rms_norm_op.register_autograd(_add_backward, setup_context=_add_context)
+
+
+class _NormAndKeep(torch.autograd.Function):
+    """Not an operator: those return nothing that is an argument's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+        normed, rstd = rms_norm_op(x, weight, eps, unit_offset)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.unit_offset = unit_offset
+        return normed, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dkept, None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        return *rms_norm_backward_op(dy, dkept, x, weight, rstd, ctx.unit_offset), None, None
