@@ -19,6 +19,7 @@ from parallel_layers import DecoderLayer, PackedSequence, RMSNorm, VocabParallel
 from parallel_layers.context_parallel import Layout, split_sequence
 from parallel_layers.embedding import vocab_range
 from parallel_layers.inference import SequenceCache
+from parallel_layers.invariant import tp_invariant
 from parallel_layers.moe import RoutingContext
 from parallel_layers.recompute import checkpoint
 from parallel_layers.sharding import Block, Sharding, set_sharding
@@ -54,6 +55,7 @@ class ModelOptions(TypedDict, total=False):
         chunks: what this rank holds of a pipeline; default the whole model.
         recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
             "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        tp_invariant: what `parallel_layers.invariant.tp_invariant` makes of the layers, in their place.
         dtype, device: of the parameters.
     """
 
@@ -64,6 +66,7 @@ class ModelOptions(TypedDict, total=False):
     expert_tensor_parallel: bool
     chunks: Sequence[Chunk]
     recompute: Recompute
+    tp_invariant: bool
     dtype: torch.dtype | None
     device: torch.device | str | None
 
@@ -106,8 +109,6 @@ class Decoder(nn.Module):
                 for i in chunk.layers
             }
         )
-        for name, layer in self.layers.items():
-            _recompute(layer, int(name), options.get("recompute"))
         if any(chunk.last for chunk in self.chunks):
             self.norm = RMSNorm(
                 hidden,
@@ -118,6 +119,11 @@ class Decoder(nn.Module):
                 device=device,
             )
         self.rotary = config.rotary(device)
+        if options.get("tp_invariant"):
+            for name, child in list(self.named_children()):
+                setattr(self, name, tp_invariant(child))
+        for name, layer in self.layers.items():
+            _recompute(layer, int(name), options.get("recompute"))
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from parallel_layers import DecoderLayer, LogProbs, PackedSequence, linear_log_probs, next_token_labels
+from parallel_layers import DecoderLayer, LogProbs, PackedSequence, invariant, linear_log_probs, next_token_labels
 from parallel_layers.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -43,6 +43,7 @@ class _PackedModel(nn.Module):
         self.config, self.group = config, options.get("group")
         self.sequence_parallel = options.get("sequence_parallel", False) and self.group is not None
         options["sequence_parallel"] = self.sequence_parallel
+        self.tp_invariant = options.get("tp_invariant", False)
         self.model = Decoder(config, **options)
         self.tokens_multiple_of = self._tokens_multiple_of(options.get("expert_tensor_parallel", True))
         if any(chunk.last for chunk in self.chunks):
@@ -147,7 +148,8 @@ class CausalLM(_PackedModel):
         labels = next_token_labels(packed) if labels is None else labels
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
-        own = linear_log_probs(
+        head = invariant.linear_log_probs if self.tp_invariant else linear_log_probs
+        own = head(
             self(packed, hidden, chunk=chunk, routing=routing),
             self.head_weight,
             self.model.split(labels),
@@ -229,7 +231,10 @@ class ValueModel(_PackedModel):
         bias: Tensor = self.score.bias
         if self.sequence_parallel:
             weight, bias = copy_to_tensor_parallel(weight, self.group), copy_to_tensor_parallel(bias, self.group)
-        values = hidden @ weight[0].float() + bias.float()
+        if self.tp_invariant:
+            values = invariant.linear(hidden, weight.float(), bias.float())[:, 0]
+        else:
+            values = hidden @ weight[0].float() + bias.float()
         if self.sequence_parallel:
             # Every rank computes the same loss from all values: backward each takes its own tokens' gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)

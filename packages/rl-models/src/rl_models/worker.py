@@ -33,6 +33,7 @@ from rl_models.backends import (
 from rl_models.batch import Batch
 from rl_models.checkpoint import Resumed
 from rl_models.decoder import Recompute
+from rl_models.determinism import be_deterministic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.losses import LossTerms
 from rl_models.offload import Offload
@@ -88,6 +89,8 @@ class Worker:
         context_parallel: ContextParallel = "ulysses",
         router_losses: RouterLosses | None = None,
         recompute: Recompute = None,
+        tp_invariant: bool = False,
+        deterministic: bool = False,
         megatron: MegatronOptions | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
@@ -108,6 +111,10 @@ class Worker:
             router_losses: of a mixture of experts, added by `update`; default none.
             recompute: what is computed again in the backward instead of saved: "full", "selective" (MLPs and experts),
                 or the numbers of the layers that are.
+            tp_invariant: log-probs and values have the same bits at tp 1, 2 and 4 and in every batch (backend
+                "parallel"; no mixture of experts). Generation is not part of it.
+            deterministic: the same call gives the same bits at every run on the same grid. It is a setting of the whole
+                process and stays; see `rl_models.determinism`.
             megatron: what only that backend has to choose.
             optimizer: default `OptimizerOptions()`.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
@@ -116,6 +123,8 @@ class Worker:
             ValueError: an unknown backend or architecture, sizes that do not divide, or a broken checkpoint; on every
                 rank alike.
         """
+        if deterministic:
+            be_deterministic()
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
         options = EngineOptions(
             dtype=dtype,
@@ -124,6 +133,8 @@ class Worker:
             context_parallel=context_parallel,
             router_losses=router_losses or RouterLosses(),
             recompute=recompute,
+            tp_invariant=tp_invariant,
+            deterministic=deterministic,
             megatron=megatron or MegatronOptions(),
         )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)

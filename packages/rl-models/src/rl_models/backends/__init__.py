@@ -48,13 +48,16 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("megatron",)
     ),
     "megatron": Backend(
-        "rl_models.backends.megatron", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("recompute",)
+        "rl_models.backends.megatron",
+        ("dp", "pp", "cp", "tp", "ep"),
+        ("causal_lm", "value"),
+        ("recompute", "tp_invariant"),
     ),
     "transformers": Backend(
         "rl_models.backends.huggingface",
         ("dp", "cp"),
         ("causal_lm", "value"),
-        ("pipeline", "context_parallel", "router_losses", "recompute", "megatron"),
+        ("pipeline", "context_parallel", "router_losses", "recompute", "tp_invariant", "megatron"),
     ),
 }
 

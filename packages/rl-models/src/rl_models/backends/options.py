@@ -92,6 +92,9 @@ class EngineOptions:
         router_losses: of a mixture of experts; the config's own coefficients count for nothing.
         recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
             "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        tp_invariant: log-probs and values whose bits depend neither on tp nor on the rest of a batch
+            (`parallel_layers.invariant`).
+        deterministic: see `rl_models.determinism`.
         megatron: of that backend.
 
     Raises:
@@ -104,6 +107,8 @@ class EngineOptions:
     context_parallel: ContextParallel = "ulysses"
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     recompute: Recompute = None
+    tp_invariant: bool = False
+    deterministic: bool = False
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:

@@ -320,6 +320,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "expert_tensor_parallel": grid.expert_tensor_parallel,
             "chunks": _chunks(layout, places),
             "recompute": options.recompute,
+            "tp_invariant": options.tp_invariant,
             "dtype": options.dtype or stored_dtype(path),
             # Nothing is allocated or initialised that the checkpoint then replaces.
             "device": "meta",
