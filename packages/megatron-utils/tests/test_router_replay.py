@@ -7,27 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 
-HF = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "head_dim": 4,
-    "intermediate_size": 12,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
+HF = tiny_config("qwen3_moe", num_experts=6, mlp_only_layers=[1])
 LAYERS = [0, 2, 3]
 LENGTHS = [5, 7, 3, 9]
 MICRO_BATCHES = [[0, 1], [2, 3]]
@@ -63,7 +48,7 @@ def run_on(
     from megatron_utils.testing.weights import load_transformers_state
 
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, 24, (n,), generator=generator) for n in LENGTHS]
+    sequences = [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in LENGTHS]
     with (
         cpu_stand_in(),
         megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid,
@@ -113,8 +98,7 @@ def state() -> dict[str, Tensor]:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**{k: v for k, v in HF.items() if k != "model_type"})
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**HF))
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
     return model.state_dict()

@@ -8,29 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
-DENSE = {
-    "model_type": "qwen3",
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "head_dim": 4,
-    "intermediate_size": 12,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6,
-}
-MOE = DENSE | {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-}
+DENSE, MOE = tiny_config("qwen3"), tiny_config("qwen3_moe", mlp_only_layers=[0])
 
 
 class Run:
@@ -59,7 +41,7 @@ class Run:
             generator = torch.Generator().manual_seed(step)
             packed = [
                 PackedSequence.from_sequences(
-                    [torch.randint(0, 24, (n,), generator=generator) for n in lengths], multiple_of=2
+                    [torch.randint(0, DENSE["vocab_size"], (n,), generator=generator) for n in lengths], multiple_of=2
                 )
                 for lengths in ((5, 7), (9,))
             ]

@@ -4,39 +4,10 @@ from typing import Any
 
 import pytest
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import ParallelDims
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-}
-LATENT = {
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "first_k_dense_replace": 1,
-}
+LLAMA, LATENT = tiny_config("llama"), tiny_config("deepseek_v3", n_group=1, topk_group=1)
 
 
 def layers(hf: dict[str, Any], layer_spec: str) -> list[Any]:
@@ -91,8 +62,7 @@ def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer
     from megatron_utils.gpt import PackedCoreAttention
 
     dense, mixture = (
-        spec.submodules
-        for spec in layers({**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 4}, "transformer_engine")
+        spec.submodules for spec in layers(tiny_config("qwen3_moe", mlp_only_layers=[0]), "transformer_engine")
     )
     for spec in (dense, mixture):
         attention = spec.self_attention.submodules
@@ -109,10 +79,10 @@ def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer
 def test_transformer_engine_has_latent_attention_with_its_own_epsilon(transformer_engine: Any) -> None:
     from megatron_utils.gpt.latent_attention import LatentAttention
 
-    spec = layers({**LLAMA, **LATENT}, "transformer_engine")[0].submodules.self_attention
+    spec = layers(LATENT, "transformer_engine")[0].submodules.self_attention
     assert spec.module is LatentAttention
     assert spec.submodules.linear_kv_down_proj is transformer_engine.TELinear
     assert spec.submodules.linear_kv_up_proj is transformer_engine.TELayerNormColumnParallelLinear
     assert spec.submodules.core_attention.params == {"rotates": False}
     with pytest.raises(ValueError, match="rms_norm_eps=1e-05: Transformer Engine's fused norms use it"):
-        layers({**LLAMA, **LATENT, "rms_norm_eps": 1e-5}, "transformer_engine")
+        layers({**LATENT, "rms_norm_eps": 1e-5}, "transformer_engine")

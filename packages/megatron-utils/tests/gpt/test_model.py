@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import MIXTURES, tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
 LENGTHS = [11, 1, 17, 6, 5, 9]
 MICRO_BATCHES = [[0, 1], [2], [3, 4], [5]]
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -41,47 +32,29 @@ YARN_ROPE = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
 }
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 12,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-}
-DEEPSEEK = {"model_type": "deepseek_v3", **LATENT}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama3-biased": (
-        "Llama",
-        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "head_dim": 6},
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama3-biased": tiny_config(
+        "llama", rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True, head_dim=6, rms_norm_eps=1e-5
     ),
-    "deepseek-v3": ("DeepseekV3", {**LATENT, "rope_parameters": YARN_ROPE, "rms_norm_eps": 1e-5}),
-    "deepseek-v3-full-query": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
-    "mistral-window": ("Mistral", {"sliding_window": 4}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "qwen3-moe-hybrid": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8}),
-    "qwen3-moe-unnormed": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek-v3": tiny_config("deepseek_v3", rope_parameters=YARN_ROPE, rms_norm_eps=1e-5),
+    "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
+    "mistral-window": tiny_config("mistral"),
+    "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3-moe-hybrid": tiny_config("qwen3_moe", mlp_only_layers=[0]),
+    "qwen3-moe-unnormed": tiny_config("qwen3_moe", norm_topk_prob=False),
+    "mixtral": tiny_config("mixtral"),
 }
+VOCABULARY, HIDDEN = MODELS["llama"]["vocab_size"], MODELS["llama"]["hidden_size"]
 
 
 def transformers_model(name: str) -> torch.nn.Module:
     import transformers
 
-    kind, extra = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **extra}, attn_implementation="eager")
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for tensor in model.state_dict().values():
         tensor.normal_(0, 0.2)
     return model
@@ -114,7 +87,7 @@ def parity_on(
     from megatron_utils.testing.weights import expected_parameters, load_transformers_state
 
     model = transformers_model(name)
-    sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in LENGTHS]
+    sequences = [torch.randint(0, VOCABULARY, (n,)) for n in LENGTHS]
     packed = [
         PackedSequence.from_sequences([sequences[i].to(device) for i in indices], multiple_of=dims.tp * 2 * dims.cp)
         for indices in MICRO_BATCHES
@@ -192,7 +165,7 @@ SLOW = [
         (ParallelDims(cp=2, ep=2), None),
         (ParallelDims(cp=2, pp=2), None),
     ]
-    if dims.ep == 1 or "moe" in name or name in ("mixtral", "deepseek-v3")
+    if dims.ep == 1 or MODELS[name]["model_type"] in MIXTURES
     if (name, dims, stages) not in PLAIN
 ]
 
@@ -223,7 +196,7 @@ GPU_GRIDS = [
         pytest.param(name, dims, stages, marks=pytest.mark.gpu(dims.world_size))
         for name in ("llama", "qwen3", "qwen3-moe-hybrid", "deepseek-v3")
         for dims, stages in GPU_GRIDS
-        if dims.ep == 1 or name not in ("llama", "qwen3")
+        if dims.ep == 1 or MODELS[name]["model_type"] in MIXTURES
     ],
 )
 def test_parity_on_gpus(nccl_ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None) -> None:
@@ -254,8 +227,8 @@ def values_on(group: ProcessGroup, sequence_parallel: bool) -> Tensor:
 
     dims = ParallelDims(tp=group.size())
     model = transformers_model("llama")
-    score = torch.randn(1, SIZES["hidden_size"], requires_grad=True)
-    sequences = [torch.randint(0, SIZES["vocab_size"], (n,)) for n in LENGTHS]
+    score = torch.randn(1, HIDDEN, requires_grad=True)
+    sequences = [torch.randint(0, VOCABULARY, (n,)) for n in LENGTHS]
     packed = PackedSequence.from_sequences(sequences, multiple_of=dims.tp)
     expected = [(model.model(input_ids=ids[None]).last_hidden_state[0] @ score.T)[:, 0] for ids in sequences]
     torch.cat(expected).square().sum().backward()
@@ -281,49 +254,57 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
     assert torch.equal(one, other)
 
 
+LLAMA, DEEPSEEK = tiny_config("llama"), tiny_config("deepseek_v3")
+
+
 @pytest.mark.parametrize(
-    ("changes", "dims", "options", "message"),
+    ("hf", "dims", "options", "message"),
     [
         (
-            {"model_type": "gpt2"},
+            LLAMA | {"model_type": "gpt2"},
             ParallelDims(),
             {},
             "model_type='gpt2' is not supported on Megatron-Core; known: deepseek_v3, llama",
         ),
         (
-            {"num_attention_heads": 6},
+            LLAMA | {"num_attention_heads": 6},
             ParallelDims(tp=4),
             {},
             r"num_attention_heads=6 is not divisible by tp=4; use tp in \[",
         ),
         (
-            {"num_key_value_heads": 3},
+            LLAMA | {"num_key_value_heads": 3},
             ParallelDims(tp=2),
             {},
             "num_key_value_heads=3 and tp=2: one must divide the other",
         ),
         (
-            {"num_hidden_layers": 30},
+            LLAMA | {"num_hidden_layers": 30},
             ParallelDims(pp=4),
             {},
             r"num_hidden_layers=30 .* layers_per_stage, .* \[8, 8, 7, 7\]",
         ),
-        ({}, ParallelDims(pp=2), {"layers_per_stage": [4]}, r"layers_per_stage=\[4\] must be 2 numbers that sum to 4"),
-        ({}, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
-        ({"model_type": "qwen2", "mlp_bias": True}, ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),
-        ({"hidden_act": "gelu"}, ParallelDims(), {}, "hidden_act='gelu' is not supported"),
-        ({}, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
         (
-            {"model_type": "mistral", "sliding_window": 4},
+            LLAMA,
+            ParallelDims(pp=2),
+            {"layers_per_stage": [4]},
+            r"layers_per_stage=\[4\] must be 2 numbers that sum to 4",
+        ),
+        (LLAMA, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
+        (tiny_config("qwen2", mlp_bias=True), ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),
+        (LLAMA | {"hidden_act": "gelu"}, ParallelDims(), {}, "hidden_act='gelu' is not supported"),
+        (LLAMA, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
+        (
+            tiny_config("mistral"),
             ParallelDims(cp=2),
             {"cp_comm_type": "p2p"},
             "cp_comm_type='p2p' has no sliding_window=4; use cp_comm_type='a2a'",
         ),
-        ({**DEEPSEEK, "topk_group": 1}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=1 is not supported"),
-        ({**DEEPSEEK, "norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),
-        ({**DEEPSEEK, "attention_bias": True}, ParallelDims(), {}, "attention_bias=True is not supported with latent"),
+        (DEEPSEEK | {"topk_group": 1}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=1 is not supported"),
+        (DEEPSEEK | {"norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),
+        (DEEPSEEK | {"attention_bias": True}, ParallelDims(), {}, "attention_bias=True is not supported with latent"),
         (
-            {},
+            LLAMA,
             ParallelDims(pp=2),
             {"virtual_stages": 2, "batch_p2p_comm": True},
             "batch_p2p_comm=True with virtual_stages=2",
@@ -331,10 +312,9 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(
-    changes: dict[str, Any], dims: ParallelDims, options: dict[str, Any], message: str
+    hf: dict[str, Any], dims: ParallelDims, options: dict[str, Any], message: str
 ) -> None:
     from megatron_utils.gpt import transformer_config
 
-    hf = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6, **changes}
     with pytest.raises(ValueError, match=message):
         transformer_config(hf, dims, **options)

@@ -7,20 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
-HF = {
-    "model_type": "qwen2",
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6,
-}
+HF = tiny_config("qwen2", num_hidden_layers=2)
 
 
 def model_on(grid: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.Module]:
@@ -36,7 +27,9 @@ def model_on(grid: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.Mod
 
 def batch(seed: int) -> PackedSequence:
     generator = torch.Generator().manual_seed(seed)
-    return PackedSequence.from_sequences([torch.randint(0, 24, (n,), generator=generator) for n in (7, 3, 5)])
+    return PackedSequence.from_sequences(
+        [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in (7, 3, 5)]
+    )
 
 
 def loss(output: Any, _: int) -> Tensor:

@@ -1,0 +1,66 @@
+"""Hugging Face configs of models small enough for tests: one of each family that `build_gpt` knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # Latent attention, shared experts, experts in groups, a dense first layer.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
+}
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+"""The families with routed experts."""
+
+
+def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The config of a small model: what `build_gpt` takes, and `transformers.AutoConfig.for_model(**config)`.
+
+    The vocabulary of 37 divides by nothing; four layers, four query heads and two key-value heads do by two.
+
+    Args:
+        model_type: a key of `megatron_utils.gpt.FAMILIES`.
+        changes: fields that are otherwise.
+
+    Raises:
+        ValueError: an unknown family.
+    """
+    if model_type not in _FAMILIES:
+        raise ValueError(f"model_type={model_type!r} is not one of {', '.join(_FAMILIES)}")
+    return {"model_type": model_type, **_SIZES, **_FAMILIES[model_type], **changes}
