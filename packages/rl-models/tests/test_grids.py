@@ -21,6 +21,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.backends import PipelineOptions
+from rl_models.backends.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
 from rl_models.worker import Worker
 
@@ -79,6 +80,7 @@ def case(
     options: dict[str, Any] = {"context_parallel": "ring"} if ring else {}
     if plain_tp:
         options["sequence_parallel"] = False
+    zero_bubble = zero_bubble and why_no_zero_bubble() is None  # else the same grid in 1F1B
     if vpp > 1 or zero_bubble:
         options["pipeline"] = PipelineOptions("zero-bubble" if zero_bubble else "1f1b", virtual_stages=vpp)
     if recompute is not None:

@@ -16,7 +16,7 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.backends import PipelineOptions, RouterLosses
-from rl_models.backends.pipeline import pad_to
+from rl_models.backends.pipeline import pad_to, why_no_zero_bubble
 from rl_models.losses import LossTerms
 
 VOCAB = 53
@@ -72,7 +72,17 @@ def train(
     return losses, state[names[0]] if names else None
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": PipelineOptions("zero-bubble")}], ids=["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="1f1b"),
+        pytest.param(
+            {"pipeline": PipelineOptions("zero-bubble")},
+            id="zero-bubble",
+            marks=pytest.mark.skipif(why_no_zero_bubble() is not None, reason=str(why_no_zero_bubble())),
+        ),
+    ],
+)
 def test_tied_embeddings_of_two_stages_stay_equal(
     ranks: RankPool, models: dict[str, Path], options: dict[str, Any]
 ) -> None:
@@ -82,6 +92,23 @@ def test_tied_embeddings_of_two_stages_stay_equal(
     assert first == last
     assert first == pytest.approx(one, abs=1e-4)
     assert one[-1] < one[0] - 0.1
+
+
+def zero_bubble_on(group: ProcessGroup, path: Path, version: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        try:
+            load(group, path, ParallelDims(pp=2), pipeline=PipelineOptions("zero-bubble"))
+        except ValueError as error:
+            return str(error)
+    return "loaded"
+
+
+def test_an_old_torch_refuses_the_zero_bubble_schedule(ranks: RankPool, models: dict[str, Path]) -> None:
+    for version in ("2.11.0+cu130", "2.12.1"):
+        expected = f"schedule='zero-bubble' needs torch 2.13 or newer, not {version}; use '1f1b'"
+        assert ranks.run(zero_bubble_on, models["tied"], version, world=2) == [expected] * 2
+    assert ranks.run(zero_bubble_on, models["tied"], "2.13.0", world=2) == ["loaded"] * 2
 
 
 @pytest.mark.parametrize(

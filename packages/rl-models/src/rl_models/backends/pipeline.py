@@ -31,6 +31,17 @@ from rl_models.backends.stage import Stage, Task
 MakeTask = Callable[[Stage, int, PackedSequence], Task]
 
 
+def why_no_zero_bubble() -> str | None:
+    """Why this torch cannot order micro-batches by the zero-bubble schedule; None where it can.
+
+    Its second pass, the gradients of weights, starts from nodes in the middle of the graph. In torch 2.11 and 2.12
+    those of custom autograd functions, which the parallel layers are made of, are gone by then (seen with both).
+    """
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+        return None
+    return f"schedule='zero-bubble' needs torch 2.13 or newer, not {torch.__version__}; use '1f1b'"
+
+
 class Pipeline:
     """The stages of one rank of a pipeline.
 
@@ -41,6 +52,9 @@ class Pipeline:
         hidden_shape: number of a micro-batch's tokens -> shape of what goes from stage to stage.
         dtype: of that.
         num_outputs: of the model, each `[T]` fp32.
+
+    Raises:
+        ValueError: `why_no_zero_bubble`.
     """
 
     def __init__(
@@ -56,6 +70,8 @@ class Pipeline:
     ) -> None:
         self.stages, self.group = stages, group
         self.hidden_shape, self.dtype, self.device, self.num_outputs = hidden_shape, dtype, device, num_outputs
+        if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
+            raise ValueError(reason)
         self._schedule_class: Any = ScheduleInterleavedZeroBubble
         if options.schedule == "1f1b":
             self._schedule_class = ScheduleInterleaved1F1B if len(stages) > 1 else Schedule1F1B
