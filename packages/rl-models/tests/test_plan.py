@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, PipelineOptions, losses
 from rl_models.cli import app
-from rl_models.plan import Memory, MemoryOptions, Planned, fitting, plan_memory
+from rl_models.plan import Memory, MemoryOptions, Planned, dims_text, fitting, plan_memory, plan_models
+from rl_models.train.turns import Turns
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -32,19 +42,44 @@ SIZES: dict[str, Any] = {
 }
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, inside."""
+MIXTURE = SIZES | {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
+LATENT = SIZES | {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
-    def __init__(self) -> None:
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, inside; less those of `ignored`."""
+
+    def __init__(self, ignored: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.peak = 0
         self.alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self.ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
 
     def hold(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             storage = local.untyped_storage()
-            self.alive[storage._cdata] = storage
+            if storage._cdata not in self.ignored:
+                self.alive[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -55,64 +90,154 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("models") / "llama"
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    path = tmp_path_factory.mktemp("models")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path / "llama")
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 16})).save_pretrained(path / "deep")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
+    DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
     return path
 
 
-def measure(
-    group: ProcessGroup, path: Path, dims: ParallelDims, dtype: torch.dtype, kind: Any, tokens: int, recompute: bool
-) -> int:
-    """The peak of an update of two micro-batches, the second with all gradients there already."""
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
-    options: dict[str, Any] = {"optimizer": OptimizerOptions(), "max_tokens_per_micro_batch": tokens, "dtype": dtype}
-    options["recompute"] = "full" if recompute else None
-    worker = kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", **options)
-    batch = Batch.from_sequences([torch.randint(1000, (128,)) for _ in range(2 * tokens // 128)])
+@pytest.fixture(scope="session")
+def model(models: Path) -> Path:
+    return models / "llama"
 
-    def loss(*arguments: Any) -> losses.LossTerms:
-        return losses.LossTerms(-arguments[0])
 
-    worker.update(batch, loss)
+def maximise(*arguments: Any) -> losses.LossTerms:
+    return losses.LossTerms(-arguments[0])
+
+
+def random_batch(tokens: int) -> Batch:
+    return Batch.from_sequences([torch.randint(1000, (128,)) for _ in range(tokens // 128)])
+
+
+def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) -> int:
+    """The peak of an update of two micro-batches for each stage, the second with all gradients there already."""
+    dims = options.dims
+    worker = kind.from_pretrained(
+        path,
+        dims=dims,
+        mesh=dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None,
+        device="cpu",
+        dtype=options.dtype,
+        sequence_parallel=options.sequence_parallel,
+        recompute=options.recompute,
+        pipeline=options.pipeline,
+        max_tokens_per_micro_batch=options.tokens,
+    )
+    batch = random_batch(2 * dims.pp * options.tokens)
+    worker.update(batch, maximise)
     with LiveBytes() as live:
         live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors())
-        worker.update(batch, loss)
+        worker.update(batch, maximise)
     return live.peak
 
 
+class Case(NamedTuple):
+    name: str
+    tokens: int
+    dims: ParallelDims = ParallelDims()
+    options: Mapping[str, Any] = MappingProxyType({})
+    kind: type[Actor] | type[Critic] = Actor
+
+    def __str__(self) -> str:
+        axes = dims_text(self.dims).replace(",", " ")
+        return " ".join([self.kind.__name__, self.name, axes, *map(str, self.options.values())])
+
+
+TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
+BF16 = {"dtype": torch.bfloat16}
+CASES = [
+    Case("llama", 1024),
+    Case("llama", 1024, options={"recompute": "full"}),
+    Case("llama", 1024, options={"recompute": "selective"}),
+    Case("llama", 2048, options=BF16, kind=Critic),
+    Case("llama", 1024, ParallelDims(tp=2)),
+    Case("deep", 256, ParallelDims(dp=2)),
+    Case("llama", 1024, ParallelDims(cp=2)),
+    Case("llama", 1024, ParallelDims(pp=2)),
+    Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
+    Case("latent", 1024),
+]
+MORE_CASES = [
+    Case("llama", 1024, options={"recompute": (0, 2)}),
+    Case("llama", 1024, options={"recompute": "selective", **BF16}),
+    Case("llama", 1024, ParallelDims(tp=2), {"sequence_parallel": False}),
+    Case("llama", 1024, ParallelDims(tp=2), {"recompute": "selective"}),
+    Case("deep", 256, ParallelDims(dp=2), BF16),
+    Case("llama", 1024, ParallelDims(cp=2), {"recompute": "full"}),
+    Case("llama", 1024, ParallelDims(pp=2), {"recompute": "full"}),
+    Case("llama", 512, ParallelDims(pp=2), TWO_CHUNKS),
+    Case("llama", 1024, ParallelDims(pp=2), TWO_CHUNKS | BF16, Critic),
+    Case("llama", 512, ParallelDims(dp=2, pp=2)),
+    Case("mixture", 1024),
+    Case("mixture", 1024, options=BF16),
+    Case("mixture", 1024, options={"recompute": "selective"}),
+    Case("mixture", 1024, options={"recompute": "full"}),
+    Case("mixture", 1024, ParallelDims(tp=2)),
+    Case("mixture", 1024, ParallelDims(tp=2, ep=2)),
+    Case("mixture", 1024, ParallelDims(pp=2)),
+    Case("latent", 1024, ParallelDims(tp=2)),
+    Case("latent", 1024, options={"recompute": "selective"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("dims", "dtype", "kind", "tokens", "recompute"),
-    [
-        (ParallelDims(), torch.float32, Actor, 1024, False),
-        (ParallelDims(), torch.float32, Actor, 2048, True),
-        (ParallelDims(), torch.bfloat16, Critic, 2048, False),
-        (ParallelDims(tp=2), torch.float32, Actor, 1024, False),
-        (ParallelDims(dp=2), torch.float32, Actor, 512, False),
-    ],
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
-def test_the_plan_is_within_a_tenth_of_the_measured_peak(
-    ranks: RankPool, model: Path, dims: ParallelDims, dtype: torch.dtype, kind: Any, tokens: int, recompute: bool
-) -> None:
-    given = (model, dims, dtype, kind, tokens, recompute)
-    measured = max(ranks.run(measure, *given, world=dims.world_size, timeout=120))
-    options = MemoryOptions(dims, tokens, dtype, recompute=recompute, device="cpu")
-    role = kind.role
-    (planned,) = plan_memory(model, options, role=role, trained=True)
-    assert planned.total == pytest.approx(measured, rel=0.1), planned
+def test_the_plan_is_within_a_tenth_of_the_measured_peak(ranks: RankPool, models: Path, case: Case) -> None:
+    options = MemoryOptions(case.dims, case.tokens, **{"dtype": torch.float32, **case.options}, device="cpu")
+    measured = ranks.run(measure, models / case.name, case.kind, options, world=case.dims.world_size, timeout=120)
+    planned = plan_memory(models / case.name, options, role=case.kind.role, trained=True)
+    ranks_of_stage = case.dims.world_size // case.dims.pp
+    for stage, memory in enumerate(planned):
+        peak = max(measured[stage * ranks_of_stage : (stage + 1) * ranks_of_stage])
+        assert memory.total == pytest.approx(peak, rel=0.1), (stage, memory)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, offload: bool) -> None:
+    turns = Turns()
+    workers = [
+        kind.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=512) for kind in (Actor, Critic, Actor)
+    ]
+    actor, critic, reference = (turns.add(worker) if offload else worker for worker in workers)
+    batch = random_batch(1024)
+
+    def step() -> None:
+        reference.log_probs(batch)
+        actor.log_probs(batch)
+        critic.values(batch)
+        critic.update(batch, maximise)
+        actor.update(batch, maximise)
+
+    for _ in range(2):
+        step()  # the host's buffers are there from the second on
+    offloads = [offload for worker in workers for offload in (worker._memory._weights, worker._memory._optimizer)]
+    with LiveBytes(ignored=[offload._buffer.data for offload in offloads]) as live:
+        for worker in workers:
+            live.hold(*worker.engine.module.parameters(), *worker._optimizer_state())
+        step()
+    options = MemoryOptions(ParallelDims(), 512, torch.float32, device="cpu")
+    planned = plan_models(model, options, critic=True, reference=True, offload=offload)
+    assert planned.peak == pytest.approx(live.peak, rel=0.1), planned.to_json()
 
 
 @pytest.mark.gpu(1)
-def test_the_plan_is_no_less_than_the_peak_of_a_gpu(model: Path) -> None:
-    worker = Actor.from_pretrained(model, device="cuda", dtype=torch.bfloat16, max_tokens_per_micro_batch=2048)
-    batch = Batch.from_sequences([torch.randint(1000, (128,)) for _ in range(32)])
+def test_the_plan_is_no_less_than_the_peak_of_a_gpu(tmp_path: Path) -> None:
+    # Large enough that what libraries keep for themselves does not count.
+    sizes = SIZES | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    worker = Actor.from_pretrained(tmp_path, device="cuda", max_tokens_per_micro_batch=8192)
+    batch = random_batch(16384)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        worker.update(batch, lambda log_probs, entropy, part: losses.LossTerms(-log_probs))
-    options = MemoryOptions(ParallelDims(), 2048, torch.bfloat16)
-    (planned,) = plan_memory(model, options, role="causal_lm", trained=True)
-    assert torch.cuda.max_memory_allocated() <= 1.1 * planned.total
+        worker.update(batch, maximise)
+    (planned,) = plan_memory(tmp_path, MemoryOptions(ParallelDims(), 8192), role="causal_lm", trained=True)
+    # The fused kernels save less than torch's own, which are what is planned for.
+    assert 0.4 < torch.cuda.max_memory_allocated() / planned.total < 1.05, planned
 
 
 def test_models_on_the_same_devices_rest_while_one_works() -> None:
@@ -145,6 +270,8 @@ def test_the_command_says_what_fits(model: Path) -> None:
     assert alone < found["peak"]
     smaller = json.loads(CliRunner().invoke(app, [*command, "--json", "--offload"]).stdout)
     assert smaller["peak"] == alone
+    less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
+    assert less["peak"] < found["peak"]
     limit = found["peak"] / 2**30 * 0.7
     result = CliRunner().invoke(app, [*command, "--gpu-gib", str(limit)])
     assert "does not fit" in result.stdout
@@ -152,6 +279,9 @@ def test_the_command_says_what_fits(model: Path) -> None:
     for arguments, message in (
         (["--dims", "tp=3"], "is not divisible by"),
         (["--tokens", "0"], "tokens=0 must be at least 1"),
+        (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
+        (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
+        (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
         (["--model", str(model / "none")], "config.json"),
     ):
         result = CliRunner().invoke(app, [*command, *arguments])
@@ -168,3 +298,24 @@ def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
     assert grids
     assert len({dims.world_size for dims in grids}) == 1
     assert grids[0].world_size > 1
+
+
+def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 256)
+    whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
+    found = list(fitting(models / "mixture", options, int(0.7 * whole.total), critic=False, reference=False))
+    assert {entry.options.dims.world_size for entry in found} == {2}
+    assert {entry.options.dims.ep for entry in found} == {1, 2}
+    with pytest.raises(ValueError, match="ep=2 is for a mixture of experts, which llama is not"):
+        plan_memory(models / "llama", MemoryOptions(ParallelDims(dp=2, ep=2), 256), role="causal_lm", trained=True)
+
+
+def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:
+    few, many = (
+        plan_memory(
+            model, MemoryOptions(ParallelDims(pp=2), 100, torch.float32, micro_batches=n), role="value", trained=True
+        )
+        for n in (4, 6)
+    )
+    # Each stage of two has one neighbour.
+    assert [b.activations - a.activations for a, b in zip(few, many, strict=True)] == [2 * 100 * 128 * 4] * 2

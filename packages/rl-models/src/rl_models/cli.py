@@ -63,6 +63,8 @@ def score(
     out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
     temperature: Annotated[float, typer.Option(min=1e-6, help="The logits are divided by it.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one forward pass.")] = 16384,
+    tp_invariant: Annotated[bool, typer.Option("--tp-invariant", help="The same bits at every tp and batch.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits at every run.")] = False,
     device: Device = None,
 ) -> None:
     """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
@@ -75,7 +77,9 @@ def score(
         if tp is not None and dims:
             raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
         grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
-        options = ScoreOptions(model, critic, grid, temperature, max_tokens, device)
+        options = ScoreOptions(
+            model, critic, grid, temperature, max_tokens, device, tp_invariant=tp_invariant, deterministic=deterministic
+        )
         sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
         console = Console(stderr=True)
         with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:
@@ -95,7 +99,13 @@ def plan(
     dims: Annotated[str, typer.Option(help="The grid, such as tp=2,pp=2.")] = "",
     critic: Annotated[bool, typer.Option("--critic", help="With a critic of the same size.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="With a reference of the same size.")] = False,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Layers save their input alone.")] = False,
+    recompute: Annotated[
+        str | None, typer.Option(help="full, selective (MLPs and experts), or layers such as 0,1: run again backward.")
+    ] = None,
+    virtual_stages: Annotated[int, typer.Option(help="Chunks of the model on each rank of a pipeline.")] = 1,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Of an update, for a pipeline's buffers; default two for each stage.")
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Each is on the host while another works.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default the config's.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(min=0, help="Say which grids fit devices of so much memory.")] = None,
@@ -104,10 +114,19 @@ def plan(
     """The memory that training needs on every rank of a grid, from the config alone."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
+        from rl_models.backends import PipelineOptions
         from rl_models.plan import MemoryOptions, fitting, parse_dtype, plan_models
         from rl_models.plan_report import memory_tables
+        from rl_models.train.options import parse_recompute
 
-        options = MemoryOptions(ParallelDims.parse(dims), tokens, parse_dtype(dtype), recompute=recompute)
+        options = MemoryOptions(
+            ParallelDims.parse(dims),
+            tokens,
+            parse_dtype(dtype),
+            recompute=parse_recompute(recompute),
+            pipeline=PipelineOptions(virtual_stages=virtual_stages),
+            micro_batches=micro_batches,
+        )
         models = {"critic": critic, "reference": reference, "offload": offload}
         planned = plan_models(model, options, **models)
         limit = None if gpu_gib is None else int(gpu_gib * 2**30)

@@ -1,17 +1,16 @@
-"""`rl-models plan`: the memory of every rank of a grid, from a config alone.
+"""`rl-models plan`: the memory of every rank of a grid of the native backend, from a config alone.
 
-Weights are exact: the layout says which part of every tensor a place holds. Activations are what torch's own kernels
-save for the backward; the fused kernels on a GPU save less. Legend: T tokens of a micro-batch, H hidden, Q and K the
-query and key-value heads times their size, I the MLP's width (of the experts that a token visits, all together), V
-vocabulary.
+Weights are exact: the layout says which part of every tensor a place holds. What layers save comes from
+`rl_models.plan_layer`.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,10 @@ import ckpt
 from ckpt.families import Role
 from ckpt.plan import config_dtype
 from parallel_layers import ParallelDims
+from rl_models.backends import PipelineOptions
+from rl_models.config import ModelConfig
+from rl_models.decoder import Recompute
+from rl_models.plan_layer import Division, layer_bytes
 
 GIB = 2**30
 # Elements of the logits that exist at once (`parallel_layers.losses.chunked`), of a CPU and of a GPU.
@@ -36,8 +39,9 @@ class Memory:
     Attributes:
         weights: this rank's part.
         optimizer: moments and fp32 masters.
-        gradients: of all weights, as they are kept between micro-batches, and the largest one as it arrives.
-        gathered: what FSDP2 makes whole at once: the ends of the model, and two layers.
+        gradients: of all weights, as they are kept between micro-batches, and the largest one as it arrives. FSDP2
+            divides them after the last micro-batch alone.
+        gathered: what FSDP2 makes whole at once: the ends of the model, and two layers; in a pipeline all of it.
         activations: what the forward saves for the backward.
         layer: what one layer needs beside it while it runs, backward if it is trained.
         logits: the tile of the head, and the hidden states in fp32 where the head makes a copy.
@@ -71,7 +75,9 @@ class MemoryOptions:
         tokens: of a micro-batch.
         dtype: of the weights; None: as the config says.
         sequence_parallel: default where tp > 1.
-        recompute: `recompute="full"`: layers save their input alone and run again backward.
+        recompute: what runs again backward, as `Actor.from_pretrained` takes it.
+        pipeline: virtual stages and the split of the layers, as well.
+        micro_batches: of an update, for the pipeline; None: two for each stage.
         device: "cuda" or "cpu": their heads work on tiles of another size.
     """
 
@@ -79,12 +85,20 @@ class MemoryOptions:
     tokens: int
     dtype: torch.dtype | None = None
     sequence_parallel: bool | None = None
-    recompute: bool = False
+    recompute: Recompute = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    micro_batches: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be at least 1")
+        for name in ("tokens", "micro_batches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+    @property
+    def received(self) -> int:
+        """Micro-batches of an update."""
+        return 2 * self.dims.pp if self.micro_batches is None else self.micro_batches
 
 
 def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, role: Role, trained: bool) -> list[Memory]:
@@ -99,81 +113,104 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     Raises:
         ValueError: the family is unknown, or the grid does not divide the model.
     """
-    dims = options.dims
-    layout = ckpt.layout_for(config, target="parallel", role=role, layers="balanced")
-    ep = dims.ep
+    dims, pipeline = options.dims, options.pipeline
+    model = ModelConfig.from_hf(config)
+    if dims.ep > 1 and not any(model.moe):
+        raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
+    split = "balanced" if pipeline.split is None else list(pipeline.split)
+    layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=split)
+    # See `rl_models.grid.Grid.expert_tensor_parallel`.
+    divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []
     for stage in range(dims.pp):
-        places = (
-            ckpt.Place(tp=(rank, dims.tp), pp=(stage, dims.pp), ep=(expert, ep))
-            for rank, expert in itertools.product(range(dims.tp), range(ep))
-        )
-        of_stage = [_on_place(layout, place, options, trained) for place in places]
+        of_stage = []
+        for tensor, expert in itertools.product(range(dims.tp), range(dims.ep)):
+            place = ckpt.Place(
+                tp=(tensor, dims.tp), pp=(stage, dims.pp), ep=(expert, dims.ep), etp=None if divided_experts else (0, 1)
+            )
+            chunks = [replace(place, vpp=(n, pipeline.virtual_stages)) for n in range(pipeline.virtual_stages)]
+            of_stage.append(_on_rank(layout, model, chunks, options, trained))
         stages.append(max(of_stage, key=lambda memory: memory.total))
     return stages
 
 
-def _on_place(layout: ckpt.Layout, place: ckpt.Place, options: MemoryOptions, trained: bool) -> Memory:
-    dims, text = options.dims, layout.text
+def _on_rank(
+    layout: ckpt.Layout, model: ModelConfig, chunks: Sequence[ckpt.Place], options: MemoryOptions, trained: bool
+) -> Memory:
+    dims, place = options.dims, chunks[0]
     dtype = options.dtype or config_dtype(layout.config)
-    size, data = dtype.itemsize, dims.dp * dims.cp
-    low = dtype in (torch.bfloat16, torch.float16)
-    sizes = {name: block.numel for name, block in layout.at(place).items()}
-    layers: dict[str, int] = {}
-    for name, numel in sizes.items():
-        if match := re.match(r"model\.layers\.(\d+)\.", name):
-            layers[match[1]] = layers.get(match[1], 0) + numel
+    size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
+    sizes = {name: block.numel for chunk in chunks for name, block in layout.at(chunk).items()}
     held = sum(sizes.values())
-    own = -(-held // data)
-    ends = held - sum(layers.values())
-    gathered = 0 if data == 1 else size * (ends + 2 * max(layers.values(), default=0))
+    experts = sum(numel for name, numel in sizes.items() if ".experts." in name) if dims.ep > 1 else 0
+    # The ranks that hold the same: of the dense layers, and of the experts.
+    data = dims.dp * dims.cp
+    copies = data * (1 if place.etp is None else dims.tp) // dims.ep
+    own = -(-(held - experts) // data) + -(-experts // copies)
+    divided = max(data, copies) > 1
+
+    sequence_parallel = dims.tp > 1 and options.sequence_parallel is not False
+    division = Division(dims.tp, sequence_parallel, place.expert_tp[1], size)
     tokens = -(-options.tokens // dims.cp)
+    per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
+    numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
     last = place.pp[0] == dims.pp - 1
-    vocab = -(-int(text["vocab_size"]) // dims.tp) if last and layout.role == "causal_lm" else 0
+    hidden = model.decoder.hidden_size
+    vocab = -(-model.vocab_size // dims.tp) if last and layout.role == "causal_lm" else 0
     logits = 4 * min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
-    per_layer, working, ends_per_token = _per_token(text, options, size)
     if last and (low or layout.role == "value"):
         # The heads compute in fp32.
-        logits += 4 * tokens * int(text["hidden_size"])
+        logits += 4 * tokens * hidden
+
+    gathered = 0
+    if divided:
+        layers: Counter[str] = Counter()
+        for name, numel in sizes.items():
+            if match := re.match(r"model\.layers\.(\d+)\.", name):
+                layers[match[1]] += numel
+        two_layers = held - layers.total() + 2 * max(layers.values(), default=0)
+        gathered = size * (held if dims.pp > 1 else min(held, two_layers))
+    recompute = options.recompute if trained else None
+    saved = [[per_layer[number].saved(number, recompute) for number in chunk] for chunk in numbers]
+    # When a layer runs backward, those after it have done so and hold nothing any more.
+    layer = tokens * max(
+        per_layer[number].working(number, recompute) - sum(of_chunk[place_in_chunk + 1 :])
+        for chunk, of_chunk in zip(numbers, saved, strict=True)
+        for place_in_chunk, number in enumerate(chunk)
+    )
     if not trained:
-        return Memory(size * own, gathered=gathered, layer=tokens * working, logits=logits)
-    if options.recompute:
-        parts = dims.tp if (options.sequence_parallel is None or options.sequence_parallel) else 1
-        working += per_layer
-        per_layer = size * -(-int(text["hidden_size"]) // parts)
-    # 1F1B: a stage has begun as many micro-batches as stages are left, itself included.
-    in_flight = dims.pp - place.pp[0]
-    activations = in_flight * tokens * (per_layer * len(layers) + ends_per_token)
-    gradient = 4 if low and data == 1 else size
+        return Memory(size * own, gathered=gathered, layer=layer, logits=logits)
+    ends = division.norm(division.hidden(model.decoder))
+    in_flight = _in_flight(place.pp, len(chunks))
+    activations = sum(count * (ends + sum(of_chunk)) for count, of_chunk in zip(in_flight, saved, strict=True))
+    # torch's pipeline stages have a buffer for each micro-batch and each neighbour that they receive from.
+    whole = dims.pp * len(chunks)
+    neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
+    activations += options.received * neighbours * size * division.hidden(model.decoder)
     return Memory(
         weights=size * own,
         optimizer=(MOMENTS + MASTER * low) * own,
-        gradients=gradient * own + size * max(sizes.values()),
-        gathered=2 * gathered,
-        activations=activations,
-        layer=tokens * working,
+        gradients=(4 if low else size) * (held if divided else own) + size * max(sizes.values()),
+        gathered=gathered,
+        activations=tokens * activations,
+        layer=layer,
         logits=logits,
     )
 
 
-def _per_token(text: Mapping[str, Any], options: MemoryOptions, size: int) -> tuple[int, int, int]:
-    """Bytes for each token: saved by a layer, needed while one runs backward, saved by the ends of the model."""
-    tp = options.dims.tp
-    divided = tp if (options.sequence_parallel is None or options.sequence_parallel) else 1
-    hidden, heads, head = int(text["hidden_size"]), int(text["num_attention_heads"]), int(text["head_dim"])
-    queries, keys = heads * head // tp, max(1, int(text["num_key_value_heads"]) // tp) * head
-    experts = int(text.get("num_experts_per_tok") or 0) if text.get("num_experts") else 0
-    width = experts * int(text["moe_intermediate_size"]) if experts else int(text["intermediate_size"])
-    width = -(-width // tp)
-    # A norm's input and its normalised form, both in fp32, and its output; under sequence parallelism they are divided.
-    norm = (2 * 4 + size) * -(-hidden // divided)
-    # The fused projection, the rotated queries and keys, the output; gate and up, the activation and the product.
-    inside = 3 * queries + 3 * keys + 4 * width
-    if experts:
-        # Every token goes to its experts as often as there are experts for it, and comes back.
-        inside += 2 * experts * hidden
-    statistics = 4 * (2 + heads // tp)
-    return 2 * norm + size * inside + statistics, size * 2 * width, norm
+def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
+    """Micro-batches that each chunk of a stage `(rank, size)` has run forward and not yet backward, at most.
+
+    1F1B: as many as stages are left, itself included. Interleaved (arXiv:2104.04473, section 2.2), chunks take turns of
+    as many micro-batches as there are stages, and a rank begins as many as would fill its own chunks but one, and two
+    for each stage that is left.
+    """
+    rank, size = stage
+    if virtual_stages == 1:
+        return [size - rank]
+    begun = (virtual_stages - 1) * size + 2 * (size - 1 - rank) + 1
+    turns = Counter(n // size % virtual_stages for n in range(begun))
+    return [turns[chunk] for chunk in range(virtual_stages)]
 
 
 @dataclass(frozen=True)
@@ -235,21 +272,26 @@ def fitting(
     model: Path, options: MemoryOptions, limit: int, most_ranks: int = 1024, **models: bool
 ) -> Iterator[Planned]:
     """The grids of the fewest ranks whose peak is at most `limit` bytes, the fastest links used the least first."""
+    expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(ModelConfig.from_hf(model).moe) else (1,)
     for ranks in (2**power for power in range(most_ranks.bit_length())):
         found = []
-        for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), expert_sizes):
             if ranks % (tp * pp):
                 continue
-            dims = ParallelDims(dp=ranks // (tp * pp), tp=tp, pp=pp)
             try:
+                dims = ParallelDims(dp=ranks // (tp * pp), tp=tp, pp=pp, ep=ep)
                 planned = plan_models(model, replace(options, dims=dims), **models)
             except ValueError:
-                continue  # heads or layers do not divide
+                continue  # heads, layers or experts do not divide
             if planned.peak <= limit:
                 found.append(planned)
         if found:
-            yield from sorted(found, key=lambda planned: (planned.options.dims.pp, planned.options.dims.tp))
+            yield from sorted(found, key=lambda planned: _links(planned.options.dims))
             return
+
+
+def _links(dims: ParallelDims) -> tuple[int, ...]:
+    return dims.pp, dims.tp, dims.ep
 
 
 def dims_text(dims: ParallelDims) -> str:

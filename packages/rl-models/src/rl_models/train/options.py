@@ -11,12 +11,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 # The command line is made from this file, and `--help` need not wait for torch: what needs it is imported when used.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
     from rl_models.backends import EngineOptions
+    from rl_models.decoder import Recompute
     from rl_models.optimizer import OptimizerOptions
     from rl_models.train.algorithms import Algorithm, Rules
 
@@ -67,6 +68,8 @@ class TrainOptions:
     pipeline_split: Annotated[
         str | None, Says("Layers of each chunk, such as 3,5; default as even as possible.", free=True)
     ] = None
+    tp_invariant: Annotated[bool, Says("Log-probs with the same bits at every tp, in every batch.", free=True)] = False
+    deterministic: Annotated[bool, Says("The same bits at every run on the same grid.", free=True)] = False
     router_balance: Annotated[float, Says("Of the load-balancing loss of a mixture of experts.")] = 0.0
     router_z: Annotated[float, Says("Of the z-loss of its routers.")] = 0.0
     router_replay: Annotated[bool, Says("Learn with the experts that the old log-probs were computed with.")] = False
@@ -189,14 +192,7 @@ class TrainOptions:
     @property
     def stops(self) -> tuple[int, ...] | None:
         """Tokens that end a response; None: the model's."""
-        return None if self.stop_ids is None else self._numbers("stop_ids")
-
-    def _numbers(self, name: str, otherwise: str = "") -> tuple[int, ...]:
-        value: str = getattr(self, name)
-        try:
-            return tuple(int(part) for part in value.split(",") if part.strip())
-        except ValueError:
-            raise ValueError(f"{name}={value!r} must be {otherwise}numbers with commas, such as 2,7") from None
+        return None if self.stop_ids is None else _numbers("stop_ids", self.stop_ids)
 
     def engine(self, grid: ParallelDims) -> EngineOptions:
         """How a model on the policy's grid, or on the critic's own, is loaded."""
@@ -208,13 +204,10 @@ class TrainOptions:
             raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
         if self.context_parallel not in ("ulysses", "ring"):
             raise ValueError(f"context_parallel={self.context_parallel!r} must be ulysses or ring")
-        recompute: Any = self.recompute
-        if recompute not in (None, "full", "selective"):
-            recompute = self._numbers("recompute", "full, selective, or ")
         pipeline = PipelineOptions(
             self.pipeline_schedule,  # type: ignore[arg-type]  # checked there
             self.virtual_stages,
-            None if self.pipeline_split is None else self._numbers("pipeline_split"),
+            None if self.pipeline_split is None else _numbers("pipeline_split", self.pipeline_split),
         )
         # What is said of the policy's grid may have no meaning on the critic's.
         own = grid == self.grid
@@ -224,7 +217,9 @@ class TrainOptions:
             pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
             context_parallel=self.context_parallel,  # type: ignore[arg-type]
             router_losses=RouterLosses(self.router_balance, self.router_z),
-            recompute=recompute,
+            recompute=parse_recompute(self.recompute),
+            tp_invariant=self.tp_invariant,
+            deterministic=self.deterministic,
         )
 
     def optimizer(self, learning_rate: float) -> OptimizerOptions:
@@ -285,6 +280,24 @@ class TrainOptions:
                     f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
                     f"out, or give the same {name} to resume it"
                 )
+
+
+def parse_recompute(text: str | None) -> Recompute:
+    """What `Actor.from_pretrained(recompute=...)` takes, from "full", "selective" or numbers of layers with commas.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text is None or text in ("full", "selective"):
+        return cast("Recompute", text)
+    return _numbers("recompute", text, "full, selective, or ")
+
+
+def _numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None
 
 
 def declared() -> dict[str, tuple[Any, Says]]:
