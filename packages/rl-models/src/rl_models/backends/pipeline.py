@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Pipeline:
         num_tokens = max(packed.num_tokens for packed in micro_batches)
         padded = [pad_to(packed, num_tokens) for packed in micro_batches]
         for stage in self.stages:
-            stage.give([make_task(stage, number, packed) for number, packed in enumerate(padded)])
+            stage.give([partial(_dense, make_task(stage, number, packed)) for number, packed in enumerate(padded)])
         stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
         schedule = self._schedule_class(
@@ -216,6 +217,12 @@ def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> N
     ):
         request.wait()
     own.add_(other)
+
+
+def _dense(task: Task, hidden: Tensor | None) -> Any:
+    """What the task returns, contiguous, as `_torch_stage` announces it: torch 2.11 compares the strides."""
+    outputs = task(hidden)
+    return tuple(output.contiguous() for output in outputs) if isinstance(outputs, tuple) else outputs.contiguous()
 
 
 def _tuple(outputs: Any) -> Outputs:
