@@ -39,7 +39,7 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models import Actor, Batch, Critic
-from rl_models.worker import shift_to_own_token
+from rl_models.division import shift_to_own_token
 
 LENGTHS = (11, 1, 17, 6)
 VOCAB = 97

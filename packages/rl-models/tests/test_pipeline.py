@@ -16,7 +16,8 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.backends import PipelineOptions, RouterLosses
-from rl_models.backends.pipeline import pad_to, why_no_zero_bubble
+from rl_models.backends.padding import pad_to
+from rl_models.backends.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
 
 VOCAB = 53

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers import PackedSequence
-from rl_models.backends.pipeline import pad_to
+from rl_models.backends.padding import pad_to
 
 
 def continue_sequences(tokens: Sequence[Tensor], lengths: Sequence[int], multiple_of: int) -> PackedSequence:

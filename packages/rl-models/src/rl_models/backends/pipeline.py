@@ -5,7 +5,6 @@ torch's stages exchange tensors of one shape in a call, so all its micro-batches
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from ckpt import all_gather_json
 from parallel_layers import PackedSequence
 from rl_models.backends.engine import Loss, Outputs
 from rl_models.backends.options import PipelineOptions
+from rl_models.backends.padding import pad_to
 from rl_models.backends.stage import Stage, Task
 
 # (stage, number of the micro-batch, micro-batch) -> what the stage does with it.
@@ -174,24 +174,6 @@ class Pipeline:
                 dist.send(result, group=self.group, group_dst=(rank + 1) % size)
                 result = None
         return result
-
-
-def pad_to(packed: PackedSequence, num_tokens: int) -> PackedSequence:
-    """The same sequences with padding up to `num_tokens`, as a last segment of its own."""
-    added = num_tokens - packed.num_tokens
-    if not added:
-        return packed
-    padding = packed.padding + added
-    bounds = packed.cu_seqlens[: packed.num_sequences + 1]
-    kept = packed.num_tokens - packed.padding
-    return dataclasses.replace(
-        packed,
-        input_ids=torch.cat((packed.input_ids[:kept], packed.input_ids.new_zeros(padding))),
-        position_ids=torch.cat((packed.position_ids[:kept], torch.arange(padding, device=packed.position_ids.device))),
-        cu_seqlens=torch.cat((bounds, bounds.new_tensor([num_tokens]))),
-        max_seqlen=max(packed.max_seqlen, padding),
-        padding=padding,
-    )
 
 
 @torch.no_grad()

@@ -1,0 +1,54 @@
+"""`Call`: what one call of the native engine does with every micro-batch, as tasks for its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay, RoutingContext
+from rl_models.backends.engine import Outputs
+from rl_models.backends.stage import Stage, Task
+from rl_models.models import CausalLM, ValueModel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of an engine does with every micro-batch.
+
+    Attributes:
+        model: of this rank.
+        temperature: of the logits.
+        router_scale: of the routers' losses; None: there are none.
+        replays: of this rank's part of each micro-batch; None: the routers choose, and nothing is recorded.
+    """
+
+    model: CausalLM | ValueModel
+    temperature: float
+    router_scale: float | None
+    replays: Sequence[RouterReplay] | None
+
+    def task(self, stage: Stage, number: int, packed: PackedSequence) -> Task:
+        """What a stage does with a micro-batch: hidden states, or the outputs of the last."""
+
+        def task(hidden: Tensor | None) -> Tensor | Outputs:
+            model, chunk = self.model, stage.chunk
+            routing = self._routing(number, packed)
+            if not chunk.last:
+                states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
+                return states
+            if isinstance(model, ValueModel):
+                return (model.values(packed, hidden, chunk=chunk, routing=routing),)
+            result = model.log_probs(packed, hidden, chunk=chunk, temperature=self.temperature, routing=routing)
+            assert result.entropy is not None
+            return result.log_probs, result.entropy
+
+        return task
+
+    def _routing(self, number: int, packed: PackedSequence) -> RoutingContext | None:
+        if self.router_scale is None and self.replays is None:
+            return None
+        replay = None if self.replays is None else self.replays[number]
+        return RoutingContext.of(packed, replay=replay, loss_scale=self.router_scale or 0.0)

@@ -1,0 +1,97 @@
+"""A whole batch through an engine: every token's numbers, or gradients and metrics, however the batch is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import all_gather_json
+from parallel_layers.embedding import check_token_ids
+from rl_models.aggregation import token_weights
+from rl_models.backends import Engine, Outputs
+from rl_models.batch import Batch
+from rl_models.division import Division, shift_to_own_token
+from rl_models.grid import Grid
+from rl_models.losses import LossTerms
+from rl_models.routing import recorded, routed
+
+# (micro-batch, the engine's outputs, each [T] and aligned with its own token) -> terms [T]
+PartLoss = Callable[[Batch, Outputs], LossTerms]
+
+
+def predict(
+    engine: Engine, batch: Batch, max_tokens: int, *, temperature: float, record_routing: bool
+) -> tuple[Tensor, ...]:
+    """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
+
+    With `record_routing` the routing `[T, M, k]` follows them.
+    """
+    batch = _checked(batch, engine)
+    division = Division.of(batch, engine, max_tokens)
+    if not division.parts:
+        raise ValueError("the batch has no sequences, on any rank")
+    with routed(engine, division.parts, division.packed, record=record_routing) as replays:
+        outputs = engine.forward(division.packed, temperature=temperature)
+    results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
+    for where, part, output in zip(division.positions, division.parts, outputs, strict=True):
+        if len(where):
+            for result, column in zip(results, output, strict=True):
+                result[where] = shift_to_own_token(column, part)
+    if record_routing:
+        return *results, recorded(replays, division.parts, division.positions, batch.num_tokens)
+    return results
+
+
+def accumulate(
+    engine: Engine, batch: Batch, loss: PartLoss, max_tokens: int, *, aggregation: str, temperature: float
+) -> dict[str, float]:
+    """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`.
+
+    Returns:
+        The weighted means of the loss and of its metrics, the same on every rank.
+    """
+    batch = _checked(batch, engine)
+    batch = batch.with_fields(_weight=token_weights(batch, aggregation, engine.grid.group("dp")))
+    division = Division.of(batch, engine, max_tokens)
+    sums: dict[str, Tensor] = {}
+
+    def total(number: int, outputs: Outputs) -> Tensor:
+        part = division.parts[number]
+        # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
+        own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
+        terms = loss(part, own)
+        if terms.loss.shape != part.tokens.shape:
+            raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
+        for name, value in {"loss": terms.loss, **terms.metrics}.items():
+            sums[name] = sums.get(name, 0) + _weighted_sum(value.detach(), part)
+        return _weighted_sum(terms.loss, part)
+
+    with routed(engine, division.parts, division.packed):
+        engine.forward_backward(division.packed, total, temperature=temperature)
+    return _reduce(sums, engine.grid)
+
+
+def _checked(batch: Batch, engine: Engine) -> Batch:
+    """The batch on the engine's device; its ids are checked before, where that does not stall the device."""
+    check_token_ids(batch.tokens, engine.vocab_size)
+    return batch.to(engine.grid.device)
+
+
+def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
+    weight = part["_weight"]
+    return torch.where(weight > 0, weight * per_token, 0).sum()
+
+
+def _reduce(sums: Mapping[str, Tensor], grid: Grid) -> dict[str, float]:
+    """Sum over dp, all numbers in one all-reduce; the other pipeline stages learn them from the last."""
+    pipeline = grid.group("pp")
+    names: list[str] = all_gather_json(list(sums), pipeline)[-1]
+    zero = torch.zeros((), device=grid.device)
+    values = torch.stack([sums.get(name, zero) for name in names]).double()
+    for group in (grid.group("dp"), pipeline):
+        if group is not None:
+            dist.all_reduce(values, group=group)
+    return dict(zip(names, values.tolist(), strict=True))
