@@ -20,7 +20,7 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
-from rl_models.backends import PipelineOptions
+from rl_models.backends import PipelineOptions, RouterLosses
 from rl_models.backends.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
 from rl_models.worker import Worker
@@ -40,6 +40,8 @@ MODELS: dict[str, Any] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True)),
 }
+# Their gradients are a good part of the routers'.
+ROUTER_LOSSES = RouterLosses(balance=3.0, sequence_balance=2.0, z=1.0)
 # The longest fills a micro-batch alone.
 LENGTHS = (11, 1, 17, 6, 2, 9)
 TOKENS_PER_MICRO_BATCH = 17
@@ -152,7 +154,10 @@ def measure(group: ProcessGroup, path: Path, grid: Case) -> list[Numbers]:
 
 
 def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) -> Numbers:
-    worker = load(kind, group, path, grid, optimizer=OptimizerOptions(learning_rate=0.0, max_grad_norm=1e9))
+    options: dict[str, Any] = {"optimizer": OptimizerOptions(learning_rate=0.0, max_grad_norm=1e9)}
+    if kind is Actor and path.name == "qwen3_moe":
+        options["router_losses"] = ROUTER_LOSSES
+    worker = load(kind, group, path, grid, **options)
     if kind is Critic and worker.grid.rank("pp") == grid.dims.pp - 1:
         # A new value head is zero, and would pass no gradient on.
         with torch.no_grad():

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
-from rl_models.backends import PipelineOptions, RouterLosses
+from rl_models.backends import PipelineOptions
 from rl_models.backends.padding import pad_to
 from rl_models.backends.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
@@ -231,24 +231,6 @@ def test_two_models_of_different_dims_in_one_job(ranks: RankPool, models: dict[s
     for loss, log_probs in ranks.run(two_grids, models["tied"], world=4, timeout=60):
         assert loss == 1  # a new value head says 0 everywhere
         torch.testing.assert_close(log_probs, expected[: len(log_probs)], rtol=0, atol=1e-5)
-
-
-def router_loss(group: ProcessGroup, path: Path, dims: ParallelDims, weight: float) -> float:
-    actor = load(group, path, dims, router_losses=RouterLosses(balance=weight))
-    batch = make_batch(dims, actor.grid.rank("dp"))
-    return float(actor.update(batch, lambda log_probs, entropy, part: LossTerms(0 * log_probs))["grad_norm"])
-
-
-def test_router_losses_are_added_when_asked_for(ranks: RankPool, models: dict[str, Path]) -> None:
-    (none,) = ranks.run(router_loss, models["moe"], ParallelDims(), 0.0, world=1)
-    (one,) = ranks.run(router_loss, models["moe"], ParallelDims(), 1.0, world=1)
-    (two,) = ranks.run(router_loss, models["moe"], ParallelDims(), 2.0, world=1)
-    assert none == 0
-    assert two == pytest.approx(2 * one, rel=1e-4)
-    assert one > 1e-3
-    # Tensor-parallel ranks see the same tokens: the same mean, and the same gradient.
-    for norm in ranks.run(router_loss, models["moe"], ParallelDims(tp=2), 1.0, world=2):
-        assert norm == pytest.approx(one, rel=1e-4)
 
 
 def bf16_gradients(group: ProcessGroup, path: Path, dims: ParallelDims, together: bool) -> list[Tensor]:

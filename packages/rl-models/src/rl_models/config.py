@@ -128,10 +128,16 @@ class ModelConfig:
         """The config of one layer."""
         return replace(self.decoder, window=self.windows[index], moe=self.moe[index])
 
-    def with_router_losses(self, *, balance_loss: float, z_loss: float) -> Self:
+    def with_router_losses(
+        self, *, balance_loss: float = 0.0, sequence_balance_loss: float = 0.0, z_loss: float = 0.0
+    ) -> Self:
         """The same model with these weights of its routers' auxiliary losses."""
-        moe = [None if part is None else replace(part, balance_loss=balance_loss, z_loss=z_loss) for part in self.moe]
-        return replace(self, moe=tuple(moe))
+        moe = tuple(
+            part
+            and replace(part, balance_loss=balance_loss, sequence_balance_loss=sequence_balance_loss, z_loss=z_loss)
+            for part in self.moe
+        )
+        return replace(self, moe=moe)
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
         """The rotary embedding, by the config's own rope parameters."""

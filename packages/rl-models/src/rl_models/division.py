@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_utils.pipeline_parallel import split_micro_batches
 from parallel_layers import PackedSequence
 from rl_models.backends import Engine
+from rl_models.backends.padding import nothing
 from rl_models.batch import Batch
 from rl_models.routing import ROUTING
 
@@ -24,7 +25,7 @@ class Division:
         batch: on the engine's device.
         indices: the sequences of each micro-batch.
         parts: the micro-batches. An empty one is one token outside the mask: the ranks must run in step.
-        packed: as the engine takes them.
+        packed: as the engine takes them; an empty one is padding alone.
     """
 
     batch: Batch
@@ -51,7 +52,11 @@ class Division:
             count_multiple_of=engine.micro_batches_multiple_of,
         )
         parts = [batch.select(chosen) if chosen else _stand_in(batch) for chosen in indices]
-        packed = [part.packed(multiple_of=engine.tokens_multiple_of) for part in parts]
+        multiple = engine.tokens_multiple_of
+        packed = [
+            part.packed(multiple_of=multiple) if chosen else nothing(multiple, batch.device)
+            for chosen, part in zip(indices, parts, strict=True)
+        ]
         return cls(batch, indices, parts, packed)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_layers import PackedSequence
-from parallel_layers.moe import RouterReplay, RoutingContext
+from parallel_layers.moe import BatchTotals, RouterReplay, RoutingContext
 from rl_models.backends.engine import Outputs
 from rl_models.backends.stage import Stage, Task
 from rl_models.models import CausalLM, ValueModel
@@ -21,14 +21,14 @@ class Call:
     Attributes:
         model: of this rank.
         temperature: of the logits.
-        router_scale: of the routers' losses; None: there are none.
         replays: of this rank's part of each micro-batch; None: the routers choose, and nothing is recorded.
+        totals: of the batch that the routers' losses are of; None: there are none.
     """
 
     model: CausalLM | ValueModel
     temperature: float
-    router_scale: float | None
     replays: Sequence[RouterReplay] | None
+    totals: BatchTotals | None = None
 
     def task(self, stage: Stage, number: int, packed: PackedSequence) -> Task:
         """What a stage does with a micro-batch: hidden states, or the outputs of the last."""
@@ -48,7 +48,7 @@ class Call:
         return task
 
     def _routing(self, number: int, packed: PackedSequence) -> RoutingContext | None:
-        if self.router_scale is None and self.replays is None:
+        if self.totals is None and self.replays is None:
             return None
         replay = None if self.replays is None else self.replays[number]
-        return RoutingContext.of(packed, replay=replay, loss_scale=self.router_scale or 0.0)
+        return RoutingContext.of(packed, replay=replay, totals=self.totals)

@@ -46,14 +46,19 @@ class PipelineOptions:
 class RouterLosses:
     """Weights of the auxiliary losses of a mixture of experts, which an update adds to the loss it is given.
 
-    Each layer's is a mean over the tokens of a micro-batch, and these are averaged over micro-batches and ranks.
+    Each is, for each layer, that of all tokens of the update together, prompts included: those of all micro-batches and
+    all ranks, so that it does not depend on how the batch was divided.
 
     Attributes:
-        balance: of the load-balancing loss (`router_aux_loss_coef`; `parallel_layers.moe.load_balancing_loss`).
+        balance: of the load-balancing loss (`router_aux_loss_coef`; `parallel_layers.moe.load_balancing_loss`), over
+            the global batch (arXiv:2501.11873). It needs every expert's load before the first gradient: a further
+            forward pass of each update, without the head, counts them.
+        sequence_balance: of DeepSeek-V3's loss within each sequence (`parallel_layers.moe.sequence_balance_loss`).
         z: of the router z-loss (`parallel_layers.moe.router_z_loss`).
     """
 
     balance: float = 0.0
+    sequence_balance: float = 0.0
     z: float = 0.0
 
 

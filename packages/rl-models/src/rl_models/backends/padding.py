@@ -9,6 +9,13 @@ import torch
 from parallel_layers import PackedSequence
 
 
+def nothing(num_tokens: int, device: torch.device) -> PackedSequence:
+    """No sequence, and so many tokens of padding."""
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    return PackedSequence(ids, torch.arange(num_tokens, device=device), bounds, num_tokens, padding=num_tokens)
+
+
 def pad_to(packed: PackedSequence, num_tokens: int) -> PackedSequence:
     """The same sequences with padding up to `num_tokens`, as a last segment of its own."""
     added = num_tokens - packed.num_tokens

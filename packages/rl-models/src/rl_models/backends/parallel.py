@@ -42,7 +42,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         config = ModelConfig.from_hf(path)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
         losses = options.router_losses
-        config = config.with_router_losses(balance_loss=losses.balance, z_loss=losses.z)
+        config = config.with_router_losses(
+            balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
+        )
         if not any(config.moe) and (grid.dims.ep > 1 or losses != RouterLosses()):
             raise ValueError(
                 f"ep={grid.dims.ep} and router_losses={losses} are for a mixture of experts, which {config.family} is "

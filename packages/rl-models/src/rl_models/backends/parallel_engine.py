@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -18,8 +19,9 @@ from rl_models.backends.calls import Call
 from rl_models.backends.decoding import decode
 from rl_models.backends.engine import Loss, NextLogits, Outputs
 from rl_models.backends.fsdp import full_tensors, release, shard_over_dp
+from rl_models.backends.loads import LoadCounter, batch_totals
 from rl_models.backends.options import EngineOptions, RouterLosses
-from rl_models.backends.pipeline import Pipeline, sum_tied_gradients
+from rl_models.backends.pipeline import MakeTask, Pipeline, sum_tied_gradients
 from rl_models.backends.replay import complete, local_replay
 from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage
@@ -75,12 +77,7 @@ class ParallelEngine:
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
         """The outputs of every micro-batch, without a graph."""
         call = self._call(temperature, micro_batches)
-        if self.pipeline is None:
-            outputs = forward_each(self._outputs(call), micro_batches)
-        else:
-            outputs = self.pipeline.forward(micro_batches, call.task)
-        for stage in self.stages:
-            release(stage)
+        outputs = self._run(call.task, micro_batches)
         self._complete(call, micro_batches)
         return outputs
 
@@ -88,9 +85,9 @@ class ParallelEngine:
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses, and of the routers' own."""
-        call = self._call(temperature, micro_batches)
+        call = self._with_totals(self._call(temperature, micro_batches), micro_batches)
         if self.pipeline is None:
-            backward_each(self._outputs(call), self.stages[0], micro_batches, loss)
+            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss)
             self._complete(call, micro_batches)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
@@ -113,14 +110,31 @@ class ParallelEngine:
             self._replays = None
 
     def _call(self, temperature: float, micro_batches: Sequence[PackedSequence]) -> Call:
-        # The routers' losses are means over the tokens at hand, the loss a sum over micro-batches and ranks.
-        parts = len(micro_batches) * self.grid.dims.dp * self.grid.dims.cp
-        scale = 1 / parts if self.options.router_losses != RouterLosses() else None
         replays = None
         if self._replays is not None:
             sizes, decoder = self._sizes(micro_batches), self.model.model
             replays = [local_replay(r, decoder, n) for r, n in zip(self._replays, sizes, strict=True)]
-        return Call(self.model, temperature, scale, replays)
+        return Call(self.model, temperature, replays)
+
+    def _with_totals(self, call: Call, micro_batches: Sequence[PackedSequence]) -> Call:
+        """The call with what the routers' losses need to know of the whole batch."""
+        losses = self.options.router_losses
+        if losses == RouterLosses():
+            return call
+        counter = LoadCounter(self.model, call.replays)
+        if losses.balance:
+            self._run(counter.task, micro_batches)
+        return replace(call, totals=batch_totals(micro_batches, counter.loads, self.grid))
+
+    def _run(self, make_task: MakeTask, micro_batches: Sequence[PackedSequence]) -> list[Outputs]:
+        """The last stage's results for every micro-batch, without a graph."""
+        if self.pipeline is None:
+            outputs = forward_each(self._outputs(make_task), micro_batches)
+        else:
+            outputs = self.pipeline.forward(micro_batches, make_task)
+        for stage in self.stages:
+            release(stage)
+        return outputs
 
     def _sizes(self, micro_batches: Sequence[PackedSequence]) -> list[int]:
         """The tokens of each micro-batch as the layers see it: a pipeline pads them to one length."""
@@ -147,12 +161,12 @@ class ParallelEngine:
                     device=self.grid.device,
                 )
 
-    def _outputs(self, call: Call) -> Callable[[PackedSequence], Outputs]:
+    def _outputs(self, make_task: MakeTask) -> Callable[[PackedSequence], Outputs]:
         """The outputs of the micro-batches, one after the other, without a pipeline."""
         stage, numbers = self.stages[0], count()
 
         def outputs(packed: PackedSequence) -> Outputs:
-            result: Outputs = stage.run(call.task(stage, next(numbers), packed))
+            result: Outputs = stage.run(make_task(stage, next(numbers), packed))
             return result
 
         return outputs
