@@ -38,7 +38,7 @@ def why_no_zero_bubble() -> str | None:
     Its second pass, the gradients of weights, starts from nodes in the middle of the graph. In torch 2.11 and 2.12
     those of custom autograd functions, which the parallel layers are made of, are gone by then (seen with both).
     """
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         return None
     return f"schedule='zero-bubble' needs torch 2.13 or newer, not {torch.__version__}; use '1f1b'"
 
