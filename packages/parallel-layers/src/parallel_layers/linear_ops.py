@@ -171,12 +171,15 @@ class _ColumnLinear(torch.autograd.Function):
         dx = dw = db = None
         if needs_weight and ctx.gather:
             x = comm.start_all_gather(x, group)
+            comm.head_start(x)
         if needs_x:
             dx = product(dy, weight.t(), None, ctx.reduce_dtype)
             if ctx.gather:
                 dx = comm.start_reduce_scatter(dx, group)
             elif ctx.reduce:
                 dx = comm.start_all_reduce(dx, group, owned=True)
+            if needs_weight and (ctx.gather or ctx.reduce):
+                comm.head_start(dx)
         if needs_weight:
             x = comm.wait(x) if ctx.gather else x
             dw = _outer(dy, x, group, shared_rows, ctx.main_grads[0])

@@ -139,6 +139,7 @@ def _gather_product(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y = rows.new_empty(size, len(rows), weight.shape[0], dtype=dtype)
     arriving = [(chunk, comm.start_all_gather(rows[chunk], group)) for chunk in _chunks(len(rows), pieces)]
+    comm.head_start(rows)
     product_into(y[rank], rows, weight, bias)
     gathered = rows
     while arriving:
@@ -193,6 +194,7 @@ def product_scatter(
         for other in range(size):
             product_into(parts[other], rows[other, chunk], weight, bias)
         sums.append(comm.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), group))
+        comm.head_start(parts)
     for summed in sums:
         summed.wait()
     return y.view(len(x) // size, *x.shape[1:-1], -1)
