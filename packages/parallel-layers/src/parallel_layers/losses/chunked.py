@@ -7,6 +7,8 @@ more than `tile_elements` elements beyond its inputs, its results and one fp32 c
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -84,11 +86,13 @@ def head_gradients(
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
     accumulate_weight: bool = False,
+    hidden_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Add this rank's part of the hidden states' gradient to `grad_hidden_TH` (fp32), and write `grad_weight_VH`.
 
     Either may be None: not wanted, not computed. With `accumulate_weight` the weight's gradient is added to what
-    `grad_weight_VH` (fp32) holds.
+    `grad_weight_VH` (fp32) holds. `hidden_done` is called once, when `grad_hidden_TH` is complete; what is left to do
+    for the weight then hides what it sends.
     """
     dtype = _operand_dtype(hidden_TH)
     num_tokens, num_entries = len(hidden_TH), len(weight_VH)
@@ -111,3 +115,4 @@ def head_gradients(
                 grad_weight_VH[entries].add_(grad_weight)
             else:
                 grad_weight_VH[entries].copy_(grad_weight)
+    hidden_done()

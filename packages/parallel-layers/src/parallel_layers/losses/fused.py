@@ -7,6 +7,7 @@ fp32 sums, make the slice's part of the hidden states' gradient and its rows of 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N tiles of it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ def head_gradients(
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
     accumulate_weight: bool = False,
+    hidden_done: Callable[[], None] = lambda: None,
     kept: Kept | None = None,
 ) -> None:
     """As `chunked.head_gradients`; with `kept`, without a product for the logits."""
@@ -123,6 +125,8 @@ def head_gradients(
             head.kept_gradient(kept.exponentials, kept.parts, gradient, rows, numbers, first_entry=first)
         if grad_hidden_TH is not None:
             torch.addmm(grad_hidden_TH, gradient, weight, out_dtype=torch.float32, out=grad_hidden_TH)
+        if first + step >= num_entries:
+            hidden_done()
         if grad_weight_VH is None:
             continue
         out = grad_weight_VH[entries]

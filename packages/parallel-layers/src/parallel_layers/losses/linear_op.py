@@ -2,8 +2,9 @@
 
 Communication: the forward gathers the statistics of all ranks (`[4, T]` fp32 each) in one all-gather and merges them in
 rank order on every rank, so the results are bitwise equal across the group; the backward reduces the hidden states'
-gradient, fp32, in one all-reduce (one reduce-scatter under sequence parallelism). Sequence parallelism gathers the
-hidden states in the forward and again in the backward, instead of saving them.
+gradient, fp32, in one all-reduce (one reduce-scatter under sequence parallelism), while the weight's last slice is
+multiplied. Sequence parallelism gathers the hidden states in the forward and again in the backward, instead of saving
+them.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
@@ -150,6 +151,12 @@ def linear_log_probs_backward_op(
     if fused.supports(hidden, weight):
         kept = fused.Kept(exponentials_TV, parts_N3T) if parts_N3T.numel() else None
         gradients = partial(fused.head_gradients, kept=kept)
+    sums: list[Tensor] = []
+
+    def send() -> None:
+        if grad_hidden is not None and group is not None and comm.is_sharded(group):
+            sums.append(_start_sum(grad_hidden, group, sequence_parallel))
+
     gradients(
         hidden,
         weight,
@@ -159,9 +166,10 @@ def linear_log_probs_backward_op(
         grad_hidden_TH=grad_hidden,
         grad_weight_VH=None if target is None else target[: vocabulary.size],
         accumulate_weight=main_grad_VH is not None,
+        hidden_done=send,
     )
     if grad_hidden is not None:
-        grad_hidden = _reduce_hidden_gradient(grad_hidden, group, sequence_parallel).to(hidden_TH.dtype)
+        grad_hidden = (comm.wait(sums[0]) if sums else grad_hidden).to(hidden_TH.dtype)
     nothing = hidden_TH.new_empty(0)
     return (
         nothing if grad_hidden is None else grad_hidden,
@@ -169,11 +177,14 @@ def linear_log_probs_backward_op(
     )
 
 
-def _reduce_hidden_gradient(grad_TH: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Sum the ranks' gradients: all of it on every rank, or this rank's rows of it."""
-    if group is None or not comm.is_sharded(group):
-        return grad_TH
-    return comm.reduce_scatter(grad_TH, group) if sequence_parallel else comm.all_reduce(grad_TH, group)
+def _start_sum(grad_TH: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Begin to sum the ranks' gradients: all of it on every rank, or this rank's rows of it."""
+    if sequence_parallel:
+        summed = comm.start_reduce_scatter(grad_TH, group)
+    else:
+        summed = comm.start_all_reduce(grad_TH, group, owned=True)
+    comm.head_start(summed)
+    return summed
 
 
 @linear_log_probs_backward_op.register_fake
