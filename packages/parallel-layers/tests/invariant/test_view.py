@@ -42,7 +42,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 PLAIN = {("qwen", torch.float32)}  # the other cases are slow
-VOCABULARY = 515  # not divisible by the ranks
+VOCABULARY = 514  # divisible by 2 ranks, not by 4, whose second begins elsewhere
 LENGTHS = [9, 1, 14, 5]
 
 
@@ -225,17 +225,15 @@ def test_ranks_that_do_not_divide(ranks: RankPool) -> None:
     ranks.run(_refusals, world=3)
 
 
-def _odd_vocabulary(group: ProcessGroup) -> None:
-    hidden, head, labels = torch.zeros(4, 8), torch.zeros(257, 8), torch.zeros(4, dtype=torch.int64)
-    words = (
-        "at tp=2 each rank holds 257 rows of a vocabulary of 514, which are not 2 blocks of 129; pad .* to a multiple"
-    )
+def _padded_vocabulary(group: ProcessGroup) -> None:
+    hidden, head, labels = torch.zeros(4, 8), torch.zeros(260, 8), torch.zeros(4, dtype=torch.int64)
+    words = r"at tp=2 each rank holds 260 rows, so that rank 1 begins at entry 260 of 514.* ceil\(514 / 2\) = 257 rows"
     with pytest.raises(ValueError, match=words):
         invariant.linear_log_probs(hidden, head, labels, group=group, vocab_size=514)
 
 
-def test_a_vocabulary_that_has_no_whole_blocks(ranks: RankPool) -> None:
-    ranks.run(_odd_vocabulary, world=2)
+def test_ranks_that_begin_elsewhere(ranks: RankPool) -> None:
+    ranks.run(_padded_vocabulary, world=2)
 
 
 def test_what_has_no_invariant_form() -> None:

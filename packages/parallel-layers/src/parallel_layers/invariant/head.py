@@ -3,6 +3,8 @@
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
 
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,17 +45,17 @@ def linear_log_probs(
 ) -> LogProbs:
     """As `parallel_layers.linear_log_probs`: a token's results depend on its own hidden state and the head alone.
 
-    The vocabulary is cut into `blocks` blocks of `ceil(vocab_size / blocks)` entries, whatever the group's size. The
-    statistics of a block (`losses.softmax`) are computed in one order, and those of all blocks merged as a binary tree:
-    a rank merges its own, and after one all-gather of `[4, T]` every rank merges the ranks'. The gradients are those
-    of the ordinary function, which need not be invariant.
+    The vocabulary is cut where a rank of any group of 1, 2, 4, ... up to `blocks` ranks begins: into `blocks` parts,
+    some more where it does not divide. The statistics of a part (`losses.softmax`) are computed in one order by the
+    rank that has it; after one all-gather of `[parts of a rank, 4, T]` every rank merges those of all parts, first to
+    last. The gradients are those of the ordinary function, which need not be invariant.
 
     Args as for `parallel_layers.linear_log_probs`, and:
         blocks: A power of two that the group's size divides.
 
     Raises:
-        ValueError: What the ordinary function raises; a group whose size does not divide `blocks`; a vocabulary of
-            which the ranks do not hold whole blocks; fp64.
+        ValueError: What the ordinary function raises; a group whose size does not divide `blocks`; ranks that hold
+            other rows than `ceil(vocab_size / tp)` each, so that they begin elsewhere; fp64.
     """
     tp = 1 if group is None else group.size()
     check_blocks(blocks, tp)
@@ -61,11 +63,12 @@ def linear_log_probs(
     _validate(
         hidden_TH, weight_VH, labels_T, temperature, vocab_size, tp, sequence_parallel, logit_scale, logit_softcap
     )
-    block = -(-vocab_size // blocks)
-    if tp > 1 and len(weight_VH) != blocks // tp * block:
+    cuts = _cuts(vocab_size, blocks)
+    if wrong := [r for r in range(tp) if min(r * len(weight_VH), vocab_size) not in cuts]:
         raise ValueError(
-            f"at tp={tp} each rank holds {len(weight_VH)} rows of a vocabulary of {vocab_size}, which are not "
-            f"{blocks // tp} blocks of {block}; pad the vocabulary to a multiple of {blocks}"
+            f"at tp={tp} each rank holds {len(weight_VH)} rows, so that rank {wrong[0]} begins at entry "
+            f"{wrong[0] * len(weight_VH)} of {vocab_size}, where no rank does at another tp; give each rank "
+            f"ceil({vocab_size} / {tp}) = {-(-vocab_size // tp)} rows"
         )
     if hidden_TH.dtype == torch.float64:
         raise ValueError("invariant log-probs take float32, bfloat16 or float16, not torch.float64")
@@ -85,7 +88,7 @@ def linear_log_probs(
         sequence_parallel,
         group_name(group),
         group,
-        (block, blocks // tp),
+        cuts,
     )
     return LogProbs(log_probs, entropy_T if entropy else None)
 
@@ -93,12 +96,12 @@ def linear_log_probs(
 class _LinearLogProbs(torch.autograd.Function):
     """Takes the arguments of `linear_op.linear_log_probs_op`, whose backward it has, and two of its own.
 
-    These are the group, and the size of a block with the number of those that a rank has.
+    These are the group, and where the vocabulary is cut.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *given, group, (block, count) = arguments
+        *given, group, cuts = arguments
         hidden_TH, weight_VH, labels_T, temperatures_T, _, temperature, scale, softcap = given[:8]
         vocab_size, ignore_index, check, _, sequence_parallel, _ = given[8:]
         if check:
@@ -107,13 +110,15 @@ class _LinearLogProbs(torch.autograd.Function):
         labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
         hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
         transform = LogitTransform(scale, softcap, temperature if temperatures_T is None else temperatures_T)
-        parts = []
-        for first in range(0, block * count, block):
-            weight = weight_VH[first : min(first + block, vocabulary.size)]
-            parts.append(_block_statistics(hidden, weight, labels.local - first, transform))
-        statistics = _merge_tree(parts)
-        if group is not None and comm.is_sharded(group):
-            statistics = _merge_tree(list(gather_rows(statistics[None], group).unbind()))
+        last = vocabulary.first + vocabulary.size
+        parts = [
+            _part_statistics(
+                hidden, weight_VH, labels.local, transform, first - vocabulary.first, end - vocabulary.first
+            )
+            for first, end in pairwise(cuts)
+            if vocabulary.first <= first < last
+        ]
+        statistics = reduce(_merge, _parts_of_all_ranks(parts, hidden, len(weight_VH), cuts, group))
         maximum, total, moment, label_logit = statistics.unbind()
         log_total = log(total)
         nothing = hidden_TH.new_empty(0)
@@ -133,10 +138,31 @@ class _LinearLogProbs(torch.autograd.Function):
         return linear_op._backward(ctx, *gradients)[: len(needs)]
 
 
-def _block_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
-    """Statistics `[4, T]` of one block of the vocabulary; `labels_T` counts from its first entry."""
-    if not len(weight_VH):
-        return torch.tensor([float("-inf"), 0.0, 0.0, 0.0], device=hidden_TH.device)[:, None].expand(-1, len(hidden_TH))
+def _cuts(vocab_size: int, blocks: int) -> list[int]:
+    """Where a rank begins in a group of 1, 2, 4, ... `blocks` ranks; and the end."""
+    sizes = [1 << n for n in range(blocks.bit_length())]
+    begins = {min(r * -(-vocab_size // tp), vocab_size) for tp in sizes for r in range(tp)}
+    return sorted(begins | {vocab_size})
+
+
+def _parts_of_all_ranks(
+    parts_4T: list[Tensor], hidden_TH: Tensor, rows: int, cuts: list[int], group: ProcessGroup | None
+) -> list[Tensor]:
+    """The statistics `[4, T]` of every part of the vocabulary, first to last."""
+    if group is None or not comm.is_sharded(group):
+        return parts_4T
+    counts = [sum(r * rows <= first < (r + 1) * rows for first in cuts[:-1]) for r in range(group.size())]
+    empty = hidden_TH.new_zeros(4, len(hidden_TH), dtype=torch.float32)
+    padded = torch.stack([*parts_4T, *[empty] * (max(counts) - len(parts_4T))])
+    gathered = gather_rows(padded[None], group)
+    return [part for found, count in zip(gathered, counts, strict=True) for part in found[:count]]
+
+
+def _part_statistics(
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform, first: int, last: int
+) -> Tensor:
+    """Statistics `[4, T]` of the rows from `first` up to `last`; the labels count from row 0."""
+    weight_VH, labels_T = weight_VH[first:last], labels_T - first
     if fused.supports(hidden_TH, weight_VH):
         more = -len(hidden_TH) % _TOKENS_MULTIPLE
         if isinstance(transform.temperature, Tensor):
@@ -172,20 +198,13 @@ def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return torch.stack((maximum, tree_sum(weights), tree_sum(moments), torch.where(inside, label_logits, 0.0)))
 
 
-def _merge_tree(parts_4T: list[Tensor]) -> Tensor:
-    """The statistics of a power of two of disjoint sets, neighbours first."""
-    while len(parts_4T) > 1:
-        parts_4T = [_merge(left, right) for left, right in zip(parts_4T[::2], parts_4T[1::2], strict=True)]
-    return parts_4T[0]
-
-
 def _merge(left_4T: Tensor, right_4T: Tensor) -> Tensor:
+    """The statistics of two disjoint parts, neither of them empty."""
     maximum = torch.maximum(left_4T[0], right_4T[0])
     merged = []
     for part_maximum, total, moment, _ in (left_4T, right_4T):
-        # A set without weight must not turn 0 * -inf into NaN.
-        shift = torch.where(part_maximum == float("-inf"), 0.0, part_maximum - maximum)
-        factor = torch.where(part_maximum == float("-inf"), 0.0, exp(shift))
+        shift = part_maximum - maximum
+        factor = exp(shift)
         merged.append((total * factor, (moment + shift * total) * factor))
     (total, moment), (other_total, other_moment) = merged
     return torch.stack((maximum, total + other_total, moment + other_moment, left_4T[3] + right_4T[3]))
