@@ -108,3 +108,18 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     data.write_text("\n")
     result = runner.invoke(app, ["score", "--model", str(model), "--data", str(data)])
     assert "has no lines" in result.stderr
+
+
+def test_scores_that_no_grid_and_batch_changes(model: Path, critic: Path, tmp_path: Path) -> None:
+    """The same bytes from one rank with one sequence at a time and from two with all of them."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"tokens": list(range(1, n))}) for n in (5, 2, 9, 14)) + "\n")
+    found = []
+    for grid, max_tokens in (("tp=1", 14), ("tp=2", 64)):
+        out = tmp_path / f"{grid}.jsonl"
+        arguments = ["score", "--model", str(model), "--data", str(data), "--critic", str(critic), "--dims", grid]
+        options = ["--out", str(out), "--device", "cpu", "--max-tokens", str(max_tokens)]
+        result = CliRunner().invoke(app, [*arguments, *options, "--tp-invariant", "--deterministic"])
+        assert result.exit_code == 0, result.output
+        found.append(out.read_bytes())
+    assert found[0] == found[1]

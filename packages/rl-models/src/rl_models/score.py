@@ -32,6 +32,8 @@ class ScoreOptions:
         temperature: the logits are divided by it.
         max_tokens: the most tokens of one forward pass.
         device: "cpu" or "cuda"; None: CUDA where there is one.
+        tp_invariant: the same bits at every tp and in every batch; see `Actor.from_pretrained`.
+        deterministic: the same bits at every run on the same grid; likewise.
     """
 
     model: Path
@@ -40,6 +42,8 @@ class ScoreOptions:
     temperature: float = 1.0
     max_tokens: int = 16384
     device: str | None = None
+    tp_invariant: bool = False
+    deterministic: bool = False
 
 
 def score(
@@ -83,7 +87,13 @@ def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
 def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: list[list[list[int]]]) -> None:
     def load(kind: type[Worker], path: Path) -> WholeBatches:
         return WholeBatches(
-            kind.from_pretrained(path, dims=options.dims, max_tokens_per_micro_batch=options.max_tokens)
+            kind.from_pretrained(
+                path,
+                dims=options.dims,
+                max_tokens_per_micro_batch=options.max_tokens,
+                tp_invariant=options.tp_invariant,
+                deterministic=options.deterministic,
+            )
         )
 
     actor = load(Actor, options.model)
