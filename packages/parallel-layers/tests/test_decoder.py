@@ -668,34 +668,52 @@ def test_a_sequence_never_feels_another_bit_for_bit(name: str) -> None:
             assert torch.equal(a[start:end], b[start:end])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gemma2",
-        "deepseek",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3", "olmo2", "gpt-oss attention", "gpt-oss", "glm", "qwen3 moe", "mixtral")
-        ),
-    ],
-)
-def test_compiles_without_a_graph_break(name: str) -> None:
-    family = FAMILIES[name]
-    layer = DecoderLayer(family.ours)
+def compiled_and_eager(
+    group: ProcessGroup | None, family: Family, sequence_parallel: bool
+) -> tuple[int, list[list[Tensor]], list[list[Tensor]]]:
+    """How many graphs were made; output and gradients for packs of three lengths, compiled and eager."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds, which every rank would pay
+
+    size = group.size() if group is not None and sequence_parallel else 1
+    layer = DecoderLayer(family.ours, group=group, sequence_parallel=sequence_parallel)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for lengths in ([5, 2, 9], [3, 8, 0, 1, 11]):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    results: tuple[list[list[Tensor]], list[list[Tensor]]] = ([], [])
+    for lengths in ([5, 2, 9], [3, 8, 0, 1, 12], [17, 13]):
         arguments = (family.rotary(positions_of(lengths)), cu_seqlens_of(lengths), max(lengths))
-        x = torch.randn(sum(lengths), HIDDEN, requires_grad=True)
-        seed = torch.randn(sum(lengths), HIDDEN)
-        out, ours = layer(x, *arguments), compiled(x, *arguments)
-        torch.testing.assert_close(ours, out, rtol=1e-5, atol=1e-5)
-        leaves = [x, *layer.parameters()]
-        for a, b in zip(torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(out, leaves, seed), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+        x, seed = torch.randn(2, sum(lengths) // size, HIDDEN)
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        for run, found in zip((compiled, layer), results, strict=True):
+            out = run(x, *arguments)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, seed)])
+    return counter.frame_count, *results
+
+
+COMPILED_IN_EVERY_RUN = {("llama", 1), ("deepseek", 1), ("llama", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        pytest.param(name, tp, marks=[] if (name, tp) in COMPILED_IN_EVERY_RUN else pytest.mark.slow)
+        for name in FAMILIES
+        for tp in (1, 2)
+    ],
+)
+def test_compiles_without_a_graph_break(ranks: RankPool, name: str, tp: int) -> None:
+    """Experts, latents and, at tp 2, collectives included; and the second graph serves all further lengths."""
+    family = FAMILIES[name]
+    results = (
+        [compiled_and_eager(None, family, False)]
+        if tp == 1
+        else ranks.run(compiled_and_eager, family, True, world=tp, timeout=120)
+    )
+    for graphs, compiled, eager in results:
+        assert graphs == 2
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
