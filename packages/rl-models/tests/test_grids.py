@@ -1,4 +1,4 @@
-"""Every grid computes what one rank does: log-probs, entropies, values, losses, gradients and their norm.
+"""Every grid computes what one rank does: log-probs, entropies, values, losses, gradients, their norm, a clipped step.
 
 That one rank computes what transformers does is shown in the repository's `tests/test_parity_models.py`.
 """
@@ -6,6 +6,7 @@ That one rank computes what transformers does is shown in the repository's `test
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ MODELS: dict[str, Any] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True)),
 }
+# Clips; with so large an epsilon the first step is proportional to the clipped gradient.
+OPTIMIZER = OptimizerOptions(learning_rate=100.0, eps=100.0, max_grad_norm=0.5)
 # Their gradients are a good part of the routers'.
 ROUTER_LOSSES = RouterLosses(balance=3.0, sequence_balance=2.0, z=1.0)
 # The longest fills a micro-batch alone.
@@ -62,12 +65,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one rank of a grid has computed; gradients on the first rank alone."""
+    """What one rank of a grid has computed; gradients, and the parameters after a step, on the first rank alone."""
 
     sequences: list[int]
     outputs: list[Tensor]
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
 
 
 def case(
@@ -128,24 +132,28 @@ def critic_loss(values: Tensor, part: Batch) -> LossTerms:
 
 
 class _Recorder:
-    """An optimizer that keeps the gradients that it was to step with."""
+    """An optimizer that keeps the gradients that it steps with, and the parameters after the step."""
 
     def __init__(self, worker: Worker) -> None:
         self.inner, self.engine = worker.optimizer, worker.engine
         self.gradients: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def step(self, *args: Any) -> float:
+        self.gradients = self._whole(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        norm = self.inner.step(*args)
+        self.parameters = self._whole(lambda p: p)
+        return norm
+
+    def _whole(self, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Something of every parameter, under the checkpoint's names; on the first rank."""
         shards = self.engine.shards()
-        chunks = [
-            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in part.items()}
-            for _, part in shards.chunks
-        ]
+        chunks = [{name: of(parameter) for name, parameter in part.items()} for _, part in shards.chunks]
         whole = ckpt.stream_hf(chunks, shards.layout, self.engine.grid.everyone, shards.places, to=[0])
-        self.gradients = {name: tensor.clone() for name, tensor in whole}
-        return self.inner.step(*args)
+        return {name: tensor.detach().clone() for name, tensor in whole}
 
 
 def measure(group: ProcessGroup, path: Path, grid: Case) -> list[Numbers]:
@@ -154,7 +162,7 @@ def measure(group: ProcessGroup, path: Path, grid: Case) -> list[Numbers]:
 
 
 def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) -> Numbers:
-    options: dict[str, Any] = {"optimizer": OptimizerOptions(learning_rate=0.0, max_grad_norm=1e9)}
+    options: dict[str, Any] = {"optimizer": OPTIMIZER}
     if kind is Actor and path.name == "qwen3_moe":
         options["router_losses"] = ROUTER_LOSSES
     worker = load(kind, group, path, grid, **options)
@@ -174,7 +182,7 @@ def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) ->
         outputs, loss = [worker.values(part)], critic_loss
     worker.optimizer = recorder = _Recorder(worker)
     metrics = worker.update(part, loss)
-    return Numbers(mine, outputs, metrics, recorder.gradients)
+    return Numbers(mine, outputs, metrics, recorder.gradients, recorder.parameters)
 
 
 def assert_equal(actual: list[list[Numbers]], expected: list[Numbers], grid: Case) -> None:
@@ -192,12 +200,21 @@ def assert_equal(actual: list[list[Numbers]], expected: list[Numbers], grid: Cas
                 assert abs(numbers.metrics[name] - value) <= 1e-5 * max(1, abs(value)), (str(grid), name)
         assert seen == set(range(len(batch)))
         gradients = actual[0][role].gradients
-        assert gradients.keys() == wanted.gradients.keys()
+        assert wanted.metrics["grad_norm"] > OPTIMIZER.max_grad_norm
+        assert gradients.keys() == wanted.gradients.keys() == wanted.parameters.keys()
         for name, gradient in wanted.gradients.items():
             assert gradient.abs().max() > 0, name
             atol = 1e-5 * max(1.0, float(gradient.abs().max()))
             torch.testing.assert_close(
                 gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{grid}, {name}: {text}"
+            )
+        for name, parameter in wanted.parameters.items():
+            torch.testing.assert_close(
+                actual[0][role].parameters[name],
+                parameter,
+                rtol=0,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{grid}, {name} after a step: {text}",
             )
 
 

@@ -35,6 +35,7 @@ MODELS: dict[str, Any] = {
     "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4, tie_word_embeddings=True)),
     "deep": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=30)),
     "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4)),
+    "bf16": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4)).bfloat16(),
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, num_hidden_layers=2)),
 }
 
@@ -129,6 +130,18 @@ def test_twenty_steps_on_two_grids_give_one_curve(
     for losses, _ in ranks.run(train, models[model], dims, 20, options, world=4, timeout=120):
         assert losses == pytest.approx(expected, abs=1e-4)
     assert expected[-1] < expected[0] - 0.2
+
+
+def test_twenty_bf16_steps_on_a_grid_are_as_exact_as_on_one_rank(ranks: RankPool, models: dict[str, Path]) -> None:
+    def curve(dims: ParallelDims, dtype: torch.dtype) -> Tensor:
+        results = ranks.run(train, models["bf16"], dims, 20, {"dtype": dtype}, world=dims.world_size, timeout=120)
+        return torch.tensor(results[0][0])
+
+    exact = curve(ParallelDims(), torch.float32)
+    one = (curve(ParallelDims(), torch.bfloat16) - exact).abs()
+    grid = (curve(ParallelDims(dp=2, tp=2), torch.bfloat16) - exact).abs()
+    assert exact[-1] < exact[0] - 0.2
+    assert grid.max() <= 1.5 * one.max()
 
 
 def score(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any]) -> Tensor:
@@ -278,7 +291,6 @@ def test_bf16_gradients_add_up_in_fp32(
         exact, scale = dims.dp * table.sum(0), dims.dp * table.norm(dim=0)
         # One rounding of the sum to bf16 (half a unit is 2^-9), and of each part before: five standard deviations.
         error = (ours[name][0].double() - exact).abs()
-        print(dims, schedule, name, (error / (2**-9 * exact.abs() + 3 * 2**-9 * scale)).max())
         assert (error <= 2**-9 * exact.abs() + 3 * 2**-9 * scale).all(), name
 
 

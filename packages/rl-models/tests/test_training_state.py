@@ -18,6 +18,7 @@ from ckpt import training
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models.backends import PipelineOptions
 from rl_models.backends.fsdp import release
 from rl_models.schedule import Schedule
 
@@ -25,11 +26,12 @@ SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
+Options = dict[str, Any]
 OPTIMIZER = OptimizerOptions(learning_rate=0.01, schedule=Schedule("cosine", warmup_steps=2, total_steps=6))
 
 
@@ -82,10 +84,10 @@ def update(worker: Any, seed: int) -> dict[str, float]:
 
 
 def train_and_save(
-    group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, root: Path
+    group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, options: Options, root: Path
 ) -> list[dict[str, float]]:
     """Two steps, a save, and two steps more."""
-    worker = make_worker(group, path, kind, backend, dims)
+    worker = make_worker(group, path, kind, backend, dims, **options)
     curve = [update(worker, seed) for seed in range(2)]
     # A forward pass without a backward leaves FSDP2's root gathered.
     worker.predict(make_batch(0))
@@ -94,9 +96,9 @@ def train_and_save(
 
 
 def resume(
-    group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, root: Path
+    group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, options: Options, root: Path
 ) -> tuple[list[dict[str, float]], Any]:
-    worker = make_worker(group, path, kind, backend, dims)
+    worker = make_worker(group, path, kind, backend, dims, **options)
     found = worker.load_training(root)
     assert worker.steps == 2
     return [update(worker, seed) for seed in (2, 3)], found
@@ -104,23 +106,47 @@ def resume(
 
 ONE, DP2, TP2, DP2TP2 = ParallelDims(), ParallelDims(dp=2), ParallelDims(tp=2), ParallelDims(dp=2, tp=2)
 PP2, DP2PP2 = ParallelDims(pp=2), ParallelDims(dp=2, pp=2)
+INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "resumed"),
+    ("name", "kind", "saved", "resumed"),
     [
-        ("actor", ("parallel", DP2TP2), [("parallel", ONE), ("parallel", DP2PP2), ("transformers", DP2)]),
-        ("actor", ("parallel", PP2), [("parallel", TP2)]),
-        ("critic", ("transformers", DP2), [("parallel", DP2PP2), ("transformers", ONE)]),
+        (
+            "model",
+            "actor",
+            ("parallel", DP2TP2, {}),
+            [("parallel", ONE, {}), ("parallel", DP2PP2, {}), ("transformers", DP2, {})],
+        ),
+        ("model", "actor", ("parallel", PP2, INTERLEAVED), [("parallel", TP2, {}), ("parallel", PP2, {})]),
+        (
+            "model",
+            "critic",
+            ("transformers", DP2, {}),
+            [("parallel", DP2PP2, INTERLEAVED), ("transformers", ONE, {})],
+        ),
+        (
+            "moe",
+            "actor",
+            ("parallel", ParallelDims(dp=2, tp=2, ep=2), {}),
+            [("parallel", DP2PP2, INTERLEAVED), ("parallel", ParallelDims(tp=2, ep=2), {})],
+        ),
     ],
 )
 def test_a_run_goes_on_on_another_grid_and_backend(
-    ranks: RankPool, model: Path, tmp_path: Path, kind: str, saved: Any, resumed: list[Any]
+    ranks: RankPool,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    name: str,
+    kind: str,
+    saved: Any,
+    resumed: list[Any],
 ) -> None:
-    curve = ranks.run(train_and_save, model, kind, *saved, tmp_path, world=saved[1].world_size)[0]
+    path = request.getfixturevalue(name)
+    curve = ranks.run(train_and_save, path, kind, *saved, tmp_path, world=saved[1].world_size)[0]
     assert curve[1]["loss"] != curve[2]["loss"]
-    for backend, dims in resumed:
-        for rest, found in ranks.run(resume, model, kind, backend, dims, tmp_path, world=dims.world_size):
+    for backend, dims, options in resumed:
+        for rest, found in ranks.run(resume, path, kind, backend, dims, options, tmp_path, world=dims.world_size):
             assert (found.step, found.extra) == (7, {"prompts": 11})
             for now, before in zip(rest, curve[2:], strict=True):
                 assert now["loss"] == pytest.approx(before["loss"], abs=1e-6), (backend, dims)
