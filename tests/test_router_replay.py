@@ -10,38 +10,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool, shared_pool
 
 LENGTHS = (11, 1, 17, 6)
-# What each family's config calls the same few experts; the last two layers are mixtures.
+# The last two layers are mixtures.
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 20,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-    },
-    "DeepseekV3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 12,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "num_mtp_layers": 0,
-    },
+    "qwen3-moe": tiny_config(
+        "qwen3_moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=4, mlp_only_layers=[0]
+    ),
+    "deepseek-v3": tiny_config("deepseek_v3", num_hidden_layers=3, n_shared_experts=1),
 }
 MOE_LAYERS = [1, 2]
 
@@ -119,7 +99,7 @@ def on_megatron(
 
 
 GRIDS = [ParallelDims(), ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2, ep=2)]
-PLAIN = {("Qwen3Moe", ParallelDims(tp=2)), ("DeepseekV3", ParallelDims(dp=2, ep=2))}
+PLAIN = {("qwen3-moe", ParallelDims(tp=2)), ("deepseek-v3", ParallelDims(dp=2, ep=2))}
 
 
 @pytest.mark.parametrize(
@@ -134,16 +114,7 @@ PLAIN = {("Qwen3Moe", ParallelDims(tp=2)), ("DeepseekV3", ParallelDims(dp=2, ep=
 def test_routing_travels_between_backends(ranks: RankPool, tmp_path: Path, name: str, dims: ParallelDims) -> None:
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        **MODELS[name],
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name]))
     generator = torch.Generator().manual_seed(0)
     for tensor in model.state_dict().values():
         tensor.normal_(0, 0.2, generator=generator)
