@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Name -> (ranks, arguments).
 RUNS = {
     "attention": (1, ["--tiny", "--rounds", "1"]),
+    "invariant": (2, ["--tiny", "--rounds", "1"]),
     "step": (2, ["--tiny", "--rounds", "1"]),
     "context_parallel": (2, ["--tiny", "--rounds", "1"]),
     "huggingface": (2, ["--tiny", "--rounds", "1", "--tokens", "256"]),
