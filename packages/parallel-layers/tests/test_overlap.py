@@ -59,7 +59,7 @@ def stand_in_for_symmetric_memory() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "gather_matmul", gather)
         patch.setattr(overlap, "matmul_reduce_scatter", scatter)
-        patch.setattr(overlap, "_why_not_symmetric_memory", lambda group, device: None)
+        patch.setattr(overlap, "why_not_symmetric_memory", lambda group, device: None)
         yield called
 
 
@@ -172,8 +172,8 @@ def test_tokens_come_out_in_order(ranks: RankPool, world: int) -> None:
 
 
 def chosen(group: ProcessGroup) -> list[str]:
-    gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    cpu: Any = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
+    gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
+    cpu: Any = SimpleNamespace(is_cuda=False, device=torch.device("cpu"), dtype=torch.bfloat16)
     cases = [
         ("auto", gpu, 4096),
         ("auto", gpu, 4095),
@@ -192,7 +192,8 @@ def chosen(group: ProcessGroup) -> list[str]:
         with pytest.raises(ValueError, match="overlap=") as caught:
             call()
         messages.append(str(caught.value))
-    return [choose_overlap(name, x, rows, group) for name, x, rows in cases] + messages
+    wide = [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (4096, 1)]
+    return [choose_overlap(name, x, rows, group) for name, x, rows in cases] + wide + messages
 
 
 def test_the_way_is_chosen_by_size_and_refused_by_name(ranks: RankPool) -> None:
@@ -200,8 +201,9 @@ def test_the_way_is_chosen_by_size_and_refused_by_name(ranks: RankPool) -> None:
     unknown = "overlap='nvlink' is unknown; use one of 'auto', 'serial', 'collectives', 'symmetric-memory'"
     for names in ranks.run(chosen, world=2):
         assert names[:5] == ["collectives", "serial", "serial", "collectives", "serial"]
+        assert names[5:7] == ["collectives", "serial"]  # sums in fp32: by size
         use = "; use 'auto', 'collectives' or 'serial'"
-        assert names[5:] == [refused + use, refused + use, unknown]
+        assert names[7:] == [refused + use, refused + use, unknown]
     assert available_overlaps(None, "cpu") == ("collectives", "serial")
 
 

@@ -158,7 +158,7 @@ class _ColumnLinear(torch.autograd.Function):
             return product(x, weight, bias, output_dtype)
         assert group is not None
         dtype = x.dtype if output_dtype is None else output_dtype
-        how = choose_overlap(overlap, x, _rows(x), group)
+        how = choose_overlap(overlap, x, _rows(x), group, dtype)
         return gather_product(x, weight, bias, group, dtype, how)
 
     @staticmethod
@@ -213,8 +213,10 @@ class _RowLinear(torch.autograd.Function):
             return product(x, weight, bias, output_dtype)
         dtype = comm.sum_dtype(x, reduce_dtype)
         if sequence_parallel:
-            ctx.how = choose_overlap(overlap, x, _rows(x) // ctx.group.size(), ctx.group)
-            y = product_scatter(x, weight, bias, ctx.group, dtype, ctx.how)
+            rows = _rows(x) // ctx.group.size()
+            ctx.how = choose_overlap(overlap, x, rows, ctx.group)  # of the backward, whose product is in dy's dtype
+            how = choose_overlap(overlap, x, rows, ctx.group, dtype)
+            y = product_scatter(x, weight, bias, ctx.group, dtype, how)
         else:
             y = product(x, weight, bias if ctx.group.rank() == 0 else None, dtype)
             y = comm.wait(comm.start_all_reduce(y, ctx.group, owned=True))

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import comm
+from parallel_layers import comm, symmetric_memory
 from parallel_layers.products import product, product_into
-from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter, why_not_symmetric_memory
+from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter
 
 Overlap = Literal["auto", "serial", "collectives", "symmetric-memory"]
 
@@ -56,10 +56,10 @@ def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -
     """
     device = torch.device(device)
     names = ("collectives", "serial")
-    return names if _why_not_symmetric_memory(group, device) else ("symmetric-memory", *names)
+    return names if why_not_symmetric_memory(group, device) else ("symmetric-memory", *names)
 
 
-def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup) -> str:
+def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: torch.dtype | None = None) -> str:
     """The way for a call: `name`, or for "auto" what its size asks for.
 
     Args:
@@ -67,25 +67,28 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup) -> str:
         x: What is multiplied.
         rows: Tokens of each rank.
         group: Over which they are divided.
+        dtype: Of the product or of its sum over the ranks; None: x's. Symmetric memory has no other; its place is then
+            taken by "auto".
 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).
     """
     if torch.compiler.is_compiling():
         return "serial"
-    if name == "auto":
+    if name == "auto" or (name == "symmetric-memory" and dtype not in (None, x.dtype)):
         return "collectives" if x.is_cuda and rows >= 2 * CHUNK_ROWS else "serial"
-    if name == "symmetric-memory" and (reason := _why_not_symmetric_memory(group, x.device)) is not None:
+    if name == "symmetric-memory" and (reason := why_not_symmetric_memory(group, x.device)) is not None:
         raise ValueError(f"overlap={name!r} cannot be used: {reason}; use 'auto', 'collectives' or 'serial'")
     return name
 
 
-def _why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
+def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
+    """`symmetric_memory.why_not_symmetric_memory`, asked once for each group and device."""
     if group is None:
-        return why_not_symmetric_memory(group, device)
+        return symmetric_memory.why_not_symmetric_memory(group, device)
     reasons = _reasons.setdefault(group, {})
     if device not in reasons:
-        reasons[device] = why_not_symmetric_memory(group, device)
+        reasons[device] = symmetric_memory.why_not_symmetric_memory(group, device)
     return reasons[device]
 
 
@@ -100,8 +103,7 @@ def gather_product(
         bias: `[O]` or None.
         group: Whose ranks' tokens are gathered.
         dtype: Of the product.
-        how: "serial", "collectives" or "symmetric-memory"; the last for products in x's dtype, others take the
-            collectives.
+        how: "serial", "collectives" or "symmetric-memory"; the last for products in x's dtype.
 
     Returns:
         `[T, ..., O]`.
@@ -111,7 +113,7 @@ def gather_product(
     """
     if how == "serial" or not x.numel():
         return product(comm.all_gather(x, group), weight, bias, dtype)
-    if how == "symmetric-memory" and dtype == x.dtype:
+    if how == "symmetric-memory":
         return gather_matmul(x, weight, bias, group)[0]
     pieces = max(1, min(x[..., 0].numel() // CHUNK_ROWS, group.size() - 1))
     return _gather_product(x, weight, bias, group, dtype, pieces)[0]
@@ -168,7 +170,7 @@ def product_scatter(
         group: Over whose ranks is summed and scattered.
         dtype: Of the parts and of their sum.
         how: "serial", "collectives" or "symmetric-memory"; the last for sums in x's dtype (it rounds the parts to it
-            and sums in fp32), others take the collectives.
+            and sums in fp32).
 
     Returns:
         `[T/n, ..., O]` in `dtype`.
@@ -179,7 +181,7 @@ def product_scatter(
         ValueError: n does not divide T.
     """
     comm.check_divisible(x, 0, group)
-    if how == "symmetric-memory" and dtype == x.dtype and x.numel():
+    if how == "symmetric-memory" and x.numel():
         return matmul_reduce_scatter(x, weight, bias, group)
     bias = bias if group.rank() == 0 else None
     if how == "serial" or not x.numel():

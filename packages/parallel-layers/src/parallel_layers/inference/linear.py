@@ -1,13 +1,7 @@
-"""`for_inference`: a trained model's linears as inference runs them, without a copy of any weight.
-
-Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
-"""
-
-from collections.abc import Callable
-from functools import partial
+"""`for_inference`: a trained model's linears as inference runs them, without a copy of any weight."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import comm
@@ -17,7 +11,7 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter, why_not_symmetric_memory
+from parallel_layers.overlap import why_not_symmetric_memory
 from parallel_layers.views import Model, view_of
 
 Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
@@ -35,13 +29,13 @@ def available_linear_backends(group: ProcessGroup | None, device: torch.device |
 
 
 def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dtype | None = None) -> Model:
-    """The same model for inference: other code in its parallel linears, the same parameters.
+    """The same model for inference, with the same parameters.
 
     Under sequence parallelism a column-parallel layer multiplies the tokens of one rank while it copies those of the
     next, and a row-parallel one sends the sums of one while it multiplies the next, where the GPUs can
-    (`available_linear_backends`). Everything else is computed by the trained layers' own code, bitwise as in training:
-    layers without sequence parallelism, other backends, and calls that do not fit (no tokens; `output_dtype` or
-    `gather_output`; sums in a wider dtype than the input's).
+    (`available_linear_backends`): `overlap="symmetric-memory"`, for any number of tokens. Everything else is computed
+    bitwise as in training: layers without sequence parallelism, other backends, and calls that do not fit (no tokens;
+    an output or sums in a wider dtype than the input's).
 
         fast = for_inference(model)
         with torch.no_grad():
@@ -62,7 +56,7 @@ def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dt
         reduce_dtype: In the place of the linears' own; None: as in training.
 
     Returns:
-        A view of the model, to be called under `torch.no_grad()`.
+        A view of the model.
 
     Raises:
         ValueError: The backend is unknown, or a group of the model cannot use it (says why).
@@ -81,12 +75,12 @@ def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dt
             return
         if reduce_dtype is not None:
             own["reduce_dtype"] = reduce_dtype
-        if "forward" in own:  # a view already, of this kind or in FP8
+        if "forward" in own:  # a view already, of in FP8
             own.setdefault("inference_backend", "collectives")
             return
         own["inference_backend"] = chosen[_group_of(view)]
         if own["inference_backend"] == "symmetric-memory":
-            own["forward"] = partial(_row, view) if isinstance(view, RowParallelLinear) else partial(_column, view)
+            own["overlap"] = "symmetric-memory"
 
     return view_of(model, change)
 
@@ -103,32 +97,3 @@ def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> s
 def _group_of(layer: Linear) -> ProcessGroup | None:
     """The group over which the layer gathers or scatters tokens."""
     return layer.group if layer.sequence_parallel and comm.is_sharded(layer.group) else None
-
-
-def _column(layer: Column, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """A column-parallel layer's forward: `[T/n, ..., I]` -> `[T, ..., O/n]`."""
-    if layer.output_dtype not in (None, x.dtype) or getattr(layer, "gather_output", False) or not x.numel():
-        return _trained(layer, x, weight)
-    return gather_matmul(x, *_operands(layer, x, weight))[0]
-
-
-def _row(layer: RowParallelLinear, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """A row-parallel layer's forward: `[T, ..., I/n]` -> `[T/n, ..., O]`."""
-    wider = layer.output_dtype not in (None, x.dtype) or comm.sum_dtype(x, layer.reduce_dtype) != x.dtype
-    if wider or not layer.input_is_parallel or not x.numel():
-        return _trained(layer, x, weight)
-    return matmul_reduce_scatter(x, *_operands(layer, x, weight))
-
-
-def _trained(layer: Linear, x: Tensor, weight: Tensor | None) -> Tensor:
-    """The forward of the layer's class, which the view's stands before."""
-    forward: Callable[..., Tensor] = type(layer).forward
-    return forward(layer, x, weight)
-
-
-def _operands(layer: Linear, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None, ProcessGroup]:
-    weight = layer._given_weight(weight)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        raise ValueError("for_inference(...) is for inference; run it under torch.no_grad()")
-    assert layer.group is not None
-    return weight, None if layer.defer_bias else layer.bias, layer.group
