@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import parallel_layers
-from parallel_layers import collectives, context_parallel, inference, testing
+from parallel_layers import collectives, context_parallel, inference, moe, testing
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -49,6 +49,7 @@ def test_the_table_lists_every_public_name() -> None:
         *(name for name in functions if not name.startswith("_")),
         *context_parallel.__all__,
         *inference.__all__,
+        *moe.__all__,
         *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),
     }
     assert public - listed == set()
