@@ -18,13 +18,15 @@ Variants of ours, which share one model:
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
 megatron takes Transformer Engine's layers where it is installed and is left out where it is not; a CPU runs ours alone.
+Its overlap wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, ours wants nothing: compare with and without.
+
 --trace profiles one step of each variant and writes which kernels took the time, on which stream.
 """
 
 import argparse
 import gc
 import importlib.util
-from collections import defaultdict
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
 from torch import Tensor, nn
 
@@ -116,6 +119,7 @@ def ours(task: Task) -> CausalLM:
 
 def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
     if variant == COMPILED:
+        torch._dynamo.config.recompile_limit = 64  # each layer may get code of its own
         model = view_of(model, compile_layers)
     keep = variant in ("kept", COMPILED)
     overlap = variant if variant in available_overlaps(task.group, DEVICE) else "auto"
@@ -233,46 +237,6 @@ def peak(model: nn.Module, step: Step) -> float:
     return float(held) / 2**30
 
 
-def kernels(step: Step) -> str:
-    """Of one profiled step: how busy each stream was, and the 25 kernels that took most time, by stream (a CPU: its
-    operators)."""
-    kind = torch.profiler.ProfilerActivity.CUDA if CUDA else torch.profiler.ProfilerActivity.CPU
-    step()
-    synchronize()
-    with torch.profiler.profile(activities=[kind]) as profile:
-        step()
-        synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if CUDA else torch.autograd.DeviceType.CPU
-    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    totals: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == wanted:
-            stream = event.device_resource_id if CUDA else 0
-            spans[stream].append((event.time_range.start, event.time_range.end))
-            totals[stream, event.name].append(event.time_range.elapsed_us())
-    every = [span for own in spans.values() for span in own]
-    wall = max(end for _, end in every) - min(start for start, _ in every)
-    streams: list[list[object]] = [[stream, covered(own) * 1e-3] for stream, own in sorted(spans.items())]
-    streams += [["any", covered(every) * 1e-3], ["none", (wall - covered(every)) * 1e-3]]
-    largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:25]
-    rows: list[list[object]] = [
-        [stream, len(times), sum(times) * 1e-3, sum(times) / len(times), name.replace("|", "/")[:110]]
-        for (stream, name), times in largest
-    ]
-    return "\n\n".join(
-        [table(["stream", "busy ms"], streams), table(["stream", "calls", "ms", "us each", "kernel"], rows)]
-    )
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The time in which at least one of the spans runs."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
@@ -311,14 +275,16 @@ def main() -> None:
         per_gpu = task.packed.num_tokens / seconds / world
         rows.append([name, world, timing.median, rate, per_gpu, peaks[name], theirs / timing.median])
     if rank == 0:
-        print(machine(), measured)
+        connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+        print(machine(), measured, f"CUDA_DEVICE_MAX_CONNECTIONS {connections}")
         heads = ["variant", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU", "x megatron"]
         print(table(heads, rows))
-        write_json(options.json, ceilings=measured, tp=world, timings=list(timings.values()), peaks=peaks)
+        report = {"tp": world, "timings": list(timings.values()), "peaks": peaks, "connections": connections}
+        write_json(options.json, ceilings=measured, **report)
     if options.trace:
-        report = "\n\n".join(f"## {name}, tp {world}\n\n{kernels(step)}" for name, step in steps.items())
+        traces = "\n\n".join(f"## {name}, tp {world}\n\n{kernel_times(step)}" for name, step in steps.items())
         if rank == 0:
-            Path(options.trace).write_text(report + "\n")
+            Path(options.trace).write_text(traces + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 
