@@ -56,7 +56,11 @@ def test_against_fp64(device: torch.device, bias: bool) -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_a_tree_of_leaves(device: torch.device) -> None:
     """Four leaves here are two and two, and four times one, on as many ranks."""
-    shapes = [(5, 8, 64), (17, 33, 128)] if device.type == "cpu" else [(130, 264, 4096), (1, 9, 448), (129, 256, 192)]
+    shapes = (
+        [(5, 8, 64), (17, 33, 128)]
+        if device.type == "cpu"
+        else [(130, 264, 4096), (1, 9, 448), (129, 256, 192), (130, 257, 256)]
+    )
     for rows, columns, size in shapes:
         x, w, bias = operands(device, rows, columns, size)
         whole = invariant_matmul(x, w, bias, leaves=4, in_tree=True, dtype=torch.float32)

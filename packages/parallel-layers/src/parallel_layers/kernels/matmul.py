@@ -66,7 +66,8 @@ def _leaf(x, weight, row, column, first, steps, BM: tl.constexpr, BN: tl.constex
     return total
 
 
-@triton.jit
+# A leaf of a single step stays a loop: else the compiler takes the sum so far as its accumulator, and rounds elsewhere.
+@triton.jit(do_not_specialize=["steps"])
 def _matmul_kernel(
     x,
     weight,
