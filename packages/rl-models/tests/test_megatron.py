@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool, shared_pool
@@ -18,16 +20,6 @@ from rl_models import Actor, Batch
 from rl_models.backends.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +29,17 @@ def ranks() -> RankPool:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
+    return save(tiny_config("llama", initializer_range=0.2), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_config("qwen3_moe", initializer_range=0.2), tmp_path_factory.mktemp("models") / "qwen3-moe")
+
+
+def save(config: dict[str, Any], path: Path) -> Path:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(path)
     return path
 
 
@@ -130,7 +130,7 @@ def routing_on(group: ProcessGroup, path: Path) -> None:
         recording = RouterReplay()
         with one.routing([recording]):
             (own, _), *_ = one.forward(micro_batches)
-        assert list(recording.experts) == one.routed_layers == [0, 1]
+        assert list(recording.experts) == one.routed_layers == [0, 1, 2, 3]
         moved = {layer: (experts + 1) % 4 for layer, experts in recording.experts.items()}
         outputs = []
         for engine in (one, other):
@@ -140,11 +140,67 @@ def routing_on(group: ProcessGroup, path: Path) -> None:
         torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
 
 
-def test_routing_recorded_on_one_grid_replays_on_another(ranks: RankPool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(tmp_path)
-    ranks.run(routing_on, tmp_path, world=2)
+def test_routing_recorded_on_one_grid_replays_on_another(ranks: RankPool, mixture: Path) -> None:
+    ranks.run(routing_on, mixture, world=2)
+
+
+def streamed_on(group: ProcessGroup, path: Path, out: Path, dims: ParallelDims, virtual_stages: int) -> None:
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in():
+        options = {"pipeline": PipelineOptions(virtual_stages=virtual_stages)} if virtual_stages > 1 else {}
+        actor = actor_on(path, dims, **options)
+        actor.update(make_batch(), loss)
+        # Small buckets: several exchanges.
+        streamed = {name: tensor.clone() for name, tensor in actor.stream_weights(bucket_bytes=1 << 10)}
+        actor.save_pretrained(out)
+        to_one = dict(actor.stream_weights(to=[1], dtype=torch.bfloat16))
+    saved, start = load_file(out / "model.safetensors"), load_file(path / "model.safetensors")
+    assert streamed.keys() == saved.keys() == start.keys()
+    assert all(torch.equal(streamed[name], saved[name]) for name in saved)
+    assert any(not torch.equal(streamed[name], start[name]) for name in saved)
+    assert to_one.keys() == (saved.keys() if group.rank() == 1 else set())
+    assert all(torch.equal(tensor, saved[name].bfloat16()) for name, tensor in to_one.items())
+
+
+@pytest.mark.parametrize(
+    ("dims", "virtual_stages"),
+    [(ParallelDims(tp=2), 1), (ParallelDims(pp=2), 2), (ParallelDims(dp=2, ep=2), 1)],
+    ids=["tp2", "pp2 vpp2", "ep2"],
+)
+def test_weights_are_streamed_as_they_are_saved(
+    ranks: RankPool, model: Path, mixture: Path, tmp_path: Path, dims: ParallelDims, virtual_stages: int
+) -> None:
+    ranks.run(streamed_on, mixture if dims.ep > 1 else model, tmp_path, dims, virtual_stages, world=2)
+
+
+def transformer_engine_on(group: ProcessGroup, path: Path, out: Path) -> None:
+    from rl_models import MegatronOptions
+
+    local, engine = (
+        Actor.from_pretrained(path, backend="megatron", megatron=MegatronOptions(layers=layers))
+        for layers in ("local", "transformer_engine")
+    )
+    expected, actual = (actor.log_probs(make_batch()) for actor in (local, engine))
+    # It multiplies fp32 as TF32, whose operands have 11 bits.
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
+    engine.save_pretrained(out)
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    metrics = engine.update(make_batch(), loss)
+    assert metrics["grad_norm"] == pytest.approx(local.update(make_batch(), loss)["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_layers_of_transformer_engine(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine")
+    # Its kernels want sides that are multiples of 16.
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    save(tiny_config("llama", **sizes), tmp_path / "model")
+    with RankPool(1, backend="nccl") as pool:
+        pool.run(transformer_engine_on, tmp_path / "model", tmp_path / "saved")
 
 
 def refused_on(group: ProcessGroup, path: Path) -> list[str]:
@@ -168,6 +224,7 @@ def refused_on(group: ProcessGroup, path: Path) -> list[str]:
 
 
 def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path) -> None:
+
     ((cpu, dtype, schedule, losses),) = ranks.run(refused_on, model, world=1)
     assert cpu.startswith("backend='megatron' does not compute on device='cpu'")
     assert "cpu_stand_in()" in cpu

@@ -11,23 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_utils.testing import tiny_config
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
 
 
 @pytest.fixture(scope="session")
@@ -37,17 +27,17 @@ def ranks() -> RankPool:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
-    return path
+    return save(tiny_config("llama", initializer_range=0.2), tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "qwen3-moe"
+    return save(tiny_config("qwen3_moe", initializer_range=0.2), tmp_path_factory.mktemp("models") / "qwen3-moe")
+
+
+def save(config: dict[str, Any], path: Path) -> Path:
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(path)
     return path
 
 

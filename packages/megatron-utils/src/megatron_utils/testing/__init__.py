@@ -1,6 +1,19 @@
 """Megatron-Core on a CPU, for tests and demonstrations: `cpu_stand_in`; and small models for them."""
 
-from megatron_utils.testing.cpu import cpu_stand_in, stand_in_is_active
+from typing import TYPE_CHECKING, Any
+
 from megatron_utils.testing.models import MIXTURES, tiny_config
 
+if TYPE_CHECKING:
+    from megatron_utils.testing.cpu import cpu_stand_in, stand_in_is_active
+
 __all__ = ["MIXTURES", "cpu_stand_in", "stand_in_is_active", "tiny_config"]
+
+
+def __getattr__(name: str) -> Any:
+    # megatron.core takes seconds to import, and the configs do not need it.
+    if name in __all__:
+        from megatron_utils.testing import cpu
+
+        return getattr(cpu, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
