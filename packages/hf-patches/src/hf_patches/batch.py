@@ -4,6 +4,7 @@ It travels as a keyword argument of the text backbone (`PLAN_KEYWORD`), so gradi
 recompute, and a layer that does not receive it raises instead of computing without it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -94,10 +95,24 @@ class AttentionCall:
 
 
 class Trace:
-    """The attention calls of a probe. Not a list: FSDP2's casts copy the lists that they find in arguments."""
+    """What a probe sees. `calls` are those of attention; not itself a list: FSDP2's casts copy the lists in arguments.
+
+    `kernel_errors`: for each kernel that ran, its largest difference from what it replaces, in units of the type's
+    epsilon times the largest element.
+    """
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.kernel_errors: dict[object, float] = {}
+
+    def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
+        """Hold a kernel's results against those of what it replaces."""
+        actual, expected = ([x] if isinstance(x, Tensor) else x for x in (actual, expected))
+        for ours, own in zip(actual, expected, strict=True):
+            unit = torch.finfo(own.dtype).eps * own.abs().max().item()
+            same = ours.dtype == own.dtype and ours.shape == own.shape
+            error = (ours - own).abs().max().item() / max(unit, 1e-30) if same else float("inf")
+            self.kernel_errors[kernel] = max(self.kernel_errors.get(kernel, 0.0), error)
 
 
 def plan_batch(

@@ -24,9 +24,15 @@ class FusedHead:
     """
 
     def __init__(
-        self, head: nn.Linear, state: CallState, scaling: HeadScaling | None, score: nn.Linear | None = None
+        self,
+        head: nn.Linear,
+        state: CallState,
+        scaling: HeadScaling | None,
+        score: nn.Linear | None = None,
+        keep_probabilities: bool = False,
     ) -> None:
         self.head, self.state, self.scaling, self.score = head, state, scaling, score
+        self.keep_probabilities = keep_probabilities
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns; they are kept in the call's state for the model's output."""
@@ -48,6 +54,7 @@ class FusedHead:
                 entropy=call.entropy,
                 logit_scale=self.scaling.factor,
                 logit_softcap=self.scaling.softcap,
+                keep_probabilities=self.keep_probabilities,
             )
             columns["log_probs"] = result.log_probs
             if result.entropy is not None:

@@ -10,7 +10,6 @@ keeps its own code.
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 from hf_patches.batch import BatchPlan
 from hf_patches.devices import compute_device
+from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 
 EXPERTS_NAME = "hf_patches_npu"
-_ROTATE = "apply_rotary_pos_emb"
 _OPERATORS = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul", "npu_fusion_attention")
 # The causal mask that the attention operator wants whatever the lengths are: True above the diagonal is hidden.
 _MASK_SIZE = 2048
@@ -38,15 +37,6 @@ def load_torch_npu() -> Any:
     if missing := [name for name in _OPERATORS if not hasattr(module, name)]:
         raise ImportError(f"torch_npu has no {', '.join(missing)}; npu=True needs a newer one")
     return module
-
-
-@dataclass(frozen=True)
-class Swap:
-    """One replacement of a module's `forward`."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    what: str
 
 
 def find_swaps(backbone: nn.Module) -> Iterator[Swap]:
@@ -140,32 +130,18 @@ class _Rotation:
 
 
 def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Any] | None:
-    """The module's forward with our rotation, if it calls transformers' half-rotation by that name.
-
-    The function is a global of the model's file, shared by all models of the family. So the code of `forward` is bound
-    to this instance over a copy of those globals in which only the one name differs.
-    """
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
+    """The module's forward with our rotation, if it calls transformers' half-rotation by that name."""
+    if ROTATE not in called_names(module):
         return None
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 3, 5, 8), (1, 2, 5, 8), (1, 5, 4))
     q, k, angles = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     angles = torch.cat([angles, angles], dim=-1)
     rotation, arguments = _Rotation(ops), (q, k, angles.cos(), angles.sin())
-    own = forward.__globals__[_ROTATE](*arguments)
-    ours = rotation(*arguments)
+    own, ours = own_function(module, ROTATE)(*arguments), rotation(*arguments)
     if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, ours, strict=True)):
         return None
-    rebound = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, _ROTATE: rotation},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    rebound.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(rebound, module)
+    return rebound(module, ROTATE, rotation)
 
 
 def register_experts() -> None:

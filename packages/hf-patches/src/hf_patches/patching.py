@@ -15,6 +15,7 @@ from hf_patches.families import Family, family_of
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
+from hf_patches.kernels import Kept, find_kernels
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.probe import run_probe
 from hf_patches.report import ProbeResult, Report
@@ -124,6 +125,8 @@ class Patch:
         if options.npu:
             for swap in find_swaps(self.backbone):
                 self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
+        elif options.kernels:
+            self._use_kernels(names)
         if options.tiled_mlp is not None:
             self._tile_mlps(names, options.tiled_mlp)
         if options.router_replay is not False:
@@ -149,10 +152,21 @@ class Patch:
             return
         what = " and ".join(["fused log-probs and entropy"] * (scaling is not None) + ["values"] * (score is not None))
         head = require_plain_head(head) if scaling is not None else head
-        fused = FusedHead(head, self.state, scaling, score)
+        fused = FusedHead(head, self.state, scaling, score, options.keep_probabilities)
         self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{what}, no logits")
         self.settings["head"] = what
         self.state.fused = True
+
+    def _use_kernels(self, names: dict[nn.Module, str]) -> None:
+        """Norms, rotations and SwiGLUs by one kernel each, where a kernel computes the same."""
+        kept: dict[str, None] = {}
+        for found in find_kernels(self.backbone, self.state):
+            if isinstance(found, Kept):
+                kept[f"{found.what} of {type(found.module).__name__}"] = None
+            else:
+                self.journal.set_attribute(found.module, "forward", found.forward, names[found.module], found.what)
+        if kept:
+            self.settings["no kernel for"] = ", ".join(kept)
 
     def _tile_mlps(self, names: dict[nn.Module, str], tiles: int) -> None:
         mlps = find_mlps(self.backbone)
@@ -217,6 +231,8 @@ class _Options:
     value_head: bool
     npu: bool
     router_replay: bool | None
+    kernels: bool
+    keep_probabilities: bool
 
     @property
     def batches(self) -> str:
@@ -229,11 +245,13 @@ def patch(
     sequence_parallel_group: ProcessGroup | None = None,
     packed: bool = True,
     fused_head: bool = True,
+    keep_probabilities: bool = False,
     tiled_mlp: int | None = None,
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
     router_replay: bool | None = False,
+    kernels: bool = True,
     probe: bool = True,
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
@@ -250,6 +268,8 @@ def patch(
         packed: False keeps padded batches and the model's own attention; only the head (and MLPs) are patched, and the
             call is `model(input_ids=[B, S], attention_mask=[B, S], labels=..., ...)`.
         fused_head: False leaves the head alone; the output then has `logits` [T, V], or only values.
+        keep_probabilities: let the fused head keep its probabilities, [T, V] rounded to bf16, from the forward to the
+            backward, which then needs one matrix product less. Where its kernels run; elsewhere it changes nothing.
         tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
         value_head: also return `values` [T] fp32: of the model's own `score` (token classification), or of a new linear
             head, `model.score`, beside the output embedding.
@@ -259,6 +279,9 @@ def patch(
         router_replay: calls may bring `router_replay=parallel_layers.moe.RouterReplay(...)`, which records the experts
             of every token, or sends the tokens to recorded ones: `[T, k]` for each layer with experts, by its number.
             None: where the model has any.
+        kernels: on CUDA, compute RMSNorm, rotary embedding and SwiGLU by one kernel each instead of the model's chains
+            of small ones: less time and memory, and the same numbers but for roundings (see `hf_patches.kernels`). What
+            no kernel computes as the model does keeps its code, by name in the report.
         probe: False leaves the probe to a later `Patch.probe()`, where the model cannot run yet (on a CPU, say, before
             FSDP2 takes its shards to the device).
 
@@ -274,6 +297,8 @@ def patch(
         raise ValueError("sequence_parallel_group needs packed=True")
     if router_replay is not False and not packed:
         raise ValueError(f"router_replay={router_replay} needs packed=True")
+    if keep_probabilities and not fused_head:
+        raise ValueError("keep_probabilities=True is the fused head's; leave out fused_head=False")
     if tiled_mlp is not None and tiled_mlp < 1:
         raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
     family = family_of(model.config)
@@ -282,7 +307,9 @@ def patch(
     state = CallState(sequence_parallel_group, NPU_BACKEND if npu else attention, proven=not packed)
     patched = Patch(model, family, state, find_backbone(model))
     try:
-        patched._apply(_Options(packed, fused_head, tiled_mlp, value_head, npu, router_replay))
+        patched._apply(
+            _Options(packed, fused_head, tiled_mlp, value_head, npu, router_replay, kernels, keep_probabilities)
+        )
         if packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()
     except BaseException:

@@ -4,7 +4,8 @@ Two tiny packed batches that differ in the last tokens of one segment go through
 attention layer must have been called through our function, the perturbed tokens must have moved, and what the model
 returns for every other token must be what it was, exactly. With routed experts it cannot be exact: tokens of all
 sequences meet in one matrix product, and its rounding depends on how many there are. There the first layer's attention,
-before any expert, must be exactly what it was, and the results nearly so.
+before any expert, must be exactly what it was, and the results nearly so. Where kernels stand in for the model's own
+code, both compute, and may differ by roundings.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from parallel_layers.moe import RouterReplay
 _LENGTHS = (5, 1, 7, 4)
 # The third segment (tokens 6 to 12) is perturbed from its fourth token on.
 _PERTURBED = slice(9, 13)
+# What a kernel may differ by from the code that it replaces, in units of the type's epsilon times the largest element:
+# both round a few times.
+_KERNEL_ROUNDINGS = 16.0
 # What routed experts may move other tokens by, in parts of what the perturbed ones moved.
 _EXPERT_NOISE = 0.05
 
@@ -68,8 +72,16 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
             f"{moved:.3g}, other tokens by {leak:.3g} (allowed: {allowed:.3g}), their first attention outputs by "
             f"{attention_leak:.3g} (allowed: 0), so its segments are not kept apart"
         )
+    kernel_error = max(trace.kernel_errors.values(), default=0.0)
+    if not kernel_error <= _KERNEL_ROUNDINGS:
+        wrong = max(trace.kernel_errors, key=lambda kernel: trace.kernel_errors[kernel])
+        raise RuntimeError(
+            f"a kernel for {type(model).__name__} computes something else than the code that it replaces: {wrong} is "
+            f"off by {kernel_error:.3g} roundings (allowed: {_KERNEL_ROUNDINGS:.3g}); pass kernels=False"
+        )
     kinds = {call.key_values for call in calls}
-    return ProbeResult(layers, moved, leak, allowed, kinds.pop() if len(kinds) == 1 else None)
+    key_values = kinds.pop() if len(kinds) == 1 else None
+    return ProbeResult(layers, moved, leak, allowed, key_values, len(trace.kernel_errors), kernel_error)
 
 
 def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay: RouterReplay | None) -> Tensor:

@@ -23,7 +23,9 @@ class ProbeResult:
 
     `leak` is the largest change of a log-prob (or whatever the model returns) of another segment, or of an earlier
     token of the same one; `allowed` is what it may be, 0 wherever rows are computed independently of each other.
-    `key_values` are those that every layer's attention saw; None if layers differ.
+    `key_values` are those that every layer's attention saw; None if layers differ. So many `kernels` ran in place of
+    the model's own code; `kernel_error` is the largest difference between the two, in units of the type's epsilon times
+    the largest element.
     """
 
     attention_layers: int
@@ -31,6 +33,8 @@ class ProbeResult:
     leak: float
     allowed: float
     key_values: KeyValues | None = None
+    kernels: int = 0
+    kernel_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,4 +62,9 @@ class Report:
                 f"  probe: {probe.attention_layers} attention layers took part; perturbing one segment moved it "
                 f"by {probe.moved:.3g}, everything else by {probe.leak:.3g} (allowed {probe.allowed:.3g})"
             )
+            if probe.kernels:
+                lines.append(
+                    f"  probe: {probe.kernels} kernels ran in place of the model's own code and differ from it by "
+                    f"{probe.kernel_error:.3g} roundings at most"
+                )
         return "\n".join(lines)

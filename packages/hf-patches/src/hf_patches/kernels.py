@@ -1,0 +1,308 @@
+"""One kernel in place of a chain of small ones: a model's RMSNorm, rotary embedding and SwiGLU on CUDA.
+
+transformers computes these by plain torch, several passes over memory each; `parallel_layers` has them as one pass each
+way. `patch(model)` puts those in their place, one instance at a time, and they run where Triton takes the tensors: on
+CUDA, in fp32, fp16 and bf16. Everywhere else, and where tensors of different types meet, the model's own code runs.
+
+A kernel stays only where it computes what it replaces. First that is proven in fp32 on random numbers, results and
+gradients: of a form (a norm with 1 + weight, neighbouring dims rotated as pairs) the one that agrees is taken, and a
+module that agrees with none keeps its own code, by name in the report. Then, on the model's own weights, numbers and
+tables of angles, the start-up probe computes both.
+
+They differ by roundings alone. The kernels compute in fp32 and round once. In bf16, where transformers rounds more than
+once, that is the smaller error: Llama's norm rounds x / rms(x) and then its product with the weight, its rotation both
+products and their sum, its MLP silu(gate) and then the product with up.
+
+Not here: adding the residual in the norm's kernel. The sum is made in the decoder layer's own code.
+
+Shapes: B batch, S tokens of a row, T = B S; H hidden, Q query and K key heads of D dims, C columns of cos and sin.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from hf_patches.call import CallState
+from hf_patches.devices import compute_device
+from hf_patches.proofs import With, agree, normal
+from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
+from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.swiglu import fused_silu_mul
+from parallel_layers.mlp import gated
+from parallel_layers.norm import rms_norm
+from parallel_layers.rotary import rotate_queries_and_keys
+
+_ANY_ROTATION = re.compile(r"^apply_\w*rotary")
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+class _Kernel:
+    """Stands in for `own`: computes `fused` where its kernel runs.
+
+    While the start-up probe runs it computes both and writes down how far they are apart.
+    """
+
+    def __init__(self, own: Callable[..., Any], state: CallState) -> None:
+        self.own, self.state = own, state
+
+    def __repr__(self) -> str:
+        return f"the kernel for {self.own.__qualname__}"
+
+    def takes(self, *inputs: Tensor) -> bool:
+        """Whether the kernel runs on these tensors and gives results of the type that `own` gives."""
+        return use_triton(*inputs) and not any(isinstance(x, DTensor) for x in inputs)
+
+    def fused(self, *inputs: Tensor) -> Any:
+        """What the kernel computes."""
+        raise NotImplementedError
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What `own` computes, by the kernel where it runs."""
+        if not self.takes(*inputs):
+            return self.own(*inputs)
+        result = self.fused(*inputs)
+        if self.state.trace is not None:
+            self.state.trace.compare(self, result, self.own(*inputs))
+        return result
+
+
+class _Norm(_Kernel):
+    def __init__(self, module: nn.Module, state: CallState, epsilon: str, unit_offset: bool) -> None:
+        super().__init__(MethodType(type(module).forward, module), state)
+        self.module: Any = module
+        self.epsilon, self.unit_offset = epsilon, unit_offset
+
+    def takes(self, *inputs: Tensor) -> bool:
+        weight = self.module.weight
+        return weight.dtype == inputs[0].dtype and super().takes(*inputs, weight)
+
+    def fused(self, *inputs: Tensor) -> Tensor:
+        epsilon = getattr(self.module, self.epsilon)
+        return rms_norm(inputs[0], self.module.weight, eps=epsilon, unit_offset=self.unit_offset)
+
+
+class _SwiGLU(_Kernel):
+    def __init__(self, module: nn.Module, state: CallState) -> None:
+        super().__init__(MethodType(type(module).forward, module), state)
+        self.module: Any = module
+
+    def fused(self, *inputs: Tensor) -> Any:
+        return _swiglu(self.module, inputs[0])
+
+
+def _swiglu(mlp: Any, x: Tensor) -> Any:
+    if hasattr(mlp, "gate_up_proj"):
+        return mlp.down_proj(gated("silu", mlp.gate_up_proj(x)))
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    return mlp.down_proj(fused_silu_mul(gate, up) if use_triton(gate, up) else functional.silu(gate) * up)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=-1)
+
+
+def _spread(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, dim=-1)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    return _twice(x[..., ::2])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way to rotate: which dims are a pair, and how cos and sin `[..., C]` list the angles of the pairs.
+
+    `table` makes such a row from one number a pair; `halves` makes of it the row that the kernel reads, each number in
+    both halves.
+    """
+
+    interleaved: bool
+    table: Callable[[Tensor], Tensor]
+    halves: Callable[[Tensor], Tensor]
+
+
+_FORMS = (
+    _Form(interleaved=False, table=_twice, halves=_same),  # Llama and most others
+    _Form(interleaved=False, table=_same, halves=_twice),  # gpt-oss
+    _Form(interleaved=True, table=_twice, halves=_same),  # GLM-4
+    _Form(interleaved=True, table=_spread, halves=_gathered),  # Cohere 2, GLM-4V
+)
+
+
+def _rotate(form: _Form, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' `apply_rotary_pos_emb`: q [B, Q, S, D], k [B, K, S, D], cos and sin [B or 1, S, C]."""
+    rows = [form.halves(x).expand(len(q), -1, -1).flatten(0, 1) for x in (cos, sin)]
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+    turned = rotate_queries_and_keys(tokens[0], tokens[1], rows[0], rows[1], interleaved=form.interleaved)
+    q, k = (x.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2) for x in turned)
+    return q, k
+
+
+class _Rotation(_Kernel):
+    def __init__(self, own: Callable[..., Any], state: CallState, form: _Form, device: torch.device) -> None:
+        super().__init__(own, state)
+        self.form = form
+        # Some models keep cos and sin in fp32, and the type of queries and keys all the same.
+        narrow = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16, device=device)
+        wide = form.table(torch.zeros(1, 1, 2, dtype=torch.float32, device=device))
+        self.keeps_dtype: bool = own(narrow, narrow, wide, wide)[0].dtype == torch.bfloat16
+
+    def takes(self, *inputs: Tensor) -> bool:
+        q, k, cos, _ = inputs
+        return q.dtype == k.dtype and (self.keeps_dtype or cos.dtype == q.dtype) and super().takes(*inputs)
+
+    def fused(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _rotate(self.form, *inputs)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module that keeps its own code, and what no kernel computes as it does."""
+
+    module: nn.Module
+    what: str
+
+
+def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | Kept]:
+    """For each norm, MLP and rotation of a text backbone: the replacement, or what is left as it is.
+
+    Nothing is read of the parameters but their shapes, so they may be on the meta device or sharded.
+    """
+    proofs = _Proofs(compute_device(backbone))
+    for module in backbone.modules():
+        kind = type(module).__name__
+        if "Norm" in kind and isinstance(getattr(module, "weight", None), Tensor):
+            yield _replace_norm(module, state, proofs)
+        elif kind.endswith("MLP") and isinstance(getattr(module, "down_proj", None), nn.Module):
+            yield _replace_mlp(module, state, proofs)
+        elif any(_ANY_ROTATION.match(name) for name in called_names(module)):
+            yield _replace_rotation(module, state, proofs)
+
+
+def _replace_norm(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
+    what = "RMSNorm"
+    epsilon = next((name for name in _EPSILONS if hasattr(module, name)), None)
+    unit_offset = None if epsilon is None or _is_replaced(module) else proofs.unit_offset(module, epsilon)
+    if epsilon is None or unit_offset is None:
+        return Kept(module, what)
+    return Swap(module, _Norm(module, state, epsilon, unit_offset).forward, f"{what} in one kernel on CUDA")
+
+
+def _replace_mlp(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
+    what = "SwiGLU"
+    if _is_replaced(module) or not proofs.is_swiglu(module):
+        return Kept(module, what)
+    return Swap(module, _SwiGLU(module, state).forward, f"{what} in one kernel on CUDA")
+
+
+def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
+    what = "rotary embedding"
+    others = [name for name in called_names(module) if _ANY_ROTATION.match(name) and name != ROTATE]
+    form = None if others or _is_replaced(module) else proofs.rotation(module)
+    if form is None:
+        return Kept(module, what)
+    # A deep copy of the model shares this object, as it shares the function that it stands for.
+    rotation = _Rotation(own_function(module, ROTATE), state, form, proofs.device)
+    return Swap(module, rebound(module, ROTATE, rotation.forward), f"{what} in one kernel on CUDA")
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether somebody gave this instance another `forward`."""
+    return "forward" in module.__dict__
+
+
+class _Proofs:
+    """Compares candidates with a module's own code, once for each class of modules with the same numbers in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.known: dict[tuple[Any, ...], Any] = {}
+
+    def unit_offset(self, norm: Any, epsilon: str) -> bool | None:
+        """Whether the norm multiplies by 1 + weight instead of weight; None: it is no RMSNorm."""
+        eps, shape = getattr(norm, epsilon), norm.weight.shape
+        if len(shape) != 1:
+            return None
+        own = _own_norm(norm)
+        inputs = self._random((3, *shape), shape)
+        return self._first(
+            (type(norm), eps, shape),
+            (False, True),
+            lambda offset: agree(own, lambda x, weight: rms_norm(x, weight, eps=eps, unit_offset=offset), inputs),
+        )
+
+    def is_swiglu(self, mlp: Any) -> bool:
+        """Whether the MLP is down(silu(gate(x)) * up(x)), whatever its projections are."""
+        fused = hasattr(mlp, "gate_up_proj")
+        if not fused and not (hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj")):
+            return False
+        inputs = self._random((3, 8), (12, 8), (8, 6))
+        activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+        known: bool | None = self._first(
+            (type(mlp), type(activation)),
+            (True,),
+            lambda _: agree(_mlp(mlp, type(mlp).forward, fused), _mlp(mlp, _swiglu, fused), inputs),
+        )
+        return known is not None
+
+    def rotation(self, attention: nn.Module) -> _Form | None:
+        """The form of the rotation that an attention calls."""
+        own = own_function(attention, ROTATE)
+
+        def agrees(form: _Form) -> bool:
+            q, k, whole, part = self._random((2, 3, 5, 8), (2, 2, 5, 8), (1, 5, 4), (2, 5, 2))
+            whole, part = (form.table(angles) for angles in (whole, part))
+            # Fewer angles than pairs leave the last dims alone, where a model allows it.
+            return agree(
+                lambda q, k: own(q, k, whole.cos(), whole.sin()),
+                lambda q, k: _rotate(form, q, k, whole.cos(), whole.sin()),
+                [q, k],
+            ) and agree(
+                lambda q, k: own(q, k, part.cos(), part.sin()),
+                lambda q, k: _rotate(form, q, k, part.cos(), part.sin()),
+                [q, k],
+                unless_refused=True,
+            )
+
+        return self._first((own,), _FORMS, agrees)
+
+    def _first(self, key: tuple[Any, ...], candidates: tuple[Any, ...], agrees: Callable[[Any], bool]) -> Any:
+        if key not in self.known:
+            self.known[key] = next((candidate for candidate in candidates if agrees(candidate)), None)
+        return self.known[key]
+
+    def _random(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [normal(shape, generator).to(self.device) for shape in shapes]
+
+
+def _own_norm(norm: nn.Module) -> Callable[..., Any]:
+    return lambda x, weight: type(norm).forward(With(norm, weight=weight), x)
+
+
+def _mlp(mlp: nn.Module, forward: Callable[..., Any], fused: bool) -> Callable[..., Any]:
+    """x, [gate; up] [2I, H] and down [H, I] -> what `forward` makes of an MLP with these projections."""
+
+    def call(x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        gate, up = gate_up.chunk(2)
+        weights = {"gate_up_proj": gate_up} if fused else {"gate_proj": gate, "up_proj": up}
+        weights["down_proj"] = down
+        return forward(With(mlp, training=True, **{name: _product(weight) for name, weight in weights.items()}), x)
+
+    return call
+
+
+def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: functional.linear(x, weight)
