@@ -1,23 +1,31 @@
 """A Llama-shaped Hugging Face model, forward and backward of the tokens' log-probabilities: patched beside unpatched.
 
-    python benchmarks/huggingface.py [--json FILE] [--rounds N] [--tiny]            # a ragged batch on one device
-    torchrun --nproc-per-node SP benchmarks/huggingface.py --tokens 65536 [...]     # one long sequence, Ulysses
+    python benchmarks/huggingface.py [--sequences N] [--layers N] [--json FILE] [--trace FILE] [--rounds N] [--tiny]
+    torchrun --nproc-per-node SP benchmarks/huggingface.py --tokens 65536 [...]
 
-Eight layers of Llama 3 8B with its vocabulary, bf16, random weights. Without `--tokens` a batch of 16 ragged sequences
-(40 % of its rectangle is padding): padded as transformers takes it, with and without Liger's kernels, packed by
-position ids as transformers' flash-attention takes it, and packed by `hf_patches.patch`. With `--tokens` one sequence,
-spread over all ranks by the patch; the unpatched model runs on each rank by itself where it fits. Attention is
-flash-attention where it is installed, else transformers' sdpa. Tokens are real ones, not padding. Peak memory is above
-the weights.
+Layers of Llama 3 8B (eight, or `--layers`) with its vocabulary, bf16, random weights.
+
+The first form takes a batch of 16 ragged sequences on one device (40 % of its rectangle is padding), or every so many
+of them (`--sequences 4`: a size that plain transformers fits, too): padded as transformers takes it, with and without
+Liger's kernels, packed by position ids as transformers' flash-attention takes it, and packed by `hf_patches.patch`:
+with its kernels; with the probabilities kept for the backward of the head; and without kernels.
+
+The second form takes one sequence, spread over all ranks by the patch (Ulysses); the unpatched model runs on each rank
+by itself where it fits.
+
+Attention is flash-attention where it is installed, else transformers' sdpa. Tokens are real ones, not padding. Peak
+memory is above the weights. --trace profiles one step of each and writes which kernels took the time.
 """
 
 import argparse
 import gc
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,8 +84,10 @@ def position_ids_step(model: LlamaForCausalLM, packed: PackedSequence) -> Step:
     return step
 
 
-def patched_step(model: LlamaForCausalLM, packed: PackedSequence, group: dist.ProcessGroup | None) -> Step:
-    patch(model, sequence_parallel_group=group)
+def patched_step(
+    model: LlamaForCausalLM, packed: PackedSequence, group: dist.ProcessGroup | None, **options: bool
+) -> Step:
+    patch(model, sequence_parallel_group=group, **options)
 
     def step() -> None:
         model(packed=packed, entropy=False).log_probs.sum().backward()
@@ -95,6 +105,12 @@ def ragged(sizes: dict[str, object], lengths: list[int]) -> dict[str, Callable[[
 
     variants = {
         "hf_patches: packed": lambda: build(lambda model: patched_step(model, packed, None)),
+        "hf_patches: packed, probabilities kept": lambda: build(
+            lambda model: patched_step(model, packed, None, keep_probabilities=True)
+        ),
+        "hf_patches: packed, kernels=False": lambda: build(
+            lambda model: patched_step(model, packed, None, kernels=False)
+        ),
         "transformers: padded": lambda: build(lambda model: padded_step(model, rows)),
     }
     if HAS_FLASH:
@@ -126,25 +142,31 @@ def long(
     return {"hf_patches: Ulysses": patched, "transformers: each rank by itself": unpatched}
 
 
-def measure(build: Callable[[], tuple[LlamaForCausalLM, Step]], name: str, rounds: int) -> tuple[float, float, str]:
-    """(milliseconds, GiB above the weights, why it failed): the model is made for this and dropped after."""
+def measure(
+    build: Callable[[], tuple[LlamaForCausalLM, Step]], name: str, rounds: int, trace: bool
+) -> tuple[float, float, str, str]:
+    """(milliseconds, GiB above the weights, why it failed, its kernels); the model is made for this, then dropped."""
     try:
         model, step = build()
         step()
         gib = peak_gib(step)
         timing = side_by_side({name: step}, rounds=rounds, warm_up=2)[name]
+        kernels = f"## {name}\n\n{kernel_times(step)}\n" if trace else ""
         del model, step
     except torch.cuda.OutOfMemoryError:
-        return float("nan"), float("nan"), "does not fit"
+        return float("nan"), float("nan"), "does not fit", ""
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    return timing.median, gib, timing.failed
+    return timing.median, gib, timing.failed, kernels
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, help="one sequence of so many tokens, over all ranks")
+    parser.add_argument("--sequences", type=int, help="so many of the 16 sequences, from long to short")
+    parser.add_argument("--layers", type=int, help="of so many layers")
+    parser.add_argument("--trace", help="write each model's kernels, by time and stream, to this file")
     parser.add_argument("--json", help="also write every figure to this file")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
@@ -152,21 +174,30 @@ def main() -> None:
     rank, world = join_ranks()
     if world > 1 and options.tokens is None:
         parser.error("several ranks need --tokens: the ragged batch is for one device")
+    if options.sequences is not None and options.sequences not in (1, 2, 4, 8, 16):
+        parser.error(f"--sequences {options.sequences}: take 1, 2, 4, 8 or 16")
     measured = ceilings()
-    sizes = TINY if options.tiny else SIZES
-    lengths = [max(1, length // 64) for length in LENGTHS] if options.tiny else LENGTHS
+    sizes: dict[str, object] = dict(TINY if options.tiny else SIZES)
+    sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
+    lengths = LENGTHS[:: len(LENGTHS) // options.sequences] if options.sequences else LENGTHS
+    lengths = [max(1, length // 64) for length in lengths] if options.tiny else lengths
     if options.tokens is None:
         variants, tokens = ragged(sizes, lengths), sum(lengths)
     else:
         variants, tokens = long(sizes, options.tokens, dist.group.WORLD if world > 1 else None), options.tokens
     rows: list[list[object]] = []
+    traces: list[str] = []
     for name, build in variants.items():
-        time, gib, failed = measure(build, name, options.rounds)
+        time, gib, failed, kernels = measure(build, name, options.rounds, options.trace is not None)
         rows.append([name, world, time, tokens / time * 1e3, gib, failed])
+        traces.append(kernels)
     if rank == 0:
         print(machine(), measured)
-        print(f"{tokens} tokens; flash-attention {'is' if HAS_FLASH else 'is not'} installed")
+        flash = "is" if HAS_FLASH else "is not"
+        print(f"{tokens} tokens, {sizes['num_hidden_layers']} layers; flash-attention {flash} installed")
         print(table(["model", "sp", "fwd+bwd ms", "tokens/s", "peak GiB above the weights", "note"], rows))
+        if options.trace:
+            Path(options.trace).write_text("\n".join(traces))
         write_json(options.json, ceilings=measured, tokens=tokens, sp=world, rows=rows)
     if dist.is_initialized():
         dist.destroy_process_group()
