@@ -3,6 +3,7 @@
 That attention is compared with transformers' in test_decoder.py, at every grid.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention import LatentConfig, ParallelLatentAttention, latent, packed_attention
+from parallel_layers.attention import (
+    LatentConfig,
+    ParallelAttention,
+    ParallelLatentAttention,
+    latent,
+    packed_attention,
+)
 from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache, contiguous, paged_attention
 from parallel_layers.initialization import initialize_
 from parallel_layers.rotary import RotaryEmbedding
@@ -119,6 +126,18 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch, kind:
     cache.reset()
     with pytest.raises(ValueError, match=rf"a {type(cache).__name__} is for inference; run the model under torch.no"):
         layer(torch.randn(2, HIDDEN), rotary(torch.arange(2)), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
+
+
+def test_ordinary_and_latent_attention_take_the_same_options() -> None:
+    """By the same names, of the same types and defaults; DeepSeek's checkpoints alone are interleaved."""
+    ordinary, latents = (
+        {p.name: p for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        for layer in (ParallelAttention, ParallelLatentAttention)
+    )
+    assert ordinary.keys() - latents.keys() == {"qk_norm", "norm_eps", "norm_unit_offset", "sinks"}
+    assert latents.keys() <= ordinary.keys()
+    different = {name for name in latents if latents[name] != ordinary[name]}
+    assert different == {"rotary_interleaved"}
 
 
 def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:

@@ -169,12 +169,8 @@ class ParallelLatentAttention(nn.Module):
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         self.num_heads_local = divide(num_heads, 1 if group is None else group.size(), "num_attention_heads")
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
-        self.options: AttentionOptions = {
-            "window": window,
-            "scale": sizes.qk_head_dim**-0.5 if scale is None else scale,
-            "softcap": softcap,
-            "backend": backend,
-        }
+        scale = sizes.qk_head_dim**-0.5 if scale is None else scale  # of latents 1/sqrt(size) would be another
+        self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
         place: _Placement = {
             "group": group, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device,
         }  # fmt: skip

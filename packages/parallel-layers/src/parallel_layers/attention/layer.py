@@ -158,7 +158,7 @@ class ParallelAttention(nn.Module):
         self.sinks: nn.Parameter | None
         self.head_dim, self.rotary_interleaved = head_dim, rotary_interleaved
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
-        self.window, self.scale, self.softcap, self.backend = window, scale, softcap, backend
+        self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
         qkv: LinearOptions = {
             "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
             "overlap": overlap, "dtype": dtype, "device": device,
@@ -220,12 +220,6 @@ class ParallelAttention(nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
                 q, k = rotate_queries_and_keys(q, k, *rotary, interleaved=self.rotary_interleaved)
-        options: AttentionOptions = {
-            "window": self.window,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "backend": self.backend,
-        }
+        options: AttentionOptions = {**self.options, "sinks": self.sinks}
         attend = self.attend if cache is None else cache.attend
         return self.o_proj(attend(q, k, v, cu_seqlens, max_seqlen, **options).flatten(1))

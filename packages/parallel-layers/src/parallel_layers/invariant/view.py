@@ -99,8 +99,7 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
     if isinstance(module, ParallelAttention | ParallelLatentAttention):
         if getattr(module.attend, "func", None) is ring_attention:
             raise ValueError(f"{name}: ring attention depends on where a sequence lies; use context_parallel='ulysses'")
-        backend = module.backend if isinstance(module, ParallelAttention) else module.options["backend"]
-        check_attention_backend(backend)
+        check_attention_backend(module.options["backend"])
 
 
 def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
