@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers.attention import LatentConfig, available_backends, packed_attention
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import KVCache
+from parallel_layers.moe import ClampedSwiGLU, MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [300, 1, 0, 1000, 129, 64, 7]
-KERNELS = [name for name in BACKENDS if name != "reference"]
+KERNELS = [name for name in BACKENDS if name not in ("reference", "exact")]  # which read boundaries on the host
 OPTIONS: dict[str, dict[str, Any]] = {
     "both ways": {"causal": False},
     "window": {"window": 64},
@@ -198,10 +200,27 @@ def no_host_sync() -> Iterator[None]:
 CONFIG = DecoderConfig(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, qk_norm="head")
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-def test_a_layer_never_waits_for_the_device(backend: str) -> None:
-    skip_unless_able(backend, 64, torch.bfloat16, {})
-    config = DecoderConfig(**{**vars(CONFIG), "attention_backend": backend})
+EXPERTS = MoEConfig(num_experts=8, top_k=2, intermediate_size=64, balance_loss=0.1, shared_intermediate_size=64)
+GPT_OSS = MoEConfig(
+    num_experts=8, top_k=2, intermediate_size=64, router_bias=True, expert_bias=True, activation=ClampedSwiGLU()
+)
+LATENT = LatentConfig(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48, q_lora_rank=96)
+LAYERS = {f"qwen3, {backend}": replace(CONFIG, attention_backend=backend) for backend in KERNELS} | {
+    "moe": replace(CONFIG, moe=EXPERTS),
+    "gpt-oss": replace(CONFIG, qk_norm=None, attention_sinks=True, attention_bias=True, window=64, moe=GPT_OSS),
+    "gemma2": replace(CONFIG, qk_norm=None, attention_softcap=2.0, norm_placement="sandwich", norm_unit_offset=True),
+    "deepseek": replace(CONFIG, qk_norm=None, num_kv_heads=4, head_dim=None, latent=LATENT, rotary_interleaved=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_never_waits_for_the_device(name: str) -> None:
+    config = LAYERS[name]
+    needs = Needs("cuda", torch.bfloat16, 64, config.attention_softcap is not None, config.attention_sinks)
+    kernels = KERNELS if config.attention_backend == "auto" else [config.attention_backend]
+    reasons = [why_not(kernel, needs) for kernel in kernels]
+    if None not in reasons:
+        pytest.skip("; ".join(map(str, reasons)))
     layer = DecoderLayer(config, dtype=torch.bfloat16, device="cuda")
     rotary = RotaryEmbedding(64, device="cuda")
     x = torch.randn(sum(LENGTHS), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
