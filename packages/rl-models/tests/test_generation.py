@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,40 @@ def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path]) -> N
     ((first, again, other),) = ranks.run(seeds, models["llama"], world=1)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def watch_decoding(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, list[list[int]]]:
+    """What is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
+    actor = load(group, path, dims, backend)
+    decoding, calls = actor.engine.decoding, []
+
+    @contextmanager
+    def watched(*args: Any) -> Iterator[Any]:
+        with decoding(*args) as next_logits:
+
+            def call(tokens: Any, keep: Any = None) -> Tensor:
+                calls.append([len(new) for new in tokens])
+                return next_logits(tokens, keep)
+
+            yield call
+
+    actor.engine.decoding = watched
+    return actor.generate(PROMPTS, max_new_tokens=12, n=4, seed=5, stop_ids=list(range(10))), calls
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims"), [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims(cp=2))], ids=["tp2", "cp2"]
+)
+def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
+    ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims
+) -> None:
+    for batch, calls in ranks.run(watch_decoding, models["llama"], dims, backend, world=2):
+        lengths = [len(response) for response in batch.responses()]
+        assert min(lengths) < max(lengths) - 3
+        assert calls[0] == [len(prompt) for prompt in PROMPTS]
+        for step, new in enumerate(calls[1:], start=1):
+            assert sum(new) == sum(length > step for length in lengths)
+            assert sum(new) > len(new) // 2 or len(new) == 1
 
 
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Generation on an engine: prefill, then one token at a time for all sequences that have not stopped."""
+"""Generation on an engine: one run over every prompt, then a token at a time for each response until it stops."""
 
 from __future__ import annotations
 
@@ -44,26 +44,31 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
         )
     for row in rows:
         check_token_ids(row, engine.vocab_size)
-    rows = [row for row in rows for _ in range(options.n)]
-    count = len(rows)
     # Ranks that share experts run every forward pass together: who has nothing to do brings a token that nobody reads.
     together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
+    inputs = rows
     if together is not None and not rows:
-        rows = [torch.zeros(1, dtype=torch.int64, device=device)]
+        inputs = [torch.zeros(1, dtype=torch.int64, device=device)]
+    rows = [row for row in rows for _ in range(options.n)]
     generator = torch.Generator(device).manual_seed(_seed(options.seed, engine.grid.rank("dp")))
     stop = torch.tensor(sorted(options.stop_ids), dtype=torch.int64, device=device)
     tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
-    lengths = torch.zeros(len(rows), dtype=torch.int64)
-    running = torch.arange(len(rows)) < count
+    lengths = [0] * len(rows)
+    # The responses that the engine's sequences are, once it has the prompts, and which of them go on.
+    held, alive = list(range(len(rows))), [True] * len(rows)
+    nothing = stop[:0]
     longest = max((len(row) for row in rows), default=0)
-    with engine.decoding(len(rows), longest + options.max_new_tokens) as next_logits:
-        step, step_input = 0, rows
-        while _anyone(going := step < options.max_new_tokens and bool(running.any()), together, device):
-            logits = next_logits(step_input)
-            step_input = [row[:0] for row in rows]
+    with engine.decoding(len(inputs), longest + options.max_new_tokens) as next_logits:
+        step, keep = 0, None
+        while _anyone(going := step < options.max_new_tokens and any(alive), together, device):
+            logits = next_logits(inputs, keep)
+            inputs, keep = [nothing] * len(logits), None
             if not going:
                 continue
+            if step == 0:
+                # The n responses of a prompt go on from one run over it.
+                logits, keep = logits.repeat_interleave(options.n, dim=0), [number // options.n for number in held]
             drawn, drawn_log_probs = sample(
                 logits,
                 temperature=options.temperature,
@@ -71,21 +76,27 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
                 top_p=options.top_p,
                 generator=generator,
             )
-            tokens[:, step], log_probs[:, step] = drawn, drawn_log_probs
-            lengths += running
-            running &= ~torch.isin(drawn, stop).cpu()
+            tokens[held, step], log_probs[held, step] = drawn, drawn_log_probs
             step += 1
+            for place, stops in enumerate(torch.isin(drawn, stop).tolist()):
+                lengths[held[place]] += alive[place]
+                alive[place] &= not stops
+            if 0 < 2 * sum(alive) <= len(alive):
+                # What has stopped leaves the cache; when half of it has, for a cache may copy what it keeps.
+                stay = [place for place, goes_on in enumerate(alive) if goes_on]
+                keep = stay if keep is None else [keep[place] for place in stay]
+                held, alive, drawn = [held[place] for place in stay], [True] * len(stay), drawn[stay]
+            inputs = [nothing] * len(held)
             if step < options.max_new_tokens:
-                step_input = [drawn[i : i + 1] if goes_on else drawn[:0] for i, goes_on in enumerate(running.tolist())]
-    rows, tokens, log_probs, lengths = rows[:count], tokens[:count], log_probs[:count], lengths[:count]
-    counts = lengths.tolist()
-    responses = [row[:count] for row, count in zip(tokens, counts, strict=True)]
-    zeros = [torch.zeros(len(row), device=device) for row in rows]
+                inputs = [drawn[i : i + 1] if goes_on else nothing for i, goes_on in enumerate(alive)]
+    responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    of_responses = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
+    of_prompts = [torch.zeros(len(row), device=device) for row in rows]
     return Batch.from_sequences(
         [torch.cat(pair) for pair in zip(rows, responses, strict=True)],
-        response_lengths=counts,
+        response_lengths=lengths,
         device=device,
-        log_probs=[torch.cat([zero, row[:count]]) for zero, row, count in zip(zeros, log_probs, counts, strict=True)],
+        log_probs=[torch.cat(pair) for pair in zip(of_prompts, of_responses, strict=True)],
     )
 
 

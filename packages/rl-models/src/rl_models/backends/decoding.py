@@ -31,7 +31,7 @@ def decode(
     num_sequences: int,
     max_length: int,
 ) -> Iterator[NextLogits]:
-    """Decode up to `num_sequences` sequences of at most `max_length` tokens; see `Engine.decoding`.
+    """Decode `num_sequences` sequences of at most `max_length` tokens; see `Engine.decoding`.
 
     Args:
         model, stages, pipeline, grid: of the engine.
@@ -49,7 +49,10 @@ def decode(
             logits: Tensor = stage.run(lambda hidden: method(packed, hidden, chunk=stage.chunk, cache=cache), hidden)
             return logits
 
-        def next_logits(tokens: Sequence[Tensor]) -> Tensor:
+        def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
+            if keep is not None:
+                cache.select(keep)
+                lengths[:] = [lengths[n] for n in keep]
             packed = continue_sequences(tokens, lengths, model.tokens_multiple_of)
             for n, new in enumerate(tokens):
                 lengths[n] += len(new)
@@ -58,7 +61,7 @@ def decode(
                 logits = run(packed, stages[0], None)
             else:
                 logits = pipeline.relay(hidden_shape(packed.num_tokens), partial(run, packed))
-            return _same_on_all_ranks(logits, (num_sequences, model.config.vocab_size), grid)
+            return _same_on_all_ranks(logits, (len(tokens), model.config.vocab_size), grid)
 
         yield next_logits
 

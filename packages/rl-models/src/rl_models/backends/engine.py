@@ -26,8 +26,20 @@ Outputs = tuple[Tensor, ...]
 # (number of the micro-batch, its outputs) -> scalar, of which the gradient is taken.
 Loss = Callable[[int, Outputs], Tensor]
 
-# The tokens that follow what each sequence already has, [L_i] each -> logits [N, V] fp32 after each one's last.
-NextLogits = Callable[[Sequence[Tensor]], Tensor]
+
+class NextLogits(Protocol):
+    """One step of decoding; see `Engine.decoding`."""
+
+    def __call__(self, tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
+        """Logits `[N, V]` fp32 after each sequence's last token.
+
+        Args:
+            tokens: what follows the tokens that each of the N sequences already has, `[L_i]` each, perhaps none; the
+                row of a sequence without new tokens is arbitrary.
+            keep: before that, go on with these sequences alone, in this order; one that is named several times is
+                continued several times. None: with all.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -74,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode up to `num_sequences` sequences of at most `max_length` tokens, without gradients."""
+        """Decode `num_sequences` sequences of at most `max_length` tokens, without gradients."""
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:

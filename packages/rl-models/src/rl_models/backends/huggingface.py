@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +116,27 @@ class TransformersEngine:
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
         """Decode with a KV cache; the cp ranks decode a part of the sequences each and exchange the logits."""
-        group, size = self.grid.group("cp"), self.grid.dims.cp
-        mine = range(self.grid.rank("cp"), num_sequences, size)
+        group, rank, size = self.grid.group("cp"), self.grid.rank("cp"), self.grid.dims.cp
+        # The cp rank that has each sequence, and its number there.
+        places = [(n % size, n // size) for n in range(num_sequences)]
         with gathered(self.model), torch.no_grad():
-            cache = self.patch.new_cache(len(mine), max_length)
+            cache = self.patch.new_cache(len(range(rank, num_sequences, size)), max_length)
 
-            def next_logits(tokens: Sequence[Tensor]) -> Tensor:
-                own = [tokens[i] for i in mine]
-                logits = torch.zeros(-(-num_sequences // size), self.vocab_size, device=self.grid.device)
+            def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
+                if keep is not None:
+                    kept = [places[n] for n in keep]
+                    cache.select([number for owner, number in kept if owner == rank])
+                    counters = [count() for _ in range(size)]
+                    places[:] = [(owner, next(counters[owner])) for owner, _ in kept]
+                own = [new for new, (owner, _) in zip(tokens, places, strict=True) if owner == rank]
+                most = max((number + 1 for _, number in places), default=0)
+                logits = torch.zeros(most, self.vocab_size, device=self.grid.device)
                 if any(len(new) for new in own):
                     logits[: len(own)] = self.model(packed=PackedSequence.from_sequences(own), cache=cache).logits
                 if group is None:
                     return logits
-                everyone = gather_from_sequence_parallel(logits, group).unflatten(0, (size, -1))
-                return everyone.transpose(0, 1).flatten(0, 1)[:num_sequences]
+                everyone = gather_from_sequence_parallel(logits, group)
+                return everyone[[owner * most + number for owner, number in places]]
 
             yield next_logits
 

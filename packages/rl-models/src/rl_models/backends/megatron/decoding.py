@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 @contextmanager
 def decoding(engine: MegatronEngine, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
     """See `Engine.decoding`; every tp and cp rank works on all tokens. Megatron's global state stays entered."""
-    shape = num_sequences, engine.vocab_size
     multiple_of = engine.tokens_multiple_of
     nothing = torch.zeros(0, dtype=torch.int64, device=engine.grid.device)
     # Interleaving wants as many micro-batches as stages.
@@ -31,13 +30,18 @@ def decoding(engine: MegatronEngine, num_sequences: int, max_length: int) -> Ite
     with engine.entered() as megatron, torch.no_grad():
         caches = [chunk.new_cache(num_sequences, max_length) for chunk in engine.chunks]
 
-        def next_logits(tokens: Sequence[Tensor]) -> Tensor:
+        def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
+            if keep is not None:
+                for cache in caches:
+                    cache.select(keep)
+                lengths[:] = [lengths[n] for n in keep]
             packed = continue_sequences(tokens, lengths, multiple_of)
             for n, new in enumerate(tokens):
                 lengths[n] += len(new)
             outputs = run_schedule(
                 engine.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
             )
+            shape = len(tokens), engine.vocab_size
             return _same_on_all_ranks(None if outputs is None else outputs[0], shape, engine.grid)
 
         yield next_logits
