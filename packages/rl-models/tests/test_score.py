@@ -83,6 +83,18 @@ def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, message: st
         read_prompts(data, model, max_tokens=5)
 
 
+def test_prompts_are_for_models_of_any_family(tmp_path: Path) -> None:
+    # Gemma 2 runs on the transformers backend alone, a model with a vision tower has its text's config inside.
+    (tmp_path / "prompts.jsonl").write_text('{"tokens": [99]}\n')
+    for config in ({"architectures": ["Gemma2ForCausalLM"], "vocab_size": 100}, {"text_config": {"vocab_size": 100}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert [prompt.tokens for prompt in read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)] == [[99]]
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config.json states no vocab_size"):
+            read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)
+
+
 def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')

@@ -117,8 +117,15 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     model = ModelConfig.from_hf(config)
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
+    if not isinstance(options.recompute, str | None) and (
+        beyond := set(options.recompute) - set(range(model.num_layers))
+    ):
+        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{model.num_layers - 1}")
     split = "balanced" if pipeline.split is None else list(pipeline.split)
     layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=split)
+    whole = dims.pp * pipeline.virtual_stages
+    if model.num_layers < whole:
+        raise ValueError(f"num_hidden_layers={model.num_layers} is fewer than pp * virtual_stages = {whole}")
     # See `rl_models.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_models.config import ModelConfig
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -74,7 +72,7 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
         ValueError: the file cannot be read or has no lines; or a line is no such object, or has ids outside the
             vocabulary or too many: names the line.
     """
-    vocab_size = ModelConfig.from_hf(model).vocab_size
+    vocab_size = vocabulary_size(model)
     codec = TextCodec(model)
     try:
         text = path.read_text(encoding="utf-8")
@@ -96,6 +94,22 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
     if not prompts:
         raise ValueError(f"{path} has no lines")
     return prompts
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Of a checkpoint, of whatever family: some run on one backend alone.
+
+    Raises:
+        ValueError: the folder has no `config.json`, or that states none.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")
+    try:
+        values = json.loads(file.read_bytes())
+        return int((values.get("text_config") or values)["vocab_size"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} states no vocab_size") from None
 
 
 def _parse(line: str, encode: Callable[[str], list[int]]) -> tuple[list[int], dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
+from rl_models.backends import MegatronOptions
 from rl_models.train.options import TrainOptions, resolve_options
 from rl_models.train.run import _models
 
@@ -108,6 +109,10 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"algorithm": "gspo", "dual_clip": 3.0}, "of the surrogate of PPO, not of gspo"),
         ({"clip_low": -0.1}, "clip_low=-0.1 must not be negative"),
         ({"importance_cap": 0.0}, "importance_cap=0.0 must be above 0"),
+        ({"learning_rate": -3.0}, "learning_rate=-3.0 must be above 0"),
+        ({"top_p": 3.0}, r"top_p=3.0 must lie in \(0, 1\]"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"beta2": 1.0}, r"beta2=1.0 must lie in \[0, 1\)"),
         ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
     ],
 )
@@ -138,6 +143,8 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         pipeline_split: [1, 2, 2, 1]
         router_balance: 0.01
         router_z: 0.001
+        megatron_layers: transformer_engine
+        distributed_optimizer: false
         learning_rate: 1e-5
         beta2: 0.95
         """
@@ -156,6 +163,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "context_parallel": "ring",
         "router_losses": RouterLosses(0.01, 0.001),
         "recompute": (0, 2),
+        "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
         "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
         "max_tokens_per_micro_batch": 512,
     }

@@ -70,6 +70,8 @@ class TrainOptions:
     ] = None
     tp_invariant: Annotated[bool, Says("Log-probs with the same bits at every tp, in every batch.", free=True)] = False
     deterministic: Annotated[bool, Says("The same bits at every run on the same grid.", free=True)] = False
+    megatron_layers: Annotated[str, Says("local or transformer_engine, of that backend.", free=True)] = "local"
+    distributed_optimizer: Annotated[bool, Says("Megatron-Core's, divided over dp x cp.", free=True)] = True
     router_balance: Annotated[float, Says("Of the load-balancing loss of a mixture of experts.")] = 0.0
     router_z: Annotated[float, Says("Of the z-loss of its routers.")] = 0.0
     router_replay: Annotated[bool, Says("Learn with the experts that the old log-probs were computed with.")] = False
@@ -135,6 +137,16 @@ class TrainOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be above 0: a greedy policy has nothing to explore")
+        for name in ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         if self.rule.groups and self.responses < 2:
             raise ValueError(
                 f"{self.algorithm} compares the responses to a prompt; samples={self.samples} must be >= 2"
@@ -198,7 +210,7 @@ class TrainOptions:
         """How a model on the policy's grid, or on the critic's own, is loaded."""
         import torch
 
-        from rl_models.backends import EngineOptions, PipelineOptions, RouterLosses
+        from rl_models.backends import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
@@ -218,6 +230,7 @@ class TrainOptions:
             context_parallel=self.context_parallel,  # type: ignore[arg-type]
             router_losses=RouterLosses(self.router_balance, self.router_z),
             recompute=parse_recompute(self.recompute),
+            megatron=MegatronOptions(self.megatron_layers, self.distributed_optimizer),  # type: ignore[arg-type]
             tp_invariant=self.tp_invariant,
             deterministic=self.deterministic,
         )

@@ -12,15 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel_layers import ParallelDims
 from rl_models.actor import Actor
-from rl_models.config import ModelConfig
+from rl_models.backends import BACKENDS, Role
 from rl_models.critic import Critic
-from rl_models.grid import checkpoint_folder
+from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
-from rl_models.prompts import Prompt, read_prompts
+from rl_models.plan import MemoryOptions, plan_memory
+from rl_models.prompts import Prompt, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.loop import Loop, Models
 from rl_models.train.options import TrainOptions
@@ -87,10 +89,30 @@ def plan(options: TrainOptions) -> Plan:
     load_reward(options.reward)
     if not options.ray:
         Devices.find(options.device).require(options.grid.world_size)
+    _check_models(options, folder)
     before = options.out / "options.json"
     if before.is_file():
         options.check_resumes(json.loads(before.read_bytes()))
-    return Plan(options, prompts, eval_prompts, _end_of_text(folder) if options.stops is None else options.stops)
+    stops = _end_of_text(folder) if options.stops is None else options.stops
+    vocab_size = vocabulary_size(folder)
+    if outside := [token for token in stops if not 0 <= token < vocab_size]:
+        raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
+    return Plan(options, prompts, eval_prompts, stops)
+
+
+def _check_models(options: TrainOptions, folder: Path) -> None:
+    """Refuse now what the ranks would refuse later: a backend, a grid, or layers that do not divide."""
+    if options.backend not in BACKENDS:
+        raise ValueError(f"backend={options.backend!r} is not available; available: {', '.join(BACKENDS)}")
+    models: list[tuple[Role, Path, ParallelDims]] = [("causal_lm", folder, options.grid)]
+    if options.rule.critic:
+        models.append(("value", options.critic or folder, options.critic_grid))
+    for role, path, dims in models:
+        Grid(dims, torch.device("cpu")).require(BACKENDS[options.backend].axes, options.backend)
+        if options.backend == "parallel":
+            engine = options.engine(dims)
+            memory = MemoryOptions(dims, options.max_tokens, recompute=engine.recompute, pipeline=engine.pipeline)
+            plan_memory(path, memory, role=role, trained=True)
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
@@ -99,7 +121,7 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
         file = folder / name
         ids = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
         if ids is not None:
-            vocab_size = ModelConfig.from_hf(folder).vocab_size
+            vocab_size = vocabulary_size(folder)
             return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
     return ()
 
