@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckpt import open_checkpoint
 from ckpt.folder import INDEX
@@ -65,9 +64,27 @@ def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> N
         open_checkpoint(sharded)
 
 
-def test_pickled_weights_are_refused_with_the_way_to_convert(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin.*save_pretrained"):
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("pytorch_model.bin", r"x.*pickled weights.*from_pretrained\(DIR\)"),
+        ("consolidated.00.pth", "pickled weights"),
+        ("model-Q4.gguf", r"quantized weights.*from_pretrained\(DIR, gguf_file=NAME\)"),
+    ],
+)
+def test_other_formats_are_refused_by_name_with_the_way_to_convert(file: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / file).write_bytes(b"GGUF")
+    for path in (folder, folder / file):
+        with pytest.raises(ValueError, match=message) as caught:
+            open_checkpoint(path)
+        assert file in str(caught.value)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"model.safetensors is a link to a file that does not exist"):
         open_checkpoint(tmp_path)
 
 

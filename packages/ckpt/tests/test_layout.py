@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from typing import Any
 
 import pytest
@@ -122,6 +125,21 @@ def test_what_does_not_divide_is_refused_with_the_fix(
 def test_an_unknown_model_or_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout_for({**LLAMA, **fields})
+
+
+ODD = [None, True, -1, 0, 10**18, 1.5, math.nan, "x", "4", [], [1], ["a"], {}, [[]]]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_a_damaged_configuration_is_refused_at_once(value: Any) -> None:
+    """Whatever a field holds: a layout or a ValueError, never another error, never minutes of counting."""
+    config = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 8}
+    config |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "mlp_only_layers": [0], "head_dim": 8}
+    start = time.monotonic()
+    for field in (*config, "quantization_config", "text_config", "tie_word_embeddings", "decoder_sparse_step"):
+        with contextlib.suppress(ValueError):
+            layout_for({**config, field: value}).at(Place(tp=(1, 2), ep=(0, 2)))
+    assert time.monotonic() - start < 10
 
 
 def test_an_older_configuration_has_the_same_layout() -> None:

@@ -7,7 +7,7 @@ from ckpt.config import Config
 from ckpt.families.table import Family, Row, Target
 from ckpt.pieces import Block, Box, Piece, Shape
 from ckpt.place import Place
-from ckpt.sizes import Dim, full_shape, parse_shape
+from ckpt.sizes import Dim, divisors, full_shape, parse_shape
 
 
 class Model(Protocol):
@@ -69,8 +69,9 @@ def local_block(row: Row, model: Model, place: Place) -> Iterator[tuple[str, Blo
 def _local_experts(num_experts: int, place: Place) -> range:
     rank, ranks = place.ep
     if num_experts % ranks:
-        works = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
-        raise ValueError(f"{num_experts} experts are not divisible by ep={ranks}; use ep in {{{works}}}")
+        raise ValueError(
+            f"{num_experts} experts are not divisible by ep={ranks}; use ep in {{{divisors(num_experts)}}}"
+        )
     each = num_experts // ranks
     return range(rank * each, (rank + 1) * each)
 

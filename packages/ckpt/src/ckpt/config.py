@@ -113,6 +113,11 @@ def _head_dim(text: Config) -> int | None:
     return None if hidden % heads else hidden // heads
 
 
+# A damaged configuration is refused before anything is counted out by it: heads and layers, and lengths of dimensions.
+MOST_COUNT = 100_000
+MOST_LENGTH = 1 << 40
+
+
 def integer(config: Config, field: str) -> int:
     """A field that must be a positive integer."""
     value = config.get(field)
@@ -121,8 +126,22 @@ def integer(config: Config, field: str) -> int:
         raise ValueError(
             f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim in the config"
         )
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"the config's {field}={value!r} must be a positive integer")
+    most = MOST_COUNT if field.startswith("num_") else MOST_LENGTH
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"the config's {field}={value!r:.100} must be a positive integer, at most {most:,}")
+    return value
+
+
+def count_or_zero(config: Config, field: str) -> int:
+    """A field that counts something, and may be absent."""
+    return integer(config, field) if config.get(field) else 0
+
+
+def indices(config: Config, field: str) -> list[int]:
+    """A field that lists layers, and may be absent."""
+    value = config.get(field) or []
+    if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
+        raise ValueError(f"the config's {field}={value!r:.100} must be a list of layer indices")
     return value
 
 

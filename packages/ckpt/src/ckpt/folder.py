@@ -11,6 +11,19 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+_PICKLED = ("pickled weights, which can run code when loaded", "DIR")
+# Weights in other formats: what they are, and what transformers reads them from.
+_FOREIGN = {
+    "*.bin": _PICKLED,
+    "*.pt": _PICKLED,
+    "*.pth": _PICKLED,
+    "*.ckpt": _PICKLED,
+    "*.gguf": ("llama.cpp's quantized weights", "DIR, gguf_file=NAME"),
+}
+# Pickles that stand beside weights.
+_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt"}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened folder: nothing but headers has been read.
@@ -45,20 +58,33 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     if folder.is_file():
+        _refuse_foreign(folder)
         return _opened(folder.parent, {folder.name: read_header(folder)})
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
     if (folder / INDEX).is_file():
         return _open_sharded(folder)
-    if (folder / SINGLE).exists():
+    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
         return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
-    if pickled:
-        raise ValueError(
-            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when loaded; "
-            "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
-        )
+    for pattern in _FOREIGN:
+        foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
+        if foreign:
+            _refuse_foreign(foreign[0])
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Refuse a file of weights in another format, by its name.
+
+    Raises:
+        ValueError: it is one; says how to convert it.
+    """
+    for pattern, (what, how) in _FOREIGN.items():
+        if file.match(pattern):
+            raise ValueError(
+                f"{file} holds {what}; convert once, where you trust it: "
+                f"AutoModelForCausalLM.from_pretrained({how}).save_pretrained(OUT)"
+            )
 
 
 def _previous(folder: Path) -> str:

@@ -67,7 +67,8 @@ def read_header(path: Path) -> Header:
                 )
             raw = file.read(length)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; download or copy the missing file into the folder") from None
+        what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
+        raise ValueError(f"{path} {what}; download or copy the missing file into the folder") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     return parse_header(raw, size, str(path))

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.blocks import local_block, row_shapes
-from ckpt.config import Config, ConfigLike, integer, load_config, refuse_unread, text_config
+from ckpt.config import (
+    Config,
+    ConfigLike,
+    count_or_zero,
+    indices,
+    integer,
+    load_config,
+    refuse_unread,
+    text_config,
+)
 from ckpt.families import Family, Role, Row, Target, family_of
 from ckpt.folder import open_checkpoint
 from ckpt.pieces import Block, Shape, distinct_cover_problem
@@ -19,6 +28,8 @@ from ckpt.place import Grid, LayerPlacement, Place, place_layers
 
 TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
 ROLES: tuple[Role, ...] = ("causal_lm", "value")
+# Layers times experts; beyond it a damaged configuration would take minutes to read.
+_MOST_MATRICES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,11 @@ class Layout:
             raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
         object.__setattr__(self, "_text", text_config(self.config))
         refuse_unread(self._text, self.family.fields, self.family.name)
+        if self.num_layers * max(1, self.num_experts) > _MOST_MATRICES:
+            raise ValueError(
+                f"num_hidden_layers={self.num_layers} with {self.num_experts} experts is more than any model has; "
+                "correct config.json"
+            )
         object.__setattr__(self, "canonical", dict(self._canonical()))
 
     @property
@@ -94,7 +110,7 @@ class Layout:
     @property
     def num_experts(self) -> int:
         """The number of routed experts; 0 for a dense model."""
-        return int(self._text["num_experts"] or 0) if self.family.experts else 0
+        return count_or_zero(self._text, "num_experts") if self.family.experts else 0
 
     @property
     def tied(self) -> bool:
@@ -105,11 +121,11 @@ class Layout:
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
         text = self._text
-        if not self.num_experts or layer < (text.get("first_k_dense_replace") or 0):
+        if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
             return False
-        if layer % (text.get("moe_layer_freq") or 1) or layer in (text.get("mlp_only_layers") or ()):
+        if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
             return False
-        return (layer + 1) % (text.get("decoder_sparse_step") or 1) == 0
+        return (layer + 1) % (count_or_zero(text, "decoder_sparse_step") or 1) == 0
 
     def at(self, place: Place) -> dict[str, Block]:
         """The local tensors of `place`: name -> shape and pieces; checked, and the grid with it, once.

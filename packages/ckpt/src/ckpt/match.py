@@ -3,6 +3,7 @@ unexpected."""
 
 import re
 
+from ckpt.config import count_or_zero
 from ckpt.families import Role
 from ckpt.folder import Checkpoint
 from ckpt.layout import Canonical, Layout, layout_for
@@ -85,7 +86,7 @@ def _is_prediction_layer(name: str, layout: Layout) -> bool:
     """Whether a tensor belongs to the multi-token-prediction layers, stored behind the decoder's and read by no model
     here."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
-    extra = int(layout.text.get("num_nextn_predict_layers") or 0)
+    extra = count_or_zero(layout.text, "num_nextn_predict_layers")
     return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
 
 

@@ -50,11 +50,16 @@ class Segment:
         if self.size.replicate and ranks % self.count == 0:
             held = rank * self.count // ranks
             return held * self.unit, (held + 1) * self.unit, self.unit
-        works = ", ".join(str(n) for n in range(1, self.count + 1) if self.count % n == 0)
         more = f", or a multiple of {self.count}" if self.size.replicate else ""
         raise ValueError(
-            f"{self.label}={self.count} is not divisible by {self.axis}={ranks}; use {self.axis} in {{{works}}}{more}"
+            f"{self.label}={self.count} is not divisible by {self.axis}={ranks}; use {self.axis} in "
+            f"{{{divisors(self.count)}}}{more}"
         )
+
+
+def divisors(count: int) -> str:
+    """The sizes over which a count divides, for messages: those that a grid may have."""
+    return ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)
 
 
 Dim = tuple[Segment, ...]

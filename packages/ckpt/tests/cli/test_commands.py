@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ckpt import Grid, layout_for, load_hf, save_hf
 from ckpt.cli import app
+from ckpt.cli.output import print_table
 
 Checkpoints = Callable[..., Path]
 
@@ -63,6 +64,17 @@ def test_plan_counts_what_is_loaded(target: Any, checkpoint: Checkpoints) -> Non
         assert share["bytes"] == sum(held_bytes(tensor) for tensor in tensors.values())
         assert share["bytes"] == sum(share["components"].values())
         assert share["place"] == json.loads(json.dumps(place.to_json()))
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    title = "/a/path/that/is/longer/than/the/table"
+    print_table(title, ("tensor",), [("[/bold]odd[red]",)])
+    shown = capsys.readouterr().out
+    assert "[/bold]odd[red]" in shown
+    assert title in shown
 
 
 def held_bytes(tensor: Tensor) -> int:

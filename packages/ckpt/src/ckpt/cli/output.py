@@ -9,6 +9,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,13 +39,16 @@ def print_json(value: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, header: bool = True) -> None:
     """Print a table; columns of numbers are aligned to the right."""
-    table = Table(title=title, title_justify="left", show_header=header)
+    table = Table(show_header=header)
     for index, column in enumerate(columns):
         numbers = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
-    Console().print(table)
+        # Text, not strings: a name with brackets is no markup.
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+    console = Console()
+    console.print(Text(title), soft_wrap=True)
+    console.print(table)
 
 
 def size_text(nbytes: float) -> str:

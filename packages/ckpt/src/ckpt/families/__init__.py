@@ -33,6 +33,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         ValueError: neither is known; the message lists those that are.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"the config's architectures={architectures!r:.100} must be a list of class names")
     if architectures:
         prefix = re.sub(r"For[A-Z]\w*$|Model$", "", str(architectures[0]))
         for family in FAMILIES.values():
