@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention import LatentConfig
+from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.embedding import VocabParallelEmbedding
 from parallel_layers.initialization import draw, initialize_, normal, uniform
 from parallel_layers.linear import (
@@ -17,11 +21,22 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.moe import MoEConfig
 from parallel_layers.sharding import blocks_of, full_shape
 from parallel_layers.testing import RankPool
 
+EXPERTS = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=8, router_bias=True)
+ORDINARY = DecoderConfig(
+    hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=8, attention_bias=True, attention_sinks=True,
+    qk_norm="full", moe=replace(EXPERTS, expert_bias=True),
+)  # fmt: skip
+LATENT = DecoderConfig(
+    hidden_size=16, num_heads=4, num_kv_heads=4, intermediate_size=8,
+    latent=LatentConfig(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3, q_lora_rank=5),
+)  # fmt: skip
 
-def build(group: ProcessGroup | None, seed: int | None) -> nn.ModuleDict:
+
+def build(group: ProcessGroup | None, seed: int | None, expert_group: ProcessGroup | None = None) -> nn.ModuleDict:
     torch.manual_seed(5)
     model = nn.ModuleDict(
         {
@@ -31,6 +46,8 @@ def build(group: ProcessGroup | None, seed: int | None) -> nn.ModuleDict:
             "up": ColumnParallelLinear(16, 12, group=group),
             "down": RowParallelLinear(12, 16, bias=True, group=group),
             "norm": nn.LayerNorm(16),
+            "ordinary": DecoderLayer(ORDINARY, group=group, expert_group=expert_group),
+            "latent": DecoderLayer(LATENT, group=group),
         }
     )
     if seed is not None:
@@ -42,9 +59,9 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def parts_agree(group: ProcessGroup, seed: int | None, full: dict[str, Tensor]) -> int:
+def parts_agree(group: ProcessGroup, seed: int | None, full: dict[str, Tensor], by_expert: bool) -> int:
     """How many parameters of this rank are bitwise its parts of the full ones; padding is zero."""
-    model = build(group, seed)
+    model = build(None, seed, group) if by_expert else build(group, seed)
     equal = 0
     for path, owner in model.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -57,10 +74,10 @@ def parts_agree(group: ProcessGroup, seed: int | None, full: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("seed", [3, None])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_bitwise_equal_at_every_group_size(ranks: RankPool, world: int, seed: int | None) -> None:
+@pytest.mark.parametrize(("world", "by_expert"), [(1, False), (2, False), (4, False), (2, True)])
+def test_bitwise_equal_at_every_group_size(ranks: RankPool, world: int, by_expert: bool, seed: int | None) -> None:
     full = full_parameters(build(None, seed))
-    assert ranks.run(parts_agree, seed, full, world=world) == [len(full)] * world
+    assert ranks.run(parts_agree, seed, full, by_expert, world=world) == [len(full)] * world
 
 
 def test_values_depend_on_seed_name_and_prefix() -> None:
