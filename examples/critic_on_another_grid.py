@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.quickstart.task import make_checkpoint
+from rl_models.spmd import WholeBatches
 
 
 def share_of_sevens(batch: Batch) -> Tensor:
@@ -32,41 +33,28 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
     return losses.value_clip(values, batch["old_values"], batch["returns"])
 
 
-def all_parts(part: Batch, dp: int) -> list[Batch]:
-    """The batches of all data-parallel ranks, in order, on every rank."""
-    parts: list[Batch | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part.to("cpu"))
-    tp = len(parts) // dp
-    return [batch for batch in parts[::tp] if batch is not None]
-
-
 def main(checkpoint: Path, steps: int) -> None:
     optimizer = OptimizerOptions(learning_rate=5e-3)
-    actor = Actor.from_pretrained(checkpoint, dims=ParallelDims(dp=2, tp=2), optimizer=optimizer)
-    critic = Critic.from_pretrained(checkpoint, dims=ParallelDims(tp=4), optimizer=optimizer)
-    dp_rank = actor.grid.rank("dp")
+    # Both take the whole batch on every rank and divide it over their own grid.
+    actor = WholeBatches(Actor.from_pretrained(checkpoint, dims=ParallelDims(dp=2, tp=2), optimizer=optimizer))
+    critic = WholeBatches(Critic.from_pretrained(checkpoint, dims=ParallelDims(tp=4), optimizer=optimizer))
     for step in range(steps):
-        # Each data-parallel rank of the actor continues prompts of its own.
-        mine = actor.generate([[1, 4 + dp_rank]] * 32, max_new_tokens=8, seed=step)
-        mine = mine.with_fields(old_log_probs=actor.log_probs(mine).log_probs)
-
-        # The critic's one group of four ranks sees all of them.
-        parts = all_parts(mine, dp=2)
-        batch = Batch.concatenate(parts).to(critic.device)
+        batch = actor.generate([[1, 4], [1, 5]] * 32, max_new_tokens=8, seed=step)
         values = critic.values(batch)
         scores = share_of_sevens(batch)
         rewards = losses.token_rewards(scores, batch.mask, batch.lengths)
         advantages, returns = losses.gae(rewards, values, batch.mask, batch.lengths, lam=1.0)
-        batch = batch.with_fields(old_values=values, returns=returns, advantages=losses.whiten(advantages, batch.mask))
-        critic_metrics = critic.update(batch, value_loss)
-
-        # Back to the actor: this rank's sequences, where they stand in the whole batch.
-        first = sum(len(part) for part in parts[:dp_rank])
-        metrics = actor.update(batch.select(range(first, first + len(mine))), policy_loss)
+        batch = batch.with_fields(
+            old_log_probs=actor.log_probs(batch).log_probs,
+            old_values=values,
+            advantages=losses.whiten(advantages, batch.mask),
+            returns=returns,
+        )
+        policy, value = actor.update(batch, policy_loss), critic.update(batch, value_loss)
         if dist.get_rank() == 0:
             print(
-                f"step {step}: reward {scores.mean():.3f}, gradient norm {metrics['grad_norm']:.3f}, "
-                f"value error {critic_metrics['value_error']:.4f}",
+                f"step {step}: reward {scores.mean():.3f}, gradient norm {policy['grad_norm']:.3f}, "
+                f"value error {value['value_error']:.4f}",
                 flush=True,
             )
 
