@@ -50,7 +50,6 @@ def test_against_fp64(device: torch.device, bias: bool) -> None:
         wide = invariant_matmul(x, w, b, dtype=torch.float32)
         assert wide.dtype == torch.float32
         assert_close(wide, x, w, b, 2.0**-23)
-        assert torch.equal(wide.to(x.dtype), y)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -68,7 +67,7 @@ def test_a_tree_of_leaves(device: torch.device) -> None:
         for ranks in (2, 4):
             parts = [
                 invariant_matmul(a, b, leaves=4 // ranks, in_tree=True, dtype=torch.float32)
-                for a, b in zip(x.chunk(ranks, 1), w.chunk(ranks, 1), strict=True)
+                for a, b in zip(x.chunk(ranks, 1), w.chunk(ranks, 1), strict=True)  # strided
             ]
             while len(parts) > 1:
                 parts = [left + right for left, right in list(pairwise(parts))[::2]]

@@ -27,8 +27,8 @@ from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, tl, trito
 
 BLOCK_M = 128
 BLOCK_N = {False: 256, True: 128}
-"""Columns of a tile without and with leaves. A product with one leaf counts as one with leaves where it is a part of a
-tree on several ranks: its tile is then that of the whole tree."""
+"""Columns of a tile, wide or narrow. Narrow are those of fp32 results, which leave less shared memory, and those of a
+tree, even of a rank that has one leaf of it."""
 MAX_LEAVES = 4
 _GROUP = 8
 _STAGES = {False: 3, True: 4}
@@ -128,10 +128,11 @@ def invariant_matmul(
     """
     assert leaves in (1, 2, MAX_LEAVES)
     tree = in_tree or leaves > 1
+    dtype = x_MK.dtype if dtype is None else dtype
+    narrow = tree or dtype == torch.float32
     (num_rows, size), num_columns = x_MK.shape, len(weight_NK)
     leaf_size = size // leaves
-    block_n, block_k = BLOCK_N[tree], _step(leaf_size) if tree else 64
-    dtype = x_MK.dtype if dtype is None else dtype
+    block_n, block_k = BLOCK_N[narrow], _step(leaf_size) if tree else 64
     # Rows that a descriptor can write are whole 16 bytes, too.
     y = torch.empty(num_rows, -(-num_columns // 8) * 8, dtype=dtype, device=x_MK.device)[:, :num_columns]
     tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, block_n)
@@ -151,13 +152,13 @@ def invariant_matmul(
         GROUP=_GROUP,
         PROGRAMS=programs,
         FLATTEN=leaves == 1,
-        num_stages=_STAGES[tree],
+        num_stages=_STAGES[narrow],
         num_warps=8,
     )
     return y.contiguous()
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`x` as a tensor descriptor can read it: dense, and beginning at a multiple of 16 bytes (it nearly always is)."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    """`x` as a tensor descriptor can read it: dense rows that begin at multiples of 16 bytes (they mostly do)."""
+    readable = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
