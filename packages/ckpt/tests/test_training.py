@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import (
+    FolderWriter,
     IOCounter,
     Place,
     latest_step,
@@ -182,6 +185,89 @@ def test_an_asynchronous_save_keeps_the_state_it_was_given(checkpoint: Checkpoin
     assert same(load_training(tmp_path, layout).tensors, load_hf(source, layout))
 
 
+def test_the_stall_of_an_asynchronous_save_is_the_copy_alone(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a disk that stands still the call returns all the same; the save ends when the disk moves again."""
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    extra = {"losses": [1.0]}
+    disk = threading.Event()
+    fsync = os.fsync
+
+    def stuck(fd: int) -> None:
+        assert disk.wait(60)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", stuck)
+    pending = save_training(tmp_path, 3, tensors, layout, extra=extra, asynchronous=True)
+    try:
+        # Training goes on and changes everything that it has handed over.
+        for tensor in tensors.values():
+            tensor.add_(1)
+        extra["losses"].append(2.0)
+        assert not pending.done
+        with pytest.raises(TimeoutError, match=r"still running after 0\.1 s"):
+            pending.wait(timeout=0.1)
+        assert latest_step(tmp_path) is None
+    finally:
+        disk.set()
+    pending.wait(timeout=60)
+    state = load_training(tmp_path, layout)
+    assert same(state.tensors, load_hf(source, layout))
+    assert state.extra == {"losses": [1.0]}
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_wait(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_for(checkpoint("llama"))
+    tensors = load_hf(checkpoint("llama"), layout)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    pending = save_training(tmp_path, 3, tensors, layout, asynchronous=True)
+    with pytest.raises(OSError, match="No space left"):
+        pending.wait(timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_odd(group: Any, source: str, root: str, odd: str) -> str:
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    extra = {"x": {1, 2}} if odd == "extra" and group.rank() == 1 else {}
+    step = -1 if odd == "step" and group.rank() == 1 else 1
+    if odd == "memory" and group.rank() == 1:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].as_subclass(Unreadable)
+    try:
+        save_training(root, step, tensors, layout, extra=extra, group=group)
+    except (ValueError, RuntimeError, KeyError) as error:
+        return str(error)
+    return "saved"
+
+
+class Unreadable(torch.Tensor):
+    """A tensor that fails in a way that nobody foresaw."""
+
+    def detach(self) -> Tensor:
+        raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"), [("extra", "extra must be made of JSON values"), ("step", "step=-1"), ("memory", "lost")]
+)
+def test_one_ranks_mistake_of_any_kind_is_an_error_on_all(
+    odd: str, message: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source = str(checkpoint("llama"))
+    seen = ranks.run(save_odd, source, str(tmp_path), odd, world=2, timeout=60)
+    assert all(message in text for text in seen), seen
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def saved(checkpoint: Checkpoints, tmp_path: Path) -> tuple[Path, Path]:
     source = checkpoint("llama")
@@ -205,6 +291,17 @@ def test_old_checkpoints_are_pruned_and_latest_points_to_the_newest(saved: tuple
         load_training(root, layout, step=1)
     with pytest.raises(ValueError, match="keep=0"):
         save_training(root, 5, tensors, layout, keep=0)
+
+
+def test_what_a_killed_save_of_another_step_left_is_removed(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    (root / ".step-00000007.saving-1-abc").mkdir()
+    living = FolderWriter(root / "step-00000008")
+    save_training(root, 2, load_hf(source, layout), layout)
+    hidden = sorted(entry.name for entry in root.iterdir() if entry.name.startswith("."))
+    assert hidden == [living.path.name]
+    living.discard()
 
 
 def test_the_same_step_can_be_saved_again(saved: tuple[Path, Path]) -> None:
