@@ -142,6 +142,24 @@ def test_bf16_is_rounded_where_the_serial_way_rounds(
         assert all(equal)
 
 
+def under_autocast(group: ProcessGroup) -> list[Tensor]:
+    layer = LAYERS["column"](group=group, sequence_parallel=True)
+    x = tokens_of("column", group, (5,), torch.float32)
+    results = []
+    ways: tuple[Overlap, ...] = ("serial", "collectives")
+    for way in ways:
+        layer.overlap = way
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(layer(x).detach())
+    return results
+
+
+def test_autocast_reaches_every_way(ranks: RankPool) -> None:
+    for serial, other in ranks.run(under_autocast, world=2):
+        assert serial.dtype == torch.bfloat16
+        assert torch.equal(other, serial)
+
+
 def against_one_layer(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, int]:
     """Column, GELU, row, all overlapped: this rank's tokens of the output and of the input's gradient."""
     options: dict[str, Any] = {

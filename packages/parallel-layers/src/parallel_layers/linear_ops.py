@@ -157,9 +157,8 @@ class _ColumnLinear(torch.autograd.Function):
         if not gather:
             return product(x, weight, bias, output_dtype)
         assert group is not None
-        dtype = x.dtype if output_dtype is None else output_dtype
-        how = choose_overlap(overlap, x, _rows(x), group, dtype)
-        return gather_product(x, weight, bias, group, dtype, how)
+        how = choose_overlap(overlap, x, _rows(x), group, output_dtype)
+        return gather_product(x, weight, bias, group, output_dtype, how)
 
     @staticmethod
     @once_differentiable

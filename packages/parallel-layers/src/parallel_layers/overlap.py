@@ -12,9 +12,10 @@ Three ways, by name:
 
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles. One such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer (both grow with its inputs). Hence the rule of
-"auto": "collectives" for CUDA tensors from 4096 tokens a rank on, and products of at least 2048; "serial" below, on a
-CPU, whose cores do the sending too, and in compiled code. The chunks never need a copy of a whole activation: products
-are written to their rows of the output, sums to theirs.
+"auto": "collectives" for CUDA tensors from 4096 tokens a rank on, and products of at least 2048; "serial" below, and on
+a CPU, whose cores do the sending too. The chunks never need a copy of a whole activation: products are written to their
+rows of the output, sums to theirs. Compiled code, and code under torch.autocast, which knows no product into given
+memory, is "serial" whatever is asked for.
 
 Shape suffixes: T tokens, I input features, O output features, n ranks.
 """
@@ -73,7 +74,7 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return "serial"
     if name == "auto" or (name == "symmetric-memory" and dtype not in (None, x.dtype)):
         return "collectives" if x.is_cuda and rows >= 2 * CHUNK_ROWS else "serial"
@@ -93,9 +94,9 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 
 
 def gather_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype, how: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype | None, how: str
 ) -> Tensor:
-    """`all_gather(x) W^T + b` in `dtype`, rounded once.
+    """`all_gather(x) W^T + b` in `dtype` (None: x's), rounded once.
 
     Args:
         x: `[T/n, ..., I]`, this rank's tokens.
@@ -116,7 +117,7 @@ def gather_product(
     if how == "symmetric-memory":
         return gather_matmul(x, weight, bias, group)[0]
     pieces = max(1, min(x[..., 0].numel() // CHUNK_ROWS, group.size() - 1))
-    return _gather_product(x, weight, bias, group, dtype, pieces)[0]
+    return _gather_product(x, weight, bias, group, x.dtype if dtype is None else dtype, pieces)[0]
 
 
 def gather_product_and_x(x: Tensor, weight: Tensor, group: ProcessGroup, how: str) -> tuple[Tensor, Tensor]:
