@@ -1,9 +1,13 @@
 """Log-probs from sharded logits against torch on the whole vocabulary; responses against one sequence at a time."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_utils.tensor_parallel import (
     log_probs_from_logits,
@@ -82,6 +86,35 @@ def test_entropy_of_bf16_logits_over_a_large_vocabulary(vocabulary: int) -> None
     torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=1e-3)
     torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=0, atol=1e-3)
     assert result.entropy.dtype == torch.float32
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation makes (views of what there was before left out)."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, x.numel())
+        return results
+
+
+def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallel_layers.losses import logits_op
+
+    chunk = 1 << 12
+    monkeypatch.setitem(logits_op.TILE_ELEMENTS, "cpu", chunk)
+    logits, labels = torch.randn(64, 512), torch.arange(64)
+    with Largest() as largest:
+        result = log_probs_from_logits(logits, labels, group=None)
+    assert largest.elements <= chunk < logits.numel()
+    log_probs, entropy = reference(logits, labels)
+    torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
+    assert result.entropy is not None
+    torch.testing.assert_close(result.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 def responses_on(group: ProcessGroup) -> None:

@@ -1,8 +1,12 @@
 """Offload: every view finds its numbers again, gradients come back as zeros, the host holds one copy."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_utils.memory import HostOffload, map_parameters
 
@@ -66,6 +70,68 @@ def test_the_host_holds_one_copy_in_one_buffer() -> None:
     host.onload()
     assert host._buffer.data.data_ptr() == first
     assert torch.equal(views[0], tensors[0][10:20])
+
+
+class NewMemory(TorchDispatchMode):
+    """Counts the bytes of the memories that operations make, beside those of `tensors` and of their arguments."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in tensors}
+        self.made: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given | self.known:
+                self.made[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return results
+
+
+def test_the_host_makes_one_copy_and_then_none() -> None:
+    tensors = [torch.randn(1000), torch.arange(3000), torch.randn(70).bfloat16()]
+    host = HostOffload()
+    sizes = [x.nbytes for x in tensors]
+    for copies in (1, 0):
+        with NewMemory(tensors) as memory:
+            host.offload(tensors)
+        assert sum(memory.made.values()) <= copies * (sum(sizes) + 5 * 128)
+        host.onload()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_reused_on_a_gpu() -> None:
+    net = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512).bfloat16()).cuda()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    tensors = [x for x in state_of(net, optimizer) if x.is_cuda]
+    gradients = [parameter.grad for parameter in net.parameters()]
+    nbytes = sum(x.nbytes for x in tensors)
+    host = HostOffload()
+    places = set()
+    for _ in range(2):
+        before = [bits(x) for x in tensors]
+        torch.cuda.synchronize()
+        held, pinned = torch.cuda.memory_allocated(), host._buffer.data.data_ptr() if places else None
+        assert host.offload(tensors, discard=gradients) >= nbytes
+        assert torch.cuda.memory_allocated() <= held - nbytes
+        assert host._buffer.data.is_pinned()
+        assert host.host_bytes <= nbytes + 128 * len(tensors)
+        assert pinned in (None, host._buffer.data.data_ptr())
+        places.add(host._buffer.data.data_ptr())
+        host.onload()
+        assert all(torch.equal(bits(x), old) for x, old in zip(tensors, before, strict=True))
+        assert all(not gradient.any() for gradient in gradients)
+    assert len(places) == 1
+    # A larger offload makes a larger buffer, and gives the smaller one's pages back.
+    more = torch.randn(1 << 20, device="cuda")
+    host.offload([*tensors, more])
+    host.onload()
+    assert host._buffer.data.is_pinned()
+    assert host.host_bytes <= nbytes + more.nbytes + 128 * (len(tensors) + 1)
 
 
 def test_what_is_kept_and_discarded_is_kept() -> None:

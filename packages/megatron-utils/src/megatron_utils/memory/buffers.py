@@ -6,6 +6,7 @@ is ever handed out beyond a buffer's end.
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,10 +41,13 @@ class ContiguousBuffer:
         numel: elements to hold; 0 is allowed.
         dtype: any dtype: floating point, integer or bool.
         device: where; default the CPU.
-        pin_memory: page-locked host memory, so that copies to and from a GPU run asynchronously.
+        pin_memory: page-locked host memory, so that copies to and from a GPU run asynchronously. It is this large and
+            no larger, and goes back to the system with the buffer; torch's own allocator rounds up to a power of two
+            and keeps what is freed.
 
     Raises:
         ValueError: `numel` is negative.
+        RuntimeError: the system does not lock so much memory.
     """
 
     def __init__(
@@ -51,9 +55,9 @@ class ContiguousBuffer:
     ) -> None:
         if numel < 0:
             raise ValueError(f"numel={numel} is negative")
-        storage = torch.zeros(
-            numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pin_memory
-        )
+        storage = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device)
+        if pin_memory:
+            _lock_pages(storage, self)
         start = -storage.data_ptr() % ALIGNMENT
         self.data = storage[start : start + numel * dtype.itemsize].view(dtype)
 
@@ -77,6 +81,14 @@ class ContiguousBuffer:
                 f"shape {tuple(size)} at offset {offset} does not lie within a buffer of {self.numel} elements"
             )
         return self.data[offset : offset + math.prod(size)].view(size)
+
+
+def _lock_pages(memory: Tensor, owner: object) -> None:
+    """Lock host memory for as long as its owner lives."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    # At exit the driver has gone, and the locks with it.
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 def alignment_of(dtype: torch.dtype) -> int:
