@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from hf_patches import kernels, patch
 from hf_patches.families import FAMILIES
@@ -207,6 +209,29 @@ def test_over_sequence_parallel_ranks(ranks, model_type):
         torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
     summed = {name: sum(found[name] for _, found in results) for name in expected_gradients}
     assert_gradients_equal(summed, expected_gradients)
+
+
+def fully_sharded(group: ProcessGroup):
+    model = tiny_model("qwen3")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with running_everywhere():
+        patched = patch(model)
+        output, _ = score(model)
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return patched.probe_result.kernels, output.log_probs.detach(), found
+
+
+def test_sharded_by_fsdp2_before_the_patch(ranks):
+    model = tiny_model("qwen3")
+    patch(model, kernels=False)
+    expected, expected_gradients = score(model)
+    for count, log_probs, found in ranks.run(fully_sharded, world=2, timeout=120):
+        assert count == 13
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        assert_gradients_equal(found, expected_gradients)
 
 
 def test_decoding_equals_the_whole_forward(everywhere):

@@ -19,6 +19,7 @@ from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
 PLAN_KEYWORD = "hf_patches_plan"
+_TF32_EPSILON = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Trace:
     """What a probe sees. `calls` are those of attention; not itself a list: FSDP2's casts copy the lists in arguments.
 
     `kernel_errors`: for each kernel that ran, its largest difference from what it replaces, in units of the type's
-    epsilon times the largest element.
+    epsilon (fp32: TF32's, since products may be in that) times the largest element.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class Trace:
         """Hold a kernel's results against those of what it replaces."""
         actual, expected = ([x] if isinstance(x, Tensor) else x for x in (actual, expected))
         for ours, own in zip(actual, expected, strict=True):
-            unit = torch.finfo(own.dtype).eps * own.abs().max().item()
+            unit = max(torch.finfo(own.dtype).eps, _TF32_EPSILON) * own.abs().max().item()
             same = ours.dtype == own.dtype and ours.shape == own.shape
             error = (ours - own).abs().max().item() / max(unit, 1e-30) if same else float("inf")
             self.kernel_errors[kernel] = max(self.kernel_errors.get(kernel, 0.0), error)
