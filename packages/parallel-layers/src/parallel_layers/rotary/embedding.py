@@ -75,9 +75,8 @@ class RotaryEmbedding(nn.Module):
         self.spec = RopeSpec(
             dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
         )
-        with torch.device(
-            "cpu"
-        ):  # the same bits everywhere, also when the model is built on another or the meta device
+        # On the CPU: the same bits everywhere, also when the model is built on another or the meta device.
+        with torch.device("cpu"):
             self._table = self.rope_type.frequencies(self.spec).reshape(-1, dim // 2)
             sections = parameters.get("mrope_section")
             self._axes = None
