@@ -1,6 +1,7 @@
 """A model's log-probs have the same bits at every tensor-parallel size, in every pack and at every place in it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from parallel_layers import (
     next_token_labels,
 )
 from parallel_layers.attention.latent import LatentConfig
+from parallel_layers.context_parallel.ring import ring_attention
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
@@ -246,6 +248,15 @@ def test_what_has_no_invariant_form() -> None:
         (layer(qk_norm="full"), "q_norm: a norm over all ranks' heads"),
         (layer(attention_backend="sdpa"), "attention backend='sdpa' depends on the rest of the pack"),
         (layer(intermediate_size=42), r"mlp\.down_proj: in_features=42 is not divisible by blocks=4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tp_invariant(model)
+    ring, engine = layer(), layer()
+    ring.self_attn.attend = partial(ring_attention, group=None)
+    engine.input_layernorm.backend = "te"
+    for model, words in (
+        (ring, "self_attn: ring attention depends on where a sequence lies; use context_parallel='ulysses'"),
+        (engine, "input_layernorm: backend='te' is not known to be invariant"),
     ):
         with pytest.raises(ValueError, match=words):
             tp_invariant(model)
