@@ -50,8 +50,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         )
     if options.router_losses != RouterLosses():
         raise ValueError(
-            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's count padding and are scaled "
-            "otherwise; use backend='parallel', or leave them out"
+            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's losses count padding, are 1/k "
+            "as large, and take the k best scores for the routing, whatever biases, groups or a replay chose; use "
+            "backend='parallel', or leave them out"
         )
     dtype = agree(lambda: _dtype(path, options), grid.everyone)
     virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
