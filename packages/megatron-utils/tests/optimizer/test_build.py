@@ -215,6 +215,36 @@ def test_states_of_parameters_come_out_and_go_in(ranks: RankPool, dtype: torch.d
     ranks.run(states_on, dtype, world=2)
 
 
+def on_the_host_on(group: ProcessGroup) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+
+    with megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        runs = []
+        for fraction in (0.0, 1.0):
+            chunks = model_on(grid)
+            config = OptimizerConfig(lr=1e-2, cpu_offload_fraction=fraction)
+            optimizer = Optimizer(wrap_data_parallel(chunks, grid), grid, config)
+            for seed in range(3):
+                packed = batch(seed)
+                packed = PackedSequence.from_sequences([row.cuda() for row in packed.split(packed.input_ids)])
+                optimizer.zero_grad()
+                run_schedule(optimizer.chunks, [packed], grid, labels=[next_token_labels(packed)], loss=loss)
+                optimizer.step()
+            runs.append((chunks[0], optimizer))
+        moments = [entries["exp_avg"] for entries in runs[1][1].inner.optimizer.state.values()]
+        assert moments
+        assert all(moment.device.type == "cpu" for moment in moments)
+        for one, other in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_an_optimizer_that_lives_on_the_host_steps_alike(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(on_the_host_on, world=1)
+
+
 def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def set_steps(part: Any, step: int, master: Tensor | None = None) -> None:
 
 def counts_by_group(part: Any) -> bool:
     """Whether one of the chained optimizers counts its steps by group and not by parameter."""
-    return not isinstance(part.optimizer, torch.optim.AdamW)
+    return not isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer)
 
 
 class Step(NamedTuple):
