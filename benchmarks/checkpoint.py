@@ -119,17 +119,19 @@ def plain_write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.close(fd)
 
 
-def measure_load(folder: Path, tp: int, rank: int, rounds: int) -> dict[str, Any]:
+def measure_load(folder: Path, tp: int, rank: int, rounds: int, threads: int) -> dict[str, Any]:
     layout, place = ckpt.layout_for(folder), ckpt.Place(tp=(rank, tp))
     largest = max(block.numel * 2 for block in layout.at(place).values())
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     counter = ckpt.IOCounter()
-    tensors = ckpt.load_hf(folder, layout, place, counter=counter)
+    tensors = ckpt.load_hf(folder, layout, place, counter=counter, threads=threads)
     held = nbytes(tensors)
     extra = status("VmHWM") - before - held
     del tensors
-    pairs = alternate(lambda: ckpt.load_hf(folder, layout, place), lambda: plain_read(folder, held), rounds)
+    pairs = alternate(
+        lambda: ckpt.load_hf(folder, layout, place, threads=threads), lambda: plain_read(folder, held), rounds
+    )
     return {
         "bytes_held": held,
         "read_over_held": counter.data_bytes / held,
@@ -159,18 +161,18 @@ def measure_save(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_peer(folder: Path, name: str, rounds: int) -> dict[str, Any]:
+def measure_peer(folder: Path, name: str, rounds: int, threads: int) -> dict[str, Any]:
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    times = [seconds(lambda: PEERS[name](folder)) for _ in range(rounds)]
+    times = [seconds(lambda: PEERS[name](folder, threads)) for _ in range(rounds)]
     return {"seconds": statistics.median(times), "peak_mib": (status("VmHWM") - before) / MIB}
 
 
-def load_ours(folder: Path) -> None:
-    ckpt.load_hf(folder, ckpt.layout_for(folder))
+def load_ours(folder: Path, threads: int) -> None:
+    ckpt.load_hf(folder, ckpt.layout_for(folder), threads=threads)
 
 
-def load_transformers(folder: Path) -> None:
+def load_transformers(folder: Path, _threads: int) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -179,7 +181,7 @@ def load_transformers(folder: Path) -> None:
         parameter.detach().view(torch.uint8).reshape(-1)[::4096].max()
 
 
-def load_torch(folder: Path) -> None:
+def load_torch(folder: Path, _threads: int) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -188,15 +190,15 @@ def load_torch(folder: Path) -> None:
     load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-PEERS: dict[str, Callable[[Path], None]] = {
+PEERS: dict[str, Callable[[Path, int], None]] = {
     "ckpt.load_hf": load_ours,
     "transformers.from_pretrained": load_transformers,
     "torch.distributed.checkpoint": load_torch,
 }
 
 
-def in_own_process(folder: Path, *args: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--folder", str(folder), "--measure", *args]
+def in_own_process(folder: Path, threads: int, *args: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--folder", str(folder), "--threads", str(threads), "--measure", *args]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
@@ -207,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=4, help="how many threads of load_hf read at once")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder unless given")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
@@ -214,11 +217,11 @@ def main() -> None:
     if options.measure:
         kind, *rest = options.measure
         if kind == "load":
-            result = measure_load(options.folder, int(rest[0]), int(rest[1]), int(rest[2]))
+            result = measure_load(options.folder, int(rest[0]), int(rest[1]), int(rest[2]), options.threads)
         elif kind == "save":
             result = measure_save(options.folder, int(rest[0]))
         else:
-            result = measure_peer(options.folder, rest[0], int(rest[1]))
+            result = measure_peer(options.folder, rest[0], int(rest[1]), options.threads)
         print(json.dumps(result))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
@@ -226,11 +229,11 @@ def main() -> None:
         make(folder, options.gb)
         rounds = str(options.rounds)
         loads = {
-            f"tp {tp}, rank {tp - 1}": in_own_process(folder, "load", str(tp), str(tp - 1), rounds)
+            f"tp {tp}, rank {tp - 1}": in_own_process(folder, options.threads, "load", str(tp), str(tp - 1), rounds)
             for tp in (1, 2, 4, 8)
         }
-        save = in_own_process(folder, "save", rounds)
-        peers = {name: in_own_process(folder, "peer", name, rounds) for name in PEERS}
+        save = in_own_process(folder, options.threads, "save", rounds)
+        peers = {name: in_own_process(folder, options.threads, "peer", name, rounds) for name in PEERS}
     report = {"machine": platform.processor() or platform.machine(), "loads": loads, "save": save, "peers": peers}
     print(json.dumps(report, indent=2) if options.json else markdown(report))
 

@@ -1,15 +1,31 @@
-"""The same on a GPU: tensors there are read and written through one reused pinned buffer."""
+"""The same on a GPU: tensors there are read and written through reused pinned buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt import Place, layout_for, load_hf, load_training, redistribute, save_hf, save_training, stream_hf, verify_live
+import ckpt.reading
+from ckpt import (
+    Place,
+    layout_for,
+    load_hf,
+    load_training,
+    redistribute,
+    save_hf,
+    save_shards,
+    save_training,
+    stream_hf,
+    verify_live,
+)
+from ckpt.boxio import Staging
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -30,6 +46,7 @@ def test_load_and_save_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpt.boxio.STAGING_BYTES", staging)
+    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 1000)
     source = checkpoint(name)
     layout = layout_for(source)
     places = [Place(tp=(rank, 2)) for rank in range(2)]
@@ -45,6 +62,35 @@ def test_load_and_save_on_a_gpu(
     assert_same(read_all(tmp_path / "saved"), read_all(source))
 
 
+def test_parameters_are_filled_through_one_pinned_buffer_a_thread(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a stream of the caller's, which may not have come to the parameters' memory yet."""
+    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 1000)
+    buffers: set[int] = set()
+    view = Staging.view
+
+    def pinned(self: Staging, shape: Any, dtype: torch.dtype) -> Tensor:
+        buffer = view(self, shape, dtype)
+        assert buffer.is_pinned()
+        buffers.add(buffer.data_ptr())
+        return buffer
+
+    monkeypatch.setattr(Staging, "view", pinned)
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    expected = load_hf(source, layout)
+    into = {name: torch.nn.Parameter(torch.empty_like(tensor, device="cuda")) for name, tensor in expected.items()}
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+        torch.cuda._sleep(10**8)
+        for parameter in into.values():
+            parameter.zero_()
+        load_hf(source, layout, into=into, threads=2)
+    assert 1 <= len(buffers) <= 2
+    torch.cuda.synchronize()
+    assert all(torch.equal(into[name].cpu(), tensor) for name, tensor in expected.items())
+
+
 def test_live_transfers_on_a_gpu(
     checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
 ) -> None:
@@ -57,7 +103,49 @@ def test_live_transfers_on_a_gpu(
     moved = redistribute(tensors, layout, Place(), megatron, Place(), device="cuda")
     assert_same({name: tensor.cpu() for name, tensor in moved.items()}, load_hf(source, megatron))
     optimizer = {name: {"step": torch.tensor(3.0), "exp_avg": tensor * 2} for name, tensor in tensors.items()}
-    save_training(tmp_path, 1, tensors, layout, optimizer=optimizer, asynchronous=True).wait()
-    state = load_training(tmp_path, layout, device="cuda")
+    save_training(tmp_path / "run", 1, tensors, layout, optimizer=optimizer, asynchronous=True).wait()
+    state = load_training(tmp_path / "run", layout, device="cuda")
     assert all(torch.equal(state.tensors[name], tensor) for name, tensor in tensors.items())
     assert all(torch.equal(state.optimizer[name]["exp_avg"], tensor * 2) for name, tensor in tensors.items())
+    save_shards(tmp_path / "shards", tensors, layout, Place(), optimizer=optimizer)
+
+
+def over_nccl(group: Any, source: str, folder: str) -> bool:
+    """Stream, move, save and load over NCCL, from plain tensors on tp 2 and from DTensors on dp 2."""
+    rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
+    layout, megatron = layout_for(source), layout_for(source, "megatron")
+    expected = {name: tensor.to(device) for name, tensor in load_hf(source, megatron).items()}
+    whole = load_hf(source, layout, device=device)
+    mesh = DeviceMesh.from_group(group, "cuda")
+    divided = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    plain = load_hf(source, layout, Place(tp=(rank, 2)), device=device, group=group)
+    for number, (tensors, place) in enumerate(((plain, Place(tp=(rank, 2))), (divided, Place()))):
+        moved = redistribute(tensors, layout, place, megatron, Place(), group=group, device=device)
+        assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
+        for name, tensor in stream_hf(tensors, layout, group, place, bucket_bytes=4096):
+            assert tensor.is_cuda, name
+        save_hf(f"{folder}/{number}", tensors, layout, place, group=group)
+        save_training(f"{folder}/run{number}", 1, tensors, layout, place, group=group)
+        assert verify_live(f"{folder}/{number}", tensors, layout, place, group=group).equal
+    filled = {name: tensor * 0 for name, tensor in divided.items()}
+    load_training(f"{folder}/run0", layout, into=filled, group=group)
+    return verify_live(f"{folder}/1", filled, layout, group=group).equal
+
+
+@pytest.fixture
+def devices() -> Iterator[Any]:
+    """Two ranks, each with a GPU, over NCCL."""
+    from parallel_layers.testing import RankPool
+
+    with RankPool(2, backend="nccl") as pool:
+        yield pool
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_over_nccl(
+    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path, devices: Any
+) -> None:
+    source = checkpoint("llama-tied")
+    assert devices.run(over_nccl, str(source), str(tmp_path)) == [True, True]
+    assert_same(read_all(tmp_path / "0"), read_all(source))
+    assert_same(read_all(tmp_path / "1"), read_all(source))

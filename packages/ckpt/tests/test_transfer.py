@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,59 @@ def test_streaming_yields_every_whole_tensor_in_order(
     nobody, receiver, *_ = ranks.run(stream, str(folder), target, [1], bucket_bytes, world=4)
     assert nobody == {}
     assert_same(receiver, expected)
+
+
+def stream_over_experts(group: Any, source: str, bucket_bytes: int) -> tuple[dict[str, Tensor], list[str], int, int]:
+    """From pp 2 x ep 2, cast; also the order of the names, and the most bytes of whole tensors alive at once."""
+    layout = layout_for(source)
+    place = Place(pp=(group.rank() // 2, 2), ep=(group.rank() % 2, 2))
+    tensors = load_hf(source, layout, place)
+    full: dict[str, Tensor] = {}
+    names: list[str] = []
+    alive = most = largest = 0
+    lock = threading.Lock()
+
+    def gone(nbytes: int) -> None:
+        nonlocal alive
+        with lock:
+            alive -= nbytes
+
+    empty = torch.empty
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal alive, most, largest
+        tensor = empty(*args, **kwargs)
+        nbytes = tensor.numel() * tensor.element_size()
+        largest = max(largest, nbytes)
+        alive += nbytes
+        most = max(most, alive)
+        weakref.finalize(tensor, gone, nbytes)
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", counting)
+        stream = stream_hf(tensors, layout, group, place, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
+        for name, tensor in stream:
+            names.append(name)
+            full[name] = tensor.clone()
+            del tensor
+    return full, names, most, largest
+
+
+@pytest.mark.parametrize("bucket_bytes", [2000, 8000])
+def test_streaming_over_stages_and_experts_casts_in_bounded_memory(
+    bucket_bytes: int, checkpoint: Checkpoints, read_all: ReadAll, ranks: Any
+) -> None:
+    folder = checkpoint("qwen3-moe", num_hidden_layers=4, tie_word_embeddings=True)
+    expected = read_all(folder)
+    order = list(layout_for(folder).canonical)
+    assert "lm_head.weight" not in order
+    for full, names, most, largest in ranks.run(stream_over_experts, str(folder), bucket_bytes, world=4):
+        assert names == order
+        assert full.keys() == expected.keys()
+        assert all(torch.equal(full[name], tensor.bfloat16()) for name, tensor in expected.items())
+        # A bucket's whole tensors, one of them begun before it, and the two buffers of its communication.
+        assert most <= 4 * bucket_bytes + 2 * largest
 
 
 def test_streaming_from_one_process_casts(checkpoint: Checkpoints, read_all: ReadAll) -> None:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -79,9 +78,8 @@ def read_all(
                 done += count.data_bytes
                 if progress is not None:
                     progress(done, total)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            worker.ended = True
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
@@ -99,9 +97,14 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
 
 
 class _Worker:
-    """What a thread does with a batch; CUDA copies go onto the caller's streams, whatever the thread's would be."""
+    """What a thread does with a batch; CUDA copies go onto the caller's streams, whatever the thread's would be.
+
+    Attributes:
+        ended: whether what is still to be read is wanted no more.
+    """
 
     def __init__(self, streams: dict[torch.device, torch.cuda.Stream], threads: int) -> None:
+        self.ended = False
         self._streams = streams
         self._inference = torch.is_inference_mode_enabled()
         self._stagings: SimpleQueue[StagingPool] = SimpleQueue()
@@ -111,16 +114,20 @@ class _Worker:
     def run(self, batch: list[Read]) -> IOCounter:
         """Read a batch; returns the bytes and calls that it took."""
         counter = IOCounter()
+        if self.ended:
+            return counter
         stagings = self._stagings.get()
-        fd = os.open(batch[0].path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with torch.inference_mode(self._inference):
+            with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(self._inference):
                 for read in batch:
                     device = read.destination.device
                     with self._on_stream(device):
-                        read_box(fd, read.info, read.box, read.destination, stagings.on(device), counter)
+                        staging = stagings.on(device)
+                        read_box(file.fileno(), read.info, read.box, read.destination, staging, counter)
+        except BaseException:
+            self.ended = True
+            raise
         finally:
-            os.close(fd)
             self._stagings.put(stagings)
         return counter
 
