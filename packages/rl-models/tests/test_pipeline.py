@@ -132,16 +132,16 @@ def test_twenty_steps_on_two_grids_give_one_curve(
     assert expected[-1] < expected[0] - 0.2
 
 
-def test_twenty_bf16_steps_on_a_grid_are_as_exact_as_on_one_rank(ranks: RankPool, models: dict[str, Path]) -> None:
+def test_twenty_bf16_steps_stay_within_bf16_of_fp32(ranks: RankPool, models: dict[str, Path]) -> None:
     def curve(dims: ParallelDims, dtype: torch.dtype) -> Tensor:
         results = ranks.run(train, models["bf16"], dims, 20, {"dtype": dtype}, world=dims.world_size, timeout=120)
         return torch.tensor(results[0][0])
 
     exact = curve(ParallelDims(), torch.float32)
-    one = (curve(ParallelDims(), torch.bfloat16) - exact).abs()
-    grid = (curve(ParallelDims(dp=2, tp=2), torch.bfloat16) - exact).abs()
     assert exact[-1] < exact[0] - 0.2
-    assert grid.max() <= 1.5 * one.max()
+    for dims in (ParallelDims(), ParallelDims(dp=2, tp=2)):
+        # Two units in bf16's last place.
+        torch.testing.assert_close(curve(dims, torch.bfloat16), exact, rtol=2**-6, atol=0)
 
 
 def score(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any]) -> Tensor:
