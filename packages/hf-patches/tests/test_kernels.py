@@ -4,6 +4,7 @@ On a CPU the kernels' torch counterparts stand for them: `everywhere` lets them 
 """
 
 import copy
+import os
 import re
 from collections import Counter, defaultdict
 from unittest import mock
@@ -24,8 +25,11 @@ from hf_patches.testing import (
     scalar_loss,
     tiny_model,
 )
-from parallel_layers import PackedSequence
+from parallel_layers import PackedSequence, mlp
+from parallel_layers.kernels import rms_norm
+from parallel_layers.kernels.runtime import HAS_TRITON
 from parallel_layers.moe import RouterReplay
+from parallel_layers.rotary import rotation
 
 LENGTHS = (11, 1, 17, 6)
 NORM, ROTARY, SWIGLU = "RMSNorm", "rotary embedding", "SwiGLU"
@@ -104,6 +108,25 @@ def squared_errors(scores, found, expected, expected_gradients):
     return Counter(total)
 
 
+@pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1"
+)
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "glm4", "cohere2", "gpt_oss", "gemma3_text", "qwen3"])
+def test_the_kernels_themselves_in_tritons_interpreter(monkeypatch, model_type):
+    model = tiny_model(model_type)
+    plain = patch(model, kernels=False)
+    expected, expected_gradients = score(model)
+    plain.remove()
+    for module in (kernels, mlp, rms_norm, rotation):
+        monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
+    patched = patch(model)
+    assert patched.probe_result.kernels >= 3
+    assert patched.probe_result.leak <= patched.probe_result.allowed
+    output, ours = score(model)
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    assert_gradients_equal(ours, expected_gradients, 2e-5)
+
+
 # Every expert for every token: a rounding that sends a token to other experts would drown all others.
 BF16 = {"llama": {}, "qwen3": {}, "gemma2": {}, "mixtral": {"num_experts_per_tok": 4}}
 
@@ -130,9 +153,9 @@ def assert_at_most_as_wrong(model_type, lengths, device, seeds, **overrides):
     assert max(ratios.values()) <= 1.5, ratios
 
 
-@pytest.mark.parametrize("model_type", BF16)
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "mixtral"])
 def test_bf16_is_at_most_as_far_from_the_truth_as_transformers(everywhere, model_type):
-    assert_at_most_as_wrong(model_type, LENGTHS, "cpu", seeds=4)
+    assert_at_most_as_wrong(model_type, LENGTHS, "cpu", seeds=3)
 
 
 @pytest.mark.parametrize(
