@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,9 @@ class Offload:
         if weights and not self._weights.offloaded:
             release(self.module)
             freed += self._weights.offload(_memory(self.module))
+        if freed and torch.accelerator.is_available():
+            # torch would keep the memory for this process; one that shares the device may need it.
+            torch.accelerator.empty_cache()
         return freed
 
     def onload(self, *, weights: bool, optimizer: bool) -> None:

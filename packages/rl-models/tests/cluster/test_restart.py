@@ -28,14 +28,15 @@ def make_batch(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     lengths = (9, 4, 12, 7)
     rows = [torch.randint(61, (length,), generator=generator) for length in lengths]
-    return Batch.from_sequences(rows, advantages=[torch.randn(length, generator=generator) for length in lengths])
+    advantages = [torch.randn(length, generator=generator) for length in lengths]
+    return Batch.from_sequences(rows, advantages=advantages, old_log_probs=[torch.full((n,), -4.0) for n in lengths])
 
 
 def policy_loss() -> Callable[..., losses.LossTerms]:
     """Nested, since the nodes can not import this file."""
 
     def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-        return losses.ppo_clip(log_probs, log_probs.detach(), batch["advantages"])
+        return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"], clip_low=0.9, clip_high=50)
 
     return loss
 
@@ -49,9 +50,10 @@ def killing_loss() -> Callable[..., losses.LossTerms]:
     return loss
 
 
-def train(group: RayModelGroup, steps: range) -> list[float]:
-    """The gradient norm of each step; it follows from the weights, and from the second step on from AdamW's moments."""
-    return [group.update(make_batch(step), policy_loss())["grad_norm"] for step in steps]
+def train(group: RayModelGroup, steps: range) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step: of the weights, and from the second step on of AdamW's moments."""
+    found = [group.update(make_batch(step), policy_loss()) for step in steps]
+    return [(metrics["loss"], metrics["grad_norm"]) for metrics in found]
 
 
 def placement_state(group: RayModelGroup) -> str:

@@ -28,6 +28,10 @@ def leave(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     sys.exit(3)
 
 
+def huge(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    return float(row.get("scale", 1)) * (3e38 if len(response) % 2 else -3e38)
+
+
 def constant(prompt: str, response: str, row: Mapping[str, Any]) -> int:
     return 1
 

@@ -216,6 +216,18 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
             "prompts.jsonl, line 1: the reward raised SystemExit: 3",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"reward": "rewards:huge"},
+            [{"text": "a", "scale": 10}],
+            "line 1: the reward returned",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"reward": "rewards:huge", "algorithm": "rloo", "dims": "tp=2", "prompts_per_step": 16},
+            [{"text": "a"}],
+            "step 1: the gradient norm is nan",
+            marks=pytest.mark.slow,
+        ),
         ({"reward": "rewards:constant", "algorithm": "dapo"}, [{"text": "a"}], "there is nothing for dapo to learn"),
         # Before any rank is started:
         ({"dims": "tp=3"}, [{"text": "a"}], "num_attention_heads=4 is not divisible by tp=3; use tp in {1, 2, 4}"),

@@ -61,3 +61,13 @@ def test_a_model_that_is_away_can_not_be_used(model: Path) -> None:
     Turns().add(worker)
     with pytest.raises(RuntimeError, match="needs the weights, which are offloaded"):
         worker.generate([[1]], max_new_tokens=1)
+
+
+@pytest.mark.gpu(1)
+def test_what_is_given_up_is_there_for_other_processes(model: Path) -> None:
+    worker = Actor.from_pretrained(model, device="cuda")
+    kept = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    del kept  # torch's allocator has it still
+    reserved = torch.cuda.memory_reserved()
+    worker.offload()
+    assert torch.cuda.memory_reserved() <= reserved - (1 << 28)

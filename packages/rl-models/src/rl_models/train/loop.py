@@ -93,7 +93,10 @@ class Loop:
         try:
             for step in range(done + 1, options.steps + 1):
                 self._seconds = {}
-                values = self._step(step)
+                try:
+                    values = self._step(step)
+                except FloatingPointError as error:
+                    raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
                 if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     with self._phase("evaluating"):
                         values |= self._evaluate()

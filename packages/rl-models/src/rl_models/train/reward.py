@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_models.prompts import Prompt
+
+_LARGEST = torch.finfo(torch.float32).max
 
 # (prompt, response, row) -> a number. Prompt and response are text where the checkpoint has a tokenizer, else lists of
 # token ids; the row is the prompt's whole line.
@@ -52,6 +56,6 @@ def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, respons
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{where} returned {value!r}, which is no number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{where} returned {number}; it must be finite")
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        raise ValueError(f"{where} returned {number}; it must be finite, in fp32 too")
     return number
