@@ -217,6 +217,11 @@ def test_full_recompute(ranks: RankPool) -> None:
     ranks.run(parity_on, "qwen3", ParallelDims(tp=2), world=2, **recompute)
 
 
+def test_experts_by_all_gather(ranks: RankPool) -> None:
+    options = {"moe_token_dispatcher_type": "allgather"}
+    ranks.run(parity_on, "qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), world=2, **options)
+
+
 def values_on(group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt

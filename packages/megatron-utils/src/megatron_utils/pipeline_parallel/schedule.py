@@ -98,7 +98,9 @@ def run_schedule(
             options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
         if caches is not None:
             own = caches[next(i for i, each in enumerate(chunks) if each is chunk)]
-            options["cache"] = own if micro_batches[number].num_sequences else chunk.new_cache(0, 0)
+            dummy = micro_batches[number].num_sequences == 0
+            # As long as the others on every context-parallel rank; its padding is a sequence to a cache of its own.
+            options["cache"] = chunk.new_cache(1, run[number].num_tokens) if dummy else own
         with (
             session.micro_batch(routing[number], backward=loss is not None)
             if session and routing
