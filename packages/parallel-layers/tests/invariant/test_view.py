@@ -25,6 +25,7 @@ from parallel_layers import (
 from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.context_parallel.ring import ring_attention
 from parallel_layers.invariant import tp_invariant
+from parallel_layers.losses import chunked, fused
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -272,6 +273,27 @@ def test_what_has_no_invariant_form() -> None:
         tp_invariant(RotaryEmbedding(4, parameters={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=8))(
             torch.arange(3)
         )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [5, 16])
+def test_what_the_kernels_of_the_head_are_given(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole sixteens of tokens, whatever there are: a stand-in for the kernels sees no other, and results are right."""
+    hidden, weight, labels = torch.randn(tokens, 8), torch.randn(30, 8), torch.arange(tokens)
+    temperature = torch.rand(tokens) + 0.5
+    expected = linear_log_probs(hidden, weight, labels, temperature=temperature)
+    seen = []
+
+    def statistics(hidden: Tensor, weight: Tensor, labels: Tensor, transform: Any) -> Tensor:
+        seen.append((len(hidden), len(labels), len(transform.temperature), len(weight)))
+        return chunked.head_statistics(hidden, weight, labels, transform)
+
+    monkeypatch.setattr(fused, "supports", lambda hidden, weight: True)
+    monkeypatch.setattr(fused, "head_statistics", statistics)
+    found = invariant.linear_log_probs(hidden, weight, labels, temperature=temperature)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert seen == [(16, 16, 16, size) for size in (8, 7, 1, 8, 6)]  # where ranks of 2 and of 4 begin
 
 
 def test_a_view_leaves_the_model_as_it_was() -> None:

@@ -164,11 +164,12 @@ def _part_statistics(
     """Statistics `[4, T]` of the rows from `first` up to `last`; the labels count from row 0."""
     weight_VH, labels_T = weight_VH[first:last], labels_T - first
     if fused.supports(hidden_TH, weight_VH):
-        more = -len(hidden_TH) % _TOKENS_MULTIPLE
-        if isinstance(transform.temperature, Tensor):
-            transform = transform._replace(temperature=F.pad(transform.temperature, (0, more), value=1.0))
-        hidden, labels = F.pad(hidden_TH, (0, 0, 0, more)), F.pad(labels_T, (0, more), value=-1)
-        return fused.head_statistics(hidden, weight_VH, labels, transform)[:, : len(hidden_TH)]
+        num_tokens = len(hidden_TH)
+        if more := -num_tokens % _TOKENS_MULTIPLE:
+            hidden_TH, labels_T = F.pad(hidden_TH, (0, 0, 0, more)), F.pad(labels_T, (0, more), value=-1)
+            if isinstance(transform.temperature, Tensor):
+                transform = transform._replace(temperature=F.pad(transform.temperature, (0, more), value=1.0))
+        return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform)[:, :num_tokens]
     step = max(1, _TILE_LOGITS // len(weight_VH))
     parts = []
     for start in range(0, max(len(hidden_TH), 1), step):
