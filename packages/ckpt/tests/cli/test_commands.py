@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,27 @@ def test_a_name_with_brackets_is_shown_as_it_is(
     shown = capsys.readouterr().out
     assert "[/bold]odd[red]" in shown
     assert title in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(
+    terminal: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What makes rich take any stream for a terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    result = run("shard", checkpoint("llama"), tmp_path / "a", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["files"] == 1
+    assert ("B/s" in result.stderr) == terminal
+    assert terminal or result.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "shard", "merge", "reshard", "verify", "diff"])
+def test_every_command_takes_json_and_explains_itself(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    # Some environments have colour forced on the help text, in the middle of an option's name.
+    assert "--json" in re.sub(r"\x1b\[[^m]*m", "", result.stdout)
 
 
 def held_bytes(tensor: Tensor) -> int:
