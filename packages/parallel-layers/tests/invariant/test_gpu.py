@@ -124,7 +124,7 @@ def test_values_and_gradients_are_the_ordinary_ones() -> None:
         out = log_probs(one, packed, None, False, of)
         results.append([out.detach(), *torch.autograd.grad(out.sum(), parameters)])
     for ours, theirs in zip(*results, strict=True):
-        assert (ours - theirs).float().norm() <= 0.03 * theirs.float().norm()
+        assert (ours - theirs).float().norm() <= 0.05 * theirs.float().norm()
 
 
 def training_step(seed: int) -> list[Tensor]:
