@@ -215,18 +215,25 @@ def chosen(group: ProcessGroup) -> list[str]:
         with pytest.raises(ValueError, match="overlap=") as caught:
             call()
         messages.append(str(caught.value))
-    wide = [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (4096, 1)]
-    return [choose_overlap(name, x, rows, group) for name, x, rows in cases] + wide + messages
+    names = []
+    for reason in (None, "no NVLink"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(overlap, "why_not_symmetric_memory", lambda *_, reason=reason: reason)
+            names += [choose_overlap(name, x, rows, group) for name, x, rows in cases]
+            names += [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (4096, 1)]
+    return names + messages
 
 
 def test_the_way_is_chosen_by_size_and_refused_by_name(ranks: RankPool) -> None:
     refused = "overlap='symmetric-memory' cannot be used: it needs CUDA devices, not cpu"
     unknown = "overlap='nvlink' is unknown; use one of 'auto', 'serial', 'collectives', 'symmetric-memory'"
     for names in ranks.run(chosen, world=2):
-        assert names[:5] == ["collectives", "serial", "serial", "collectives", "serial"]
-        assert names[5:7] == ["collectives", "serial"]  # sums in fp32: by size
+        rest = ["serial", "serial", "collectives", "serial"]
+        wide = ["collectives", "serial"]  # sums in fp32: by size
+        assert names[:7] == ["symmetric-memory", *rest, *wide]
+        assert names[7:14] == ["collectives", *rest, *wide]
         use = "; use 'auto', 'collectives' or 'serial'"
-        assert names[7:] == [refused + use, refused + use, unknown]
+        assert names[14:] == [refused + use, refused + use, unknown]
     assert available_overlaps(None, "cpu") == ("collectives", "serial")
 
 

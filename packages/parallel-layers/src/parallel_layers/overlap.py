@@ -12,10 +12,10 @@ Three ways, by name:
 
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles. One such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer (both grow with its inputs). Hence the rule of
-"auto": "collectives" for CUDA tensors from 4096 tokens a rank on, and products of at least 2048; "serial" below, and on
-a CPU, whose cores do the sending too. The chunks never need a copy of a whole activation: products are written to their
-rows of the output, sums to theirs. Compiled code, and code under torch.autocast, which knows no product into given
-memory, is "serial" whatever is asked for.
+"auto" for CUDA tensors from 4096 tokens a rank on: "symmetric-memory" where the group has it, else "collectives", with
+products of at least 2048 tokens; "serial" below, and on a CPU, whose cores do the sending too. The chunks never need a
+copy of a whole activation: products are written to their rows of the output, sums to theirs. Compiled code, and code
+under torch.autocast, which knows no product into given memory, is "serial" whatever is asked for.
 
 Shape suffixes: T tokens, I input features, O output features, n ranks.
 """
@@ -76,8 +76,11 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: 
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return "serial"
-    if name == "auto" or (name == "symmetric-memory" and dtype not in (None, x.dtype)):
-        return "collectives" if x.is_cuda and rows >= 2 * CHUNK_ROWS else "serial"
+    rounds = dtype in (None, x.dtype)
+    if name == "auto" or (name == "symmetric-memory" and not rounds):
+        if not x.is_cuda or rows < 2 * CHUNK_ROWS:
+            return "serial"
+        return "symmetric-memory" if rounds and why_not_symmetric_memory(group, x.device) is None else "collectives"
     if name == "symmetric-memory" and (reason := why_not_symmetric_memory(group, x.device)) is not None:
         raise ValueError(f"overlap={name!r} cannot be used: {reason}; use 'auto', 'collectives' or 'serial'")
     return name
