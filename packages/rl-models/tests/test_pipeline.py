@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,18 @@ def fail_in_the_loss(group: ProcessGroup, path: Path) -> float:
 def test_an_error_of_the_loss_reaches_every_stage(ranks: RankPool, models: dict[str, Path]) -> None:
     first, last = ranks.run(fail_in_the_loss, models["tied"], world=2, timeout=60)
     assert first == last
+
+
+def update_strictly(group: ProcessGroup, path: Path) -> None:
+    for kind, loss in ((Actor, push_up), (Critic, lambda values, part: LossTerms(values.square()))):
+        worker = load(group, path, ParallelDims(cp=2), kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            worker.update(make_batch(ParallelDims(), 0), loss)
+
+
+def test_an_update_over_context_parallel_ranks_warns_of_nothing(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks.run(update_strictly, models["tied"], world=2, timeout=60)
 
 
 def generate(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any]) -> Batch:

@@ -92,7 +92,10 @@ class _PackedModel(nn.Module):
     def _gather_context(self, per_token: Tensor) -> Tensor:
         """All tokens' numbers from those of this rank's tokens. Every rank goes on with all of them, so backward each
         takes its own tokens' gradients."""
-        return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout)
+        if self.model.context_group is None:
+            return per_token
+        # No view: FSDP2 warns of one, since what is done to it in place would pass by its hooks.
+        return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
 
 
 class CausalLM(_PackedModel):
@@ -163,7 +166,8 @@ class CausalLM(_PackedModel):
             return own
         if own.entropy is None:
             return LogProbs(self._gather_context(own.log_probs), None)
-        return LogProbs(*self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1)).unbind(1))
+        both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
+        return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
         """An empty cache for `next_logits`, for this rank's layers and their key-value heads."""
