@@ -17,7 +17,10 @@ Variants of ours, which share one model:
                                             products instead of four, and [T, V/tp] of memory
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
-megatron takes Transformer Engine's layers where it is installed and is left out where it is not; a CPU runs ours alone.
+megatron takes Transformer Engine's layers, with cuDNN's attention, where it is installed and is left out where it is
+not; a CPU runs ours alone. Left to choose, Transformer Engine 2.20.2 takes flash-attn-4 4.0.0b36, whose kernels then
+finish sooner than the GPU can multiply, so not all of the attention is there. A step is refused in which a sequence's
+second token does not see its first.
 Its overlap wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, ours wants nothing: compare with and without.
 
 --trace profiles one step of each variant and writes which kernels took the time, on which stream.
@@ -156,6 +159,7 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
     tp = 1 if task.group is None else task.group.size()
     if not dist.is_initialized():
@@ -177,6 +181,7 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
         layernorm_epsilon=hf["rms_norm_eps"],
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=AttnBackend.fused,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
@@ -208,14 +213,29 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
 
     randomise(model)
 
+    def losses(input_ids: Tensor) -> Tensor:
+        result: Tensor = model(
+            input_ids[None], packed.position_ids[None], None, labels=labels, packed_seq_params=bounds
+        )
+        return result
+
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        losses: Tensor = model(
-            packed.input_ids[None], packed.position_ids[None], None, labels=labels, packed_seq_params=bounds
-        )
-        losses.sum().backward()
+        losses(packed.input_ids).sum().backward()
 
+    check_that_tokens_see_each_other(losses, packed)
     return model, step
+
+
+@torch.no_grad()
+def check_that_tokens_see_each_other(losses: Callable[[Tensor], Tensor], packed: PackedSequence) -> None:
+    """Raise RuntimeError when another first token leaves the loss of a sequence's second one as it was."""
+    first = packed.cu_seqlens[:-1].long()
+    changed = packed.input_ids.clone()
+    changed[first] = (changed[first] + 1) % changed.max()
+    before, after = (losses(ids).flatten()[first + 1] for ids in (packed.input_ids, changed))
+    if blind := (before == after).nonzero().flatten().tolist():
+        raise RuntimeError(f"the attention leaves out sequences {blind} of the pack; take another attention backend")
 
 
 def peak(model: nn.Module, step: Step) -> float:
