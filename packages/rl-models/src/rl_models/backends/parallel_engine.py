@@ -18,7 +18,7 @@ from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.calls import Call
 from rl_models.backends.decoding import decode
 from rl_models.backends.engine import Loss, NextLogits, Outputs
-from rl_models.backends.fsdp import full_tensors, release, shard_over_dp
+from rl_models.backends.fsdp import release, shard_over_dp
 from rl_models.backends.loads import LoadCounter, batch_totals
 from rl_models.backends.options import EngineOptions, RouterLosses
 from rl_models.backends.pipeline import MakeTask, Pipeline, sum_tied_gradients
@@ -218,6 +218,6 @@ class ParallelEngine:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
-        tensors = full_tensors(self.model)
+        tensors = self.model.state_dict()
         chunks = [self._of(place, tensors) for place in self.places]
         ckpt.save_hf(path, chunks, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
