@@ -133,6 +133,13 @@ class Family:
 class GptOss(Family):
     """Its experts' weights are `[E, in, out]`, gate and up take turns in the last dim, and the router is `router`."""
 
+    def build(self) -> nn.Module:
+        layer = super().build()
+        experts = layer.mlp.experts
+        # transformers 5.17 does not read these from the config.
+        experts.alpha, experts.limit = self.options["swiglu_alpha"], self.options["swiglu_limit"]
+        return layer
+
     def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ours = {}
         for name, tensor in tensors.items():

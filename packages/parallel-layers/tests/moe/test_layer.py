@@ -104,6 +104,8 @@ def reference(family: str, hidden: Tensor, d_out: Tensor) -> tuple[nn.Module, Te
     build, config, _ = FAMILIES[family]
     config._experts_implementation = "eager"
     block = build(config)
+    if family == "gpt_oss":  # transformers 5.17 does not read these
+        block.experts.alpha, block.experts.limit = config.swiglu_alpha, config.swiglu_limit
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.4)
     if family == "deepseek_v3":
