@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 import ckpt
-from parallel_layers import ParallelDims
+from parallel_layers import LogProbs, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 
@@ -322,3 +322,32 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
     with pytest.raises(ValueError, match="is no checkpoint folder"):
         Actor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_the_head_is_told_whether_to_keep_its_probabilities(
+    model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeping does is the head's; on a CPU it changes nothing."""
+    module = {"parallel": "rl_models.models", "transformers": "hf_patches.head"}[backend]
+    kept: list[bool] = []
+
+    def head(*args: Any, keep_probabilities: bool, **options: Any) -> LogProbs:
+        kept.append(keep_probabilities)
+        return linear_log_probs(*args, keep_probabilities=keep_probabilities, **options)
+
+    monkeypatch.setattr(f"{module}.linear_log_probs", head)
+    results = []
+    for keep in (False, True):
+        actor = Actor.from_pretrained(model, backend=backend, device="cpu", keep_probabilities=keep)
+        results.append(actor.update(make_batch(), policy_loss))
+    assert kept[0] is False
+    assert kept[-1] is True
+    assert results[0] == results[1]
+
+
+def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"keep_probabilities=True is the ordinary head's; leave out tp_invariant=True"
+    ):
+        Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)

@@ -55,6 +55,7 @@ class ModelOptions(TypedDict, total=False):
         chunks: what this rank holds of a pipeline; default the whole model.
         recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
             "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        keep_probabilities: of the head, see `parallel_layers.linear_log_probs`; not of the decoder itself.
         tp_invariant: what `parallel_layers.invariant.tp_invariant` makes of the layers, in their place.
         dtype, device: of the parameters.
     """
@@ -66,6 +67,7 @@ class ModelOptions(TypedDict, total=False):
     expert_tensor_parallel: bool
     chunks: Sequence[Chunk]
     recompute: Recompute
+    keep_probabilities: bool
     tp_invariant: bool
     dtype: torch.dtype | None
     device: torch.device | str | None

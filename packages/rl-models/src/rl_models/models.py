@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -44,6 +45,7 @@ class _PackedModel(nn.Module):
         self.sequence_parallel = options.get("sequence_parallel", False) and self.group is not None
         options["sequence_parallel"] = self.sequence_parallel
         self.tp_invariant = options.get("tp_invariant", False)
+        self.keep_probabilities = options.get("keep_probabilities", False)
         self.model = Decoder(config, **options)
         self.tokens_multiple_of = self._tokens_multiple_of(options.get("expert_tensor_parallel", True))
         if any(chunk.last for chunk in self.chunks):
@@ -151,7 +153,8 @@ class CausalLM(_PackedModel):
         labels = next_token_labels(packed) if labels is None else labels
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
-        head = invariant.linear_log_probs if self.tp_invariant else linear_log_probs
+        ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
+        head = invariant.linear_log_probs if self.tp_invariant else ordinary
         own = head(
             self(packed, hidden, chunk=chunk, routing=routing),
             self.head_weight,

@@ -58,6 +58,7 @@ class Worker(WorkerState):
         context_parallel: ContextParallel = "ulysses",
         router_losses: RouterLosses | None = None,
         recompute: Recompute = None,
+        keep_probabilities: bool = False,
         tp_invariant: bool = False,
         deterministic: bool = False,
         megatron: MegatronOptions | None = None,
@@ -80,6 +81,8 @@ class Worker(WorkerState):
             router_losses: of a mixture of experts, added by `update`; default none.
             recompute: what is computed again in the backward instead of saved: "full", "selective" (MLPs and experts),
                 or the numbers of the layers that are.
+            keep_probabilities: the head keeps `[T, V/tp]` in bf16 for the backward, which then needs a matrix product
+                less (on GPUs; backends "parallel" and "transformers").
             tp_invariant: log-probs and values have the same bits at tp 1, 2 and 4 and in every batch (backend
                 "parallel"; no mixture of experts). Generation is not part of it.
             deterministic: the same call gives the same bits at every run on the same grid. It is a setting of the whole
@@ -102,6 +105,7 @@ class Worker(WorkerState):
             context_parallel=context_parallel,
             router_losses=router_losses or RouterLosses(),
             recompute=recompute,
+            keep_probabilities=keep_probabilities,
             tp_invariant=tp_invariant,
             deterministic=deterministic,
             megatron=megatron or MegatronOptions(),

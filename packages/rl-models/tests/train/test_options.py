@@ -142,7 +142,9 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         virtual_stages: 2
         pipeline_split: [1, 2, 2, 1]
         router_balance: 0.01
+        router_sequence_balance: 0.02
         router_z: 0.001
+        keep_probabilities: true
         megatron_layers: transformer_engine
         distributed_optimizer: false
         learning_rate: 1e-5
@@ -161,8 +163,9 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "sequence_parallel": False,
         "pipeline": PipelineOptions("zero-bubble", 2, (1, 2, 2, 1)),
         "context_parallel": "ring",
-        "router_losses": RouterLosses(0.01, 0.001),
+        "router_losses": RouterLosses(balance=0.01, sequence_balance=0.02, z=0.001),
         "recompute": (0, 2),
+        "keep_probabilities": True,
         "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
         "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
         "max_tokens_per_micro_batch": 512,

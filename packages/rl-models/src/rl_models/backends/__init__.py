@@ -51,7 +51,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.backends.megatron",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
-        ("recompute", "tp_invariant"),
+        ("recompute", "keep_probabilities", "tp_invariant"),
     ),
     "transformers": Backend(
         "rl_models.backends.huggingface",

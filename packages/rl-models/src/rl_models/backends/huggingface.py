@@ -184,6 +184,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             value_head=kind.value_head,
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
+            keep_probabilities=options.keep_probabilities,
             probe=False,
         )
         return model, patched, lacked

@@ -42,7 +42,7 @@ class PipelineOptions:
             raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterLosses:
     """Weights of the auxiliary losses of a mixture of experts, which an update adds to the loss it is given.
 
@@ -97,13 +97,15 @@ class EngineOptions:
         router_losses: of a mixture of experts; the config's own coefficients count for nothing.
         recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
             "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        keep_probabilities: the head keeps its probabilities, `[T, V/tp]` in bf16, from the forward to the backward,
+            which then needs a matrix product less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: log-probs and values whose bits depend neither on tp nor on the rest of a batch
             (`parallel_layers.invariant`).
         deterministic: see `rl_models.determinism`.
         megatron: of that backend.
 
     Raises:
-        ValueError: an unknown `recompute`.
+        ValueError: an unknown `recompute`, or options that exclude each other.
     """
 
     dtype: torch.dtype | None = None
@@ -112,6 +114,7 @@ class EngineOptions:
     context_parallel: ContextParallel = "ulysses"
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     recompute: Recompute = None
+    keep_probabilities: bool = False
     tp_invariant: bool = False
     deterministic: bool = False
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
@@ -121,3 +124,5 @@ class EngineOptions:
             raise ValueError(
                 f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"
             )
+        if self.keep_probabilities and self.tp_invariant:
+            raise ValueError("keep_probabilities=True is the ordinary head's; leave out tp_invariant=True")

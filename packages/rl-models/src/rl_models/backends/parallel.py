@@ -60,6 +60,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "expert_tensor_parallel": grid.expert_tensor_parallel,
             "chunks": _chunks(layout, places),
             "recompute": options.recompute,
+            "keep_probabilities": options.keep_probabilities,
             "tp_invariant": options.tp_invariant,
             "dtype": options.dtype or stored_dtype(path),
             # Nothing is allocated or initialised that the checkpoint then replaces.

@@ -68,11 +68,13 @@ class TrainOptions:
     pipeline_split: Annotated[
         str | None, Says("Layers of each chunk, such as 3,5; default as even as possible.", free=True)
     ] = None
+    keep_probabilities: Annotated[bool, Says("The head saves a product for [T, V/tp] of memory.", free=True)] = False
     tp_invariant: Annotated[bool, Says("Log-probs with the same bits at every tp, in every batch.", free=True)] = False
     deterministic: Annotated[bool, Says("The same bits at every run on the same grid.", free=True)] = False
     megatron_layers: Annotated[str, Says("local or transformer_engine, of that backend.", free=True)] = "local"
     distributed_optimizer: Annotated[bool, Says("Megatron-Core's, divided over dp x cp.", free=True)] = True
     router_balance: Annotated[float, Says("Of the load-balancing loss of a mixture of experts.")] = 0.0
+    router_sequence_balance: Annotated[float, Says("Of the one within each sequence.")] = 0.0
     router_z: Annotated[float, Says("Of the z-loss of its routers.")] = 0.0
     router_replay: Annotated[bool, Says("Learn with the experts that the old log-probs were computed with.")] = False
 
@@ -228,9 +230,12 @@ class TrainOptions:
             sequence_parallel=self.sequence_parallel if own or grid.tp > 1 else None,
             pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
             context_parallel=self.context_parallel,  # type: ignore[arg-type]
-            router_losses=RouterLosses(self.router_balance, self.router_z),
+            router_losses=RouterLosses(
+                balance=self.router_balance, sequence_balance=self.router_sequence_balance, z=self.router_z
+            ),
             recompute=parse_recompute(self.recompute),
             megatron=MegatronOptions(self.megatron_layers, self.distributed_optimizer),  # type: ignore[arg-type]
+            keep_probabilities=self.keep_probabilities,
             tp_invariant=self.tp_invariant,
             deterministic=self.deterministic,
         )
