@@ -5,22 +5,26 @@
 Each row names the fewest bytes that the operation must move; its rate is those bytes over the measured time, and the
 ratio is that rate over a device-to-device copy's, measured in the same run (bytes read plus bytes written). Times are
 medians of CUDA-event times over replays of a CUDA graph that holds several calls on rotating buffers, so neither
-Python nor launch gaps are in them. Peers that are not installed are left out. `--sweep` times the kernels' own launch
-parameters instead.
+Python nor launch gaps are in them. Peers that are not installed are left out; one that fails is a row without times,
+and its reason is printed. `--sweep` times the kernels' own launch parameters instead.
+
+Everything runs on one stream, which is not the default one. Autograd runs a backward on the stream of its forward, and
+a graph can take in no work of the default stream: the backward of an operation that ran there cannot be captured
+(https://github.com/pytorch/pytorch/issues/164302).
 """
 
 import argparse
 import functools
 import importlib
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch._functorch.config
+from measure import Call, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,20 +34,18 @@ from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128
 CALLS, REPLAYS = 9, 15
-Call = Callable[[], object]
 
 
 def median_us(calls: list[Call]) -> float:
-    """Microseconds of one call: the calls run one after another in a CUDA graph, whose replays are timed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls * 2:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    """Microseconds of one call: the calls run one after another in a CUDA graph, whose replays are timed.
+
+    The current stream is captured, on which what the calls differentiate was computed.
+    """
+    for call in calls * 2:
+        call()
     graph = torch.cuda.CUDAGraph()
     # A peer's background threads may touch the device meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for i in range(CALLS):
             calls[i % len(calls)]()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
@@ -252,6 +254,16 @@ def backward_call(function: Callable[..., object], inputs: list[Tensor]) -> Call
     return functools.partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True)
 
 
+def reason(error: BaseException) -> str:
+    """First lines of an error and of those that led to it: what ends a broken capture says only that it is broken."""
+    lines = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines.append(f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}")
+        cause = cause.__cause__ or cause.__context__
+    return ", after ".join(lines)
+
+
 def measure(operation: Operation, ceiling: float) -> Iterator[Row]:
     sets = [operation.inputs() for _ in range(3)]
     for name, function in operation.variants.items():
@@ -260,8 +272,7 @@ def measure(operation: Operation, ceiling: float) -> Iterator[Row]:
                 forward = median_us([functools.partial(function, *inputs) for inputs in sets])
             backward = median_us([backward_call(function, inputs) for inputs in sets])
         except Exception as error:
-            message = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            yield Row(operation.name, name, float("nan"), float("nan"), float("nan"), float("nan"), message)
+            yield Row(operation.name, name, float("nan"), float("nan"), float("nan"), float("nan"), reason(error))
             continue
         yield Row(
             operation.name,
@@ -342,6 +353,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time launch parameters of our kernels")
     parser.add_argument("--sizes", nargs="*", type=int, default=[4096, 128], help="row sizes of the norm's sweep")
     options = parser.parse_args()
+    torch.cuda.set_stream(torch.cuda.Stream())
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # backwards are replayed
     ceiling = copy_rate()
@@ -352,9 +364,7 @@ def main() -> None:
         for _, group in itertools.groupby(trials, key=lambda trial: trial.kernel):
             for trial in list(group)[:8]:
                 print(f"{trial.kernel}: {trial.ratio:.3f} of copy, {trial.microseconds:.1f} us, {trial.launch}")
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump([asdict(trial) for trial in trials], file, indent=1)
+        write_json(options.json, copy_bytes_per_second=ceiling, trials=trials)
         return
     rows: list[Row] = []
     print("| operation | variant | forward us | of copy | backward us | of copy |\n|---|---|---|---|---|---|")
@@ -368,9 +378,7 @@ def main() -> None:
             )
             if row.note:
                 print(f"{row.variant}: {row.note}", file=sys.stderr)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"copy_bytes_per_second": ceiling, "rows": [asdict(row) for row in rows]}, file, indent=1)
+    write_json(options.json, copy_bytes_per_second=ceiling, rows=rows)
 
 
 if __name__ == "__main__":
