@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,14 @@ RUNS = {
     "attention": (1, ["--tiny", "--rounds", "1"]),
     "invariant": (2, ["--tiny", "--rounds", "1"]),
     "step": (2, ["--tiny", "--rounds", "1"]),
+    "float8": (1, ["--tiny", "--rounds", "1"]),
     "context_parallel": (2, ["--tiny", "--rounds", "1"]),
     "huggingface": (2, ["--tiny", "--rounds", "1", "--tokens", "256"]),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_benchmark_runs(name: str, tmp_path: Path) -> None:
-    ranks, arguments = RUNS[name]
-    report = tmp_path / "report.json"
+def run_benchmark(name: str, ranks: int, arguments: list[str], report: Path) -> dict[str, Any]:
+    """What the benchmark writes to `report`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--json", str(report)]
     run = subprocess.run(
@@ -31,4 +30,23 @@ def test_benchmark_runs(name: str, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "| " in run.stdout
-    assert json.loads(report.read_text())["machine"]["torch"]
+    written: dict[str, Any] = json.loads(report.read_text())
+    assert written["machine"]["torch"]
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_benchmark_runs(name: str, tmp_path: Path) -> None:
+    run_benchmark(name, *RUNS[name], tmp_path / "report.json")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_the_first_row_of_elementwise_is_captured(tmp_path: Path) -> None:
+    """Its backward, too, before any other capture has run."""
+    written = run_benchmark("elementwise", 1, ["--only", "head_norm"], tmp_path / "report.json")
+    first = written["rows"][0]
+    assert first["variant"] == "ours"
+    assert first["note"] == ""
+    assert first["backward_us"] > 0
