@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
@@ -160,6 +167,56 @@ def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
             assert sum(new) > len(new) // 2 or len(new) == 1
 
 
+@pytest.fixture(scope="session")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that give NaN after the token 9, and after no other."""
+    folder = tmp_path_factory.mktemp("diverged")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    for name, model in (
+        ("llama", LlamaForCausalLM(LlamaConfig(**SIZES))),
+        ("moe", Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))),
+    ):
+        model.get_input_embeddings().weight.data[9] = torch.nan
+        model.save_pretrained(folder / name)
+    return {"llama": folder / "llama", "moe": folder / "moe"}
+
+
+def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> tuple[list[str], Batch]:
+    """What is said of prompts that only the last data-parallel rank has; the actor then goes on."""
+    actor = load(group, path, dims, "parallel")
+    last = group.rank() == dims.world_size - 1 or dims.dp == 1
+    said = []
+    for prompts in ([[1, 5], [3, 9]], [[1], [51]]):
+        for options in ({}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}):
+            with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
+                actor.generate(prompts if last else [[2]], max_new_tokens=1, n=2, **options)
+            said.append(str(error.value))
+    return said, actor.generate([[1, 5]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "dims"),
+    [
+        ("llama", ParallelDims()),
+        ("llama", ParallelDims(tp=2)),
+        ("llama", ParallelDims(pp=2)),
+        ("llama", ParallelDims(dp=2)),
+        ("moe", ParallelDims(dp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_a_diverged_model_is_named_on_every_rank_and_nothing_hangs(
+    ranks: RankPool, diverged: dict[str, Path], model: str, dims: ParallelDims
+) -> None:
+    results = ranks.run(fail_to_generate, diverged[model], dims, world=dims.world_size, timeout=60)
+    for rank, (said, after) in enumerate(results):
+        other = "rank 1: " if dims.dp == 2 and rank == 0 else ""
+        nan = "the model gives NaN or infinite logits after 0 tokens of the responses (prompt, response) "
+        assert all(text.startswith(f"{other}{nan}[(1, 0), (1, 1)]: ") for text in said[:3])
+        assert all(text.startswith(f"{other}token id 51 ") for text in said[3:])
+        assert after["log_probs"].isfinite().all()
+
+
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:
     actor = Actor.from_pretrained(models["llama"], device="cpu")
     for prompts, options, message in (
@@ -168,6 +225,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ([[1]], {"n": 0}, "n=0 must be at least 1"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([[1]], {"top_p": 1.5}, "top_p=1.5 must lie in"),
+        ([], {"temperature": -1.0}, "temperature=-1.0 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
             actor.generate(prompts, **{"max_new_tokens": 2, **options})

@@ -45,6 +45,15 @@ def test_log_probs_are_those_before_truncation_and_greedy_takes_the_largest() ->
     torch.testing.assert_close(greedy_log_probs, log_probs)
 
 
+def test_a_row_that_is_no_distribution_has_no_log_prob_and_leaves_the_others_alone() -> None:
+    inf = torch.inf
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [inf, 0.0], [-inf, -inf], [-inf, 2.0]])
+    for options in ({}, {"top_k": 1}, {"top_p": 0.5}, {"temperature": 0.0}):
+        _, log_probs = sample(logits, **options)
+        assert log_probs.isnan().tolist() == [False, True, True, True, False]
+        assert log_probs[4] == 0
+
+
 def test_mistakes_are_refused() -> None:
     logits = torch.zeros(1, 3)
     for options, message in (

@@ -118,7 +118,8 @@ class Actor(Worker):
             `log_probs` `[T]`: of each response token at this temperature, equal to what `log_probs` gives; 0 elsewhere.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or an option out of its range.
+            ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, or logits that are
+                NaN or infinite, which names the responses; on every rank alike.
         """
         self._memory.require("generate")
         options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)

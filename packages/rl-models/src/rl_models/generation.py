@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt import agree
 from parallel_layers.embedding import check_token_ids
 from rl_models.backends import Engine
 from rl_models.batch import Batch
-from rl_models.sampling import sample
+from rl_models.sampling import check_sampling, sample
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,23 @@ class SamplingOptions:
         for name in ("max_new_tokens", "n"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options: SamplingOptions) -> Batch:
-    """Continue every prompt `options.n` times; see `Actor.generate`."""
+    """Continue every prompt `options.n` times; see `Actor.generate`. What fails for one dp rank's prompts is raised on
+    all of them: the others would wait for it in whatever they do next."""
+    data_parallel = engine.grid.group("dp")
+    rows = agree(lambda: _checked(engine, prompts), data_parallel)
+    return agree(lambda: _responses(engine, rows, options), data_parallel)
+
+
+def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
+    """The prompts on the engine's device.
+
+    Raises:
+        ValueError: one is empty, or has a token outside the vocabulary.
+    """
     device = engine.grid.device
     rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device).flatten() for prompt in prompts]
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
@@ -44,6 +58,16 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
         )
     for row in rows:
         check_token_ids(row, engine.vocab_size)
+    return rows
+
+
+def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:
+    """Prompts and responses.
+
+    Raises:
+        ValueError: the model gives logits that are no distribution.
+    """
+    device = engine.grid.device
     # Ranks that share experts run every forward pass together: who has nothing to do brings a token that nobody reads.
     together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
     inputs = rows
@@ -57,7 +81,7 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
     lengths = [0] * len(rows)
     # The responses that the engine's sequences are, once it has the prompts, and which of them go on.
     held, alive = list(range(len(rows))), [True] * len(rows)
-    nothing = stop[:0]
+    nothing, broken = stop[:0], list[int]()
     longest = max((len(row) for row in rows), default=0)
     with engine.decoding(len(inputs), longest + options.max_new_tokens) as next_logits:
         step, keep = 0, None
@@ -78,7 +102,12 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
             )
             tokens[held, step], log_probs[held, step] = drawn, drawn_log_probs
             step += 1
-            for place, stops in enumerate(torch.isin(drawn, stop).tolist()):
+            stopping, undrawn = torch.stack([torch.isin(drawn, stop), drawn_log_probs.isnan()]).tolist()
+            if broken := [held[place] for place, bad in enumerate(undrawn) if bad and alive[place]]:
+                # Ranks that share experts still need this one in their forward passes.
+                alive, inputs = [False] * len(alive), [nothing] * len(alive)
+                continue
+            for place, stops in enumerate(stopping):
                 lengths[held[place]] += alive[place]
                 alive[place] &= not stops
             if 0 < 2 * sum(alive) <= len(alive):
@@ -89,6 +118,13 @@ def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options:
             inputs = [nothing] * len(held)
             if step < options.max_new_tokens:
                 inputs = [drawn[i : i + 1] if goes_on else nothing for i, goes_on in enumerate(alive)]
+    if broken:
+        where = [(number // options.n, number % options.n) for number in broken]
+        raise ValueError(
+            f"the model gives NaN or infinite logits after {step - 1} tokens of the responses (prompt, response) "
+            f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
+            "an earlier one, and look at the learning rate and the loss"
+        )
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     of_responses = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
     of_prompts = [torch.zeros(len(row), device=device) for row in rows]

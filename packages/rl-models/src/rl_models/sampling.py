@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 
+def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> None:
+    """Raise for what no draw can be made with.
+
+    Raises:
+        ValueError: the temperature is negative, top_k below 1 or top_p outside (0, 1].
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must not be negative")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must lie in (0, 1]")
+
+
 def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
     """Set the logits that may not be drawn to -inf.
 
@@ -15,10 +29,7 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
     Raises:
         ValueError: top_k is below 1 or top_p outside (0, 1].
     """
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must lie in (0, 1]")
+    check_sampling(top_k=top_k, top_p=top_p)
     if top_k is not None and top_k < logits_NV.shape[-1]:
         kept = logits_NV.topk(top_k, dim=-1)
         logits_NV = torch.full_like(logits_NV, -torch.inf).scatter(-1, kept.indices, kept.values)
@@ -49,17 +60,19 @@ def sample(
 
     Returns:
         Tokens `[N]` int64, and their log-probabilities `[N]` fp32 at this temperature (at 1 when it is 0), before the
-        truncation: those that a training step computes for the same tokens.
+        truncation: those that a training step computes for the same tokens. NaN, with an arbitrary token, for a row
+        that is no distribution: with a NaN or +inf in it, or with nothing but -inf. (To look for one would stall a
+        device at every token; the caller reads the log-probabilities anyhow.)
 
     Raises:
-        ValueError: the temperature is negative.
+        ValueError: the temperature is negative, or what `truncate` refuses.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative")
+    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
-        probabilities = truncate(log_probs_NV, top_k=top_k, top_p=top_p).softmax(dim=-1)
+        # A row that is no distribution is NaN throughout. torch would fail for all, on a GPU for good.
+        probabilities = truncate(log_probs_NV, top_k=top_k, top_p=top_p).softmax(dim=-1).nan_to_num_(nan=1.0)
         tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]
