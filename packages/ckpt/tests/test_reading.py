@@ -42,6 +42,18 @@ def test_any_number_of_threads_reads_the_same(
     assert seen[-1][0] == counter.data_bytes
 
 
+def load_and_watch(group: Any, source: str) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    load_hf(source, layout_for(source), Place(tp=(group.rank(), 2)), group=group, progress=lambda *at: seen.append(at))
+    return seen
+
+
+def test_the_first_rank_alone_shows_progress(checkpoint: Checkpoints, ranks: Any) -> None:
+    first, second = ranks.run(load_and_watch, str(checkpoint("llama")), world=2)
+    assert first[-1][0] == first[-1][1] > 0
+    assert second == []
+
+
 def test_a_thread_has_one_buffer_at_most(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint("llama")
     monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 100)

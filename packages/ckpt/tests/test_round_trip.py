@@ -1,10 +1,15 @@
-"""Loading, resharding and saving are inverse: over random shapes, grids, targets and layer placements."""
+"""Loading, resharding and saving are inverse: over random shapes, grids, targets and layer placements.
+
+Optimizer state goes along, in files and between live ranks: moments with values of their own, and step counts.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,23 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, Layout, layout_for, load_hf, save_hf
+from ckpt import (
+    Grid,
+    Layout,
+    Place,
+    layout_for,
+    load_hf,
+    load_shards,
+    merge,
+    redistribute,
+    redistribute_optimizer,
+    reshard,
+    save_hf,
+    save_shards,
+)
 
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+MOMENTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
 TARGETS = ("parallel", "megatron", "megatron_te")
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -113,3 +133,95 @@ def test_load_and_save_are_inverse_on_any_grid(data: st.DataObject) -> None:
             saved = load_file(destination / "model.safetensors")
             assert saved.keys() == state.keys()
             assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
+
+
+def write_run(folder: Path, config: dict[str, Any], role: Any) -> None:
+    """A model in `weights`, and each of its moments in a folder of its own, as if it were a model, too."""
+    torch.manual_seed(0)
+    canonical = layout_for(config, role=role).canonical
+    for slot, dtype in {"weights": torch.float32, **MOMENTS}.items():
+        (folder / slot).mkdir()
+        state = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in canonical.items()}
+        save_file(state, folder / slot / "model.safetensors")
+        (folder / slot / "config.json").write_text(json.dumps(config))
+
+
+def held_at(folder: Path, layout: Layout, place: Place) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """What a place holds of a run, read from the Hugging Face files: weights and the state of an optimizer."""
+    moments = {slot: load_hf(folder / slot, layout, place) for slot in MOMENTS}
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, block in layout.at(place).items():
+        # Step counts differ from layer to layer, as when some were frozen for a while.
+        layer = re.search(r"layers\.(\d+)", block.names[0])
+        step = torch.tensor(100.0 + int(layer[1]) if layer else 7.0)
+        state[name] = {"step": step, **{slot: held[name] for slot, held in moments.items()}}
+    return load_hf(folder / "weights", layout, place), state
+
+
+def layout_on(data: st.DataObject, config: dict[str, Any], role: Any, layers: Any) -> Layout:
+    target, multiple = data.draw(st.sampled_from(TARGETS)), data.draw(st.integers(1, 3))
+    return layout_for(config, target, role, layers=layers, vocab_multiple=multiple)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_files_go_from_any_grid_to_any_other_with_their_optimizer(assert_same: AssertSame, data: st.DataObject) -> None:
+    config, role = data.draw(configs()), data.draw(st.sampled_from(["causal_lm", "value"]))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_run(folder, config, role)
+        whole = layout_for(config, role=role)
+        tensors, state = held_at(folder, whole, Place())
+        save_shards(folder / "0", tensors, whole, Place(), optimizer=state)
+        for number in (1, 2):
+            grid, layers = data.draw(grids(config))
+            layout = layout_on(data, config, role, layers)
+            reshard(
+                folder / f"{number - 1}",
+                folder / f"{number}",
+                grid,
+                target=layout.target,
+                layers=layers,
+                vocab_multiple=layout.vocab_multiple,
+            )
+            for place in grid.places():
+                tensors, state = held_at(folder, layout, place)
+                moved, moved_state = load_shards(folder / f"{number}", place)
+                assert_same(moved, tensors)
+                assert moved_state.keys() == state.keys()
+                for local, slots in state.items():
+                    assert_same(moved_state[local], slots)
+        merge(folder / "2", folder / "merged")
+        assert_same(load_file(folder / "merged" / "model.safetensors"), load_file(folder / "weights/model.safetensors"))
+
+
+def move(group: Any, folder: str, layout: Layout, grid: Grid, to_layout: Layout, to_grid: Grid, turn: int) -> Any:
+    """From one grid to another, whose places lie on other ranks; several to a rank, or none. Returns the result and
+    what it must be."""
+    run, rank, size = Path(folder), group.rank(), group.size()
+    places, to_places = list(grid.places())[rank::size], list(to_grid.places())[(rank + turn) % size :: size]
+    held = [held_at(run, layout, place) for place in places]
+    expected = [held_at(run, to_layout, place) for place in to_places]
+    tensors = redistribute([own for own, _ in held], layout, places, to_layout, to_places, group=group)
+    state = redistribute_optimizer([own for _, own in held], layout, places, to_layout, to_places, group=group)
+    return list(zip(tensors, state, strict=True)), expected
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_live_ranks_go_from_any_grid_to_any_other_with_their_optimizer(
+    assert_same: AssertSame, ranks: Any, data: st.DataObject
+) -> None:
+    config, role = data.draw(configs()), data.draw(st.sampled_from(["causal_lm", "value"]))
+    (grid, layers), (to_grid, to_layers) = data.draw(grids(config)), data.draw(grids(config))
+    layout, to_layout = layout_on(data, config, role, layers), layout_on(data, config, role, to_layers)
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(Path(folder), config, role)
+        turn = data.draw(st.integers(0, 3))
+        for moved, expected in ranks.run(move, folder, layout, grid, to_layout, to_grid, turn, world=4):
+            assert len(moved) == len(expected)
+            for (tensors, state), (wanted, wanted_state) in zip(moved, expected, strict=True):
+                assert_same(tensors, wanted)
+                assert state.keys() == wanted_state.keys()
+                for local, slots in wanted_state.items():
+                    assert_same(state[local], slots)

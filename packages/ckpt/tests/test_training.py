@@ -293,6 +293,31 @@ def test_old_checkpoints_are_pruned_and_latest_points_to_the_newest(saved: tuple
         save_training(root, 5, tensors, layout, keep=0)
 
 
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_kill_around_the_pointer_leaves_the_checkpoint_it_named(
+    call: int, saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a checkpoint's appearance and the pointer's, and between the pointer's and the end of the pruning."""
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    newer = {name: tensor + 1 for name, tensor in tensors.items()}
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # A removal takes a file after another, so the kill falls before all of them here.
+        patch.setattr(*((os, "replace") if call == 0 else (shutil, "rmtree")), killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_training(root, 2, newer, layout, keep=1)
+    assert latest_step(root) == call + 1
+    assert same(load_training(root, layout).tensors, newer if call else tensors)
+    assert saved_steps(root) == ([2] if call else [1, 2])
+    save_training(root, 3, tensors, layout, keep=1)
+    assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step-00000003"]
+
+
 def test_what_a_killed_save_of_another_step_left_is_removed(saved: tuple[Path, Path]) -> None:
     root, source = saved
     layout = layout_for(source)

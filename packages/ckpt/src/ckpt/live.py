@@ -18,6 +18,7 @@ from ckpt.transfer import BUCKET_BYTES, Want, copy_into, exchange
 
 Places = Place | Sequence[Place]
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
+Blocks = dict[str, Block]
 
 
 @overload
@@ -121,75 +122,120 @@ def redistribute(
     return results[0] if isinstance(to_place, Place) else results
 
 
+@overload
 def redistribute_optimizer(
-    state: OptimizerState,
+    state: OptimizerState | Sequence[OptimizerState],
     layout: Layout,
-    place: Place,
+    place: Places,
     to_layout: Layout,
     to_place: Place,
     *,
+    group: ProcessGroup | None = ...,
+    device: torch.device | str = ...,
+) -> dict[str, dict[str, Tensor]]: ...
+
+
+@overload
+def redistribute_optimizer(
+    state: OptimizerState | Sequence[OptimizerState],
+    layout: Layout,
+    place: Places,
+    to_layout: Layout,
+    to_place: Sequence[Place],
+    *,
+    group: ProcessGroup | None = ...,
+    device: torch.device | str = ...,
+) -> list[dict[str, dict[str, Tensor]]]: ...
+
+
+def redistribute_optimizer(
+    state: OptimizerState | Sequence[OptimizerState],
+    layout: Layout,
+    place: Places,
+    to_layout: Layout,
+    to_place: Places,
+    *,
     group: ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, dict[str, Tensor]] | list[dict[str, dict[str, Tensor]]]:
     """Move an optimizer's state with its parameters: `{local name: {slot: tensor}}`, as `redistribute`.
 
     A slot shaped like its parameter (a moment) is cut and joined like it; a slot of one element (a step count) goes
-    with the canonical tensors that the parameter is made of.
+    with the canonical tensors that the parameter is made of. As there, a rank with several chunks, or with none, passes
+    sequences.
 
     Raises:
-        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ.
+        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ;
+            on every rank.
     """
-    blocks = layout.at(place)
-    slots = agree(lambda: _slots(state, blocks), group)
+    held = [state] if isinstance(state, Mapping) else list(state)
+    places = [place] if isinstance(place, Place) else list(place)
+    to_places = [to_place] if isinstance(to_place, Place) else list(to_place)
+
+    def look() -> tuple[list[Blocks], list[Blocks], dict[str, tuple[bool, str]]]:
+        if len(held) != len(places):
+            raise ValueError(f"{len(held)} optimizer states for {len(places)} places; pass one for each chunk")
+        blocks = [layout.at(at) for at in places]
+        return blocks, [to_layout.at(at) for at in to_places], _slots(held, blocks)
+
+    blocks, to_blocks, slots = agree(look, group)
     kinds = {slot: kind for message in all_gather_json(slots, group) for slot, kind in message.items()}
-    result: dict[str, dict[str, Tensor]] = {name: {} for name in to_layout.at(to_place)}
+    results: list[dict[str, dict[str, Tensor]]] = [{name: {} for name in chunk} for chunk in to_blocks]
     for slot, (is_scalar, dtype) in sorted(kinds.items()):
-        values = {name: entries[slot] for name, entries in state.items() if slot in entries}
+        values = [{name: entries[slot] for name, entries in chunk.items() if slot in entries} for chunk in held]
         if is_scalar:
-            moved = _redistribute_scalars(slot, values, blocks, to_layout.at(to_place), dtype, group)
+            moved = _redistribute_scalars(slot, values, blocks, to_blocks, dtype, group)
         else:
-            moved = redistribute(values, layout, place, to_layout, to_place, group=group, device=device)
-        for name, tensor in moved.items():
-            result[name][slot] = tensor
-    return {name: entries for name, entries in result.items() if entries}
+            moved = redistribute(values, layout, places, to_layout, to_places, group=group, device=device)
+        for result, tensors in zip(results, moved, strict=True):
+            for name, tensor in tensors.items():
+                result[name][slot] = tensor
+    results = [{name: entries for name, entries in result.items() if entries} for result in results]
+    return results[0] if isinstance(to_place, Place) else results
 
 
-def _slots(state: OptimizerState, blocks: Mapping[str, Block]) -> dict[str, tuple[bool, str]]:
+def _slots(state: Sequence[OptimizerState], blocks: Sequence[Blocks]) -> dict[str, tuple[bool, str]]:
     """Each slot's kind: whether it is one element for a whole parameter, and its type."""
     slots: dict[str, tuple[bool, str]] = {}
-    for name, entries in state.items():
-        if name not in blocks:
-            raise ValueError(f"the optimizer has state for {name}, which the layout does not have at this place")
-        for slot, tensor in entries.items():
-            is_scalar = tuple(tensor.shape) != blocks[name].shape
-            if is_scalar and tensor.numel() != 1:
-                raise ValueError(
-                    f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's "
-                    f"{blocks[name].shape}, or one element"
-                )
-            # A parameter of one element says nothing about the slot's kind.
-            if not is_scalar and tensor.numel() == 1 and slot in slots:
-                continue
-            slots[slot] = (is_scalar, str(tensor.dtype).removeprefix("torch."))
+    for chunk, local in zip(state, blocks, strict=True):
+        for name, entries in chunk.items():
+            if name not in local:
+                raise ValueError(f"the optimizer has state for {name}, which the layout does not have at this place")
+            for slot, tensor in entries.items():
+                is_scalar = tuple(tensor.shape) != local[name].shape
+                if is_scalar and tensor.numel() != 1:
+                    raise ValueError(
+                        f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's "
+                        f"{local[name].shape}, or one element"
+                    )
+                # A parameter of one element says nothing about the slot's kind.
+                if not is_scalar and tensor.numel() == 1 and slot in slots:
+                    continue
+                slots[slot] = (is_scalar, str(tensor.dtype).removeprefix("torch."))
     return slots
 
 
 def _redistribute_scalars(
     slot: str,
-    values: Mapping[str, Tensor],
-    blocks: Mapping[str, Block],
-    to_blocks: Mapping[str, Block],
+    values: Sequence[Mapping[str, Tensor]],
+    blocks: Sequence[Blocks],
+    to_blocks: Sequence[Blocks],
     dtype: str,
     group: ProcessGroup | None,
-) -> dict[str, Tensor]:
-    own = {source: values[name].item() for name in values for source in blocks[name].names}
+) -> list[dict[str, Tensor]]:
+    own = {
+        source: tensor.item()
+        for chunk, local in zip(values, blocks, strict=True)
+        for name, tensor in chunk.items()
+        for source in local[name].names
+    }
     merged: dict[str, float] = {}
     for message in all_gather_json(own, group):
         merged |= message
 
-    def fuse() -> dict[str, Tensor]:
+    def fuse(chunk: Blocks) -> dict[str, Tensor]:
         result = {}
-        for name, block in to_blocks.items():
+        for name, block in chunk.items():
             found = {merged[source] for source in block.names if source in merged}
             if len(found) > 1:
                 raise ValueError(f"the {slot} of the tensors fused in {name} differ: {sorted(found)}")
@@ -197,7 +243,7 @@ def _redistribute_scalars(
                 result[name] = torch.tensor(found.pop(), dtype=getattr(torch, dtype))
         return result
 
-    return agree(fuse, group)
+    return agree(lambda: [fuse(chunk) for chunk in to_blocks], group)
 
 
 def _held_blocks(layout: Layout, place: Place, holdings: Holdings) -> dict[str, Block]:

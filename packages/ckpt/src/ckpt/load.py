@@ -50,7 +50,7 @@ def load_hf(
             theirs. Of DTensors, as FSDP2 makes them, the part on this rank is read and returned.
         group: ranks that load together. With one, an error on any rank is raised on all of them.
         check: compare the whole checkpoint with its recorded checksums first, its tensors divided among the ranks.
-        progress: called with the bytes that this rank has read and those it will have read, after each piece.
+        progress: called, on the group's first rank only, with the bytes that it has read and those it will have read.
         counter: is given the bytes and calls of this load.
         threads: how many read at once.
 
@@ -64,6 +64,7 @@ def load_hf(
     """
     where = Place() if place is None else place
     count = IOCounter() if counter is None else counter
+    shown = progress if group is None or group.rank() == 0 else None
 
     def prepare() -> tuple[Checkpoint, Sources, dict[str, Block], dict[str, Tensor]]:
         if threads < 1:
@@ -85,7 +86,7 @@ def load_hf(
     def read() -> None:
         _clear_padding(blocks, tensors)
         reads = _reads(checkpoint, sources, blocks, tensors)
-        read_all(reads, threads=threads, counter=count, progress=progress)
+        read_all(reads, threads=threads, counter=count, progress=shown)
 
     agree(read, group)
     return tensors

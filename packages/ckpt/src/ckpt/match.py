@@ -23,7 +23,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         Canonical name -> [(file tensor, piece)], for every canonical tensor that the checkpoint holds.
 
     Raises:
-        ValueError: a tensor is missing, unexpected or of another shape: names them, the shapes and what may be wrong.
+        ValueError: a tensor is missing, unexpected, of another shape or of integers: names it, and what may be wrong.
     """
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     unread = dict(shapes)
@@ -49,7 +49,20 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         raise ValueError(_report(checkpoint, layout, missing, unexpected))
     if wrong:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
+    _refuse_integers(checkpoint, layout, sources)
     return sources
+
+
+def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -> None:
+    """Weights are floating-point numbers; of what is carried whole nothing is known."""
+    for name, parts in sources.items():
+        for tensor, _ in () if layout.canonical[name].carried else parts:
+            file, info = checkpoint.tensors[tensor]
+            if not info.dtype.is_floating_point:
+                raise ValueError(
+                    f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file}, and weights are floating-point "
+                    "numbers; save the checkpoint again in a type such as bfloat16"
+                )
 
 
 def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], sources: Sources) -> list[str]:

@@ -13,7 +13,7 @@ STATE = "state.json"
 
 def point_to(root: Path, name: str) -> None:
     """Let `latest` name a checkpoint, in one step."""
-    temporary = root / f".{LATEST}.{os.getpid()}"
+    temporary = root / f".{LATEST}.saving"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(f"{name}\n")
         file.flush()
@@ -50,7 +50,12 @@ def remove_leftovers(root: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints; never the one that `latest` names."""
+    """Remove all but the newest `keep` checkpoints; never the one that `latest` names.
+
+    Each disappears in one step first: a kill in the middle leaves a leftover, and never half a checkpoint.
+    """
     for step in [] if keep is None else saved_steps(root)[:-keep]:
         if step != latest_step(root):
-            shutil.rmtree(root / f"step-{step:08d}", ignore_errors=True)
+            gone = root / f".step-{step:08d}.saving-{os.getpid()}-pruned"
+            os.rename(root / f"step-{step:08d}", gone)
+            shutil.rmtree(gone, ignore_errors=True)
