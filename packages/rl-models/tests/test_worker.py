@@ -256,6 +256,19 @@ def test_a_grid_without_the_first_rank_saves_what_it_loaded(
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
+def load_and_save(group: ProcessGroup, path: Path, out: Path, dims: ParallelDims) -> None:
+    Actor.from_pretrained(path, dims=dims, mesh=dims.build_mesh("cpu"), device="cpu").save_pretrained(out)
+
+
+def test_a_save_from_dp_and_tp_is_bit_identical_to_what_was_loaded(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    ranks.run(load_and_save, model, tmp_path / "out", ParallelDims(dp=2, tp=2), world=4)
+    report = ckpt.verify(model, tmp_path / "out")
+    assert report.equal, report.first
+    assert report.tensors == len(load_file(model / "model.safetensors"))
+
+
 def raise_alike(group: ProcessGroup, path: Path, what: str) -> str:
     dims = ParallelDims(tp=group.size())
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
