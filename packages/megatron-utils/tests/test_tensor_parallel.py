@@ -76,16 +76,21 @@ def test_log_probs_from_sharded_logits(ranks: RankPool, tp: int) -> None:
     assert all(torch.equal(results[0][i], result[i]) for result in results for i in (0, 1))
 
 
-@pytest.mark.parametrize("vocabulary", [32_000, 150_000])
-def test_entropy_of_bf16_logits_over_a_large_vocabulary(vocabulary: int) -> None:
+def large_vocabulary_on(group: ProcessGroup, vocabulary: int) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(5, vocabulary) * 4).bfloat16()
-    result = log_probs_from_logits(logits, torch.arange(5), group=None)
+    result = log_probs_from_logits(shard(logits, group, 1), torch.arange(5), group=group, vocab_size=vocabulary)
     log_probs, entropy = reference(logits, torch.arange(5))
     assert result.entropy is not None
     torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=1e-3)
     torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=0, atol=1e-3)
     assert result.entropy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("vocabulary", [32_000, 150_000])
+def test_entropy_of_bf16_logits_over_a_large_vocabulary(ranks: RankPool, vocabulary: int, tp: int) -> None:
+    ranks.run(large_vocabulary_on, vocabulary, world=tp)
 
 
 class Largest(TorchDispatchMode):

@@ -1,5 +1,8 @@
 """A run that is saved on one grid and goes on on another has the losses of the run that never stopped."""
 
+import os
+import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
-from parallel_layers.testing import RankPool
+from parallel_layers.testing import RankDied, RankPool
 
 DENSE, MOE = tiny_config("qwen3"), tiny_config("qwen3_moe", mlp_only_layers=[0])
 
@@ -61,7 +64,7 @@ def save_on(
     group: ProcessGroup, root: str, dims: ParallelDims, options: dict[str, Any], asynchronous: bool = False
 ) -> list[float]:
     from megatron_utils import megatron_grid
-    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.dist_checkpointing import latest_step, save_checkpoint
     from megatron_utils.testing import cpu_stand_in
 
     hf, distributed, stages = options["hf"], options["distributed"], options.get("virtual_stages")
@@ -74,8 +77,10 @@ def save_on(
             # what happens to the model meanwhile is not saved
             for parameter in run.wrapped[0].parameters():
                 parameter.data.zero_()
+            assert latest_step(root) is None
             pending.wait()
             assert pending.done
+            assert latest_step(root) == 3
             return [torch.rand(()).item()]
         expected = torch.rand(()).item()
         return [expected, *run.steps(3, 6)]
@@ -121,6 +126,12 @@ def test_a_run_goes_on_on_another_grid(
     second: dict[str, Any],
 ) -> None:
     before = ranks.run(save_on, str(tmp_path), saved, first, world=saved.world_size)
+    written = Counter[str]()
+    for file in (tmp_path / "step-3").glob("*.distcp"):
+        written[file.name.split("_")[2]] += file.stat().st_size
+    # Replicas share the writing.
+    assert len(written) == saved.world_size
+    assert min(written.values()) > max(written.values()) / 3
     after = ranks.run(resume_on, str(tmp_path), resumed, second, world=resumed.world_size)
     for number, (restored, random, *losses) in enumerate(after):
         assert losses == pytest.approx(before[0][1:], rel=0, abs=1e-6)
@@ -133,6 +144,39 @@ def test_asynchronous(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), asynchronous=True, world=2)
     for _, _, *losses in ranks.run(resume_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), world=2):
         assert losses == pytest.approx(expected[0][1:], rel=0, abs=1e-6)
+
+
+def die_in_a_save_on(group: ProcessGroup, root: str, moment: str) -> None:
+    """A complete checkpoint of step 3, and SIGKILL in that of step 4."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import folder as folders
+    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.testing import cpu_stand_in
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0], seed=5) as grid:
+        run = Run(grid, DENSE, distributed=False)
+        run.steps(0, 3)
+        save_checkpoint(root, 3, run.optimizer, grid, extra={"note": [1, 2]})
+        run.steps(3, 4)
+        if moment == "while another process writes":
+            save_checkpoint(root, 4, run.optimizer, grid, asynchronous=True)
+            die()
+        setattr(folders, {"before the checksums": "describe_files", "before the rename": "commit"}[moment], die)
+        save_checkpoint(root, 4, run.optimizer, grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the checksums", "while another process writes", "before the rename"])
+def test_a_run_that_was_killed_in_a_save_goes_on(ranks: RankPool, tmp_path: Path, moment: str) -> None:
+    expected = ranks.run(save_on, str(tmp_path / "whole"), ParallelDims(), case(DENSE), world=1)[0][1:]
+    with RankPool(1) as mortal, pytest.raises(RankDied, match="rank 0 ended without an answer"):
+        mortal.run(die_in_a_save_on, str(tmp_path / "killed"), moment)
+    assert (tmp_path / "killed" / ".step-4.partial").is_dir()
+    ((_, _, *losses),) = ranks.run(resume_on, str(tmp_path / "killed"), ParallelDims(), case(DENSE), world=1)
+    assert losses == pytest.approx(expected, rel=0, abs=1e-6)
 
 
 def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
