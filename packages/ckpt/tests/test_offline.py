@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -127,6 +128,28 @@ def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: C
     with pytest.raises(ValueError, match=r"shard-00001-of-00002.safetensors"):
         merge(sharded, sharded.parent / "merged")
     assert not (sharded.parent / "merged").exists()
+
+
+@pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync"])
+@pytest.mark.parametrize(
+    "step", [lambda source, out: reshard(source, out, Grid(tp=2)), merge], ids=["reshard", "merge"]
+)
+def test_a_full_disk_is_a_clear_error_and_the_old_files_stay(
+    step: Callable[[Path, Path], None], failing: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    step(sharded, out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        with pytest.raises(OSError, match=r"No space left|is full: the save needs [\d,]+ bytes, [\d,]+ are free"):
+            step(sharded, out)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "sharded"]
 
 
 def save_half(group: Any, source: str, target: str) -> str:
