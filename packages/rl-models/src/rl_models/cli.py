@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from rl_models.train.options import TrainOptions, declared, resolve_options
+from rl_models.train.options import PANELS, TrainOptions, declared, resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -165,26 +165,34 @@ def _train_parameters() -> list[inspect.Parameter]:
     """An option for every field of `TrainOptions`; what is not given is None, for the file of --config to say."""
     options = declared()
     extra = {
-        "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins."),
-        "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing."),
-        "as_json": (bool, False, "Print one JSON object on standard output."),
+        "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins.", None),
+        "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing.", None),
+        "as_json": (bool, False, "Print one JSON object on standard output.", None),
     }
-    found = {}
+    found, panel = {}, ""
     for entry in dataclasses.fields(TrainOptions):
         kind, says = options[entry.name]
         plain = entry.default is dataclasses.MISSING or entry.default in (None, "")
-        found[entry.name] = (kind | None, None, says.text if plain else f"{says.text} [default: {entry.default}]")
-    flags = {"as_json": "--json"}
+        panel = PANELS.get(entry.name, panel)
+        help = says.text if plain else f"{says.text} [default: {entry.default}]"
+        found[entry.name] = (kind | None, None, help, panel)
+    flags = {"as_json": "--json", "dry_run": "--dry-run"}
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
             annotation=Annotated[
-                kind, typer.Option(*[flags[name]] if name in flags else [], help=escape(help), show_default=False)
+                kind,
+                typer.Option(
+                    *[flags[name]] if name in flags else [],
+                    help=escape(help),
+                    show_default=False,
+                    rich_help_panel=panel,
+                ),
             ],
         )
-        for name, (kind, default, help) in (found | extra).items()
+        for name, (kind, default, help, panel) in (found | extra).items()
     ]
 
 

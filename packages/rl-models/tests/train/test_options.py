@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.backends import MegatronOptions
-from rl_models.train.options import TrainOptions, resolve_options
+from rl_models.cli import app
+from rl_models.train.options import PANELS, TrainOptions, declared, resolve_options
 from rl_models.train.run import _models
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
@@ -176,6 +178,14 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
     assert critic["pipeline"] == PipelineOptions()
     assert critic["sequence_parallel"] is False
     assert reference["dims"] == actor["dims"]
+
+
+def test_help_has_a_panel_for_each_group_of_options() -> None:
+    printed = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    titles = [line.split("─ ")[1].split(" ─")[0] for line in printed.splitlines() if line.startswith("╭")]
+    assert titles == ["Options", *PANELS.values()]
+    for name in declared():
+        assert f"--{name.replace('_', '-')} " in printed
 
 
 def test_schedules_count_steps_of_the_run() -> None:

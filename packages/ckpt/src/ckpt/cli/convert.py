@@ -92,4 +92,5 @@ def _report(destination: Path, json: bool) -> None:
     if json:
         print_json(facts)
     else:
-        typer.echo(f"wrote {facts['files']} files, {facts['bytes']:,} bytes, to {destination}")
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        typer.echo(f"wrote {count}, {facts['bytes']:,} bytes, to {destination}")

@@ -30,6 +30,16 @@ class Says:
     free: bool = False
 
 
+# `--help` has a panel for each group of options, by the first of the group.
+PANELS = {
+    "model": "What to train",
+    "dims": "Grid, memory and numerics",
+    "steps": "Generation",
+    "epochs": "Learning",
+    "eval_prompts": "Evaluation, checkpoints and logs",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What to train, on what, and how; `rl-models train --help` lists the same, from here."""
