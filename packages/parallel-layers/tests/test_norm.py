@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import norm_backends
+from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.norm_backends import available_norm_backends
 from parallel_layers.testing import RankPool
@@ -62,6 +63,24 @@ def test_gradcheck(unit_offset: bool) -> None:
 def test_add_and_norm() -> None:
     norm = RMSNorm(8)
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    normed, total = norm.add_and_norm(x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(x + residual))
+
+
+def test_the_kernel_leaves_a_wider_residual_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is under autocast, whose products are bf16 beside a residual stream in fp32."""
+    monkeypatch.setattr("parallel_layers.kernels.rms_norm.use_triton", lambda *tensors: True)
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    assert supports_rms_norm(x, weight, x)
+    assert not supports_rms_norm(x.bfloat16(), weight, x)
+    assert not supports_rms_norm(x, weight, x[:1])
+
+
+@pytest.mark.gpu
+def test_a_wider_residual_on_a_gpu() -> None:
+    norm = RMSNorm(64, device="cuda")
+    x, residual = torch.randn(3, 64, device="cuda").bfloat16(), torch.randn(3, 64, device="cuda")
     normed, total = norm.add_and_norm(x, residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))

@@ -147,22 +147,29 @@ def test_bf16_is_rounded_where_the_serial_way_rounds(
         assert all(equal)
 
 
-def under_autocast(group: ProcessGroup) -> list[Tensor]:
-    layer = LAYERS["column"](group=group, sequence_parallel=True)
-    x = tokens_of("column", group, (5,), torch.float32)
-    results = []
-    ways: tuple[Overlap, ...] = ("serial", "collectives")
-    for way in ways:
-        layer.overlap = way
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            results.append(layer(x).detach())
-    return results
+def under_autocast(group: ProcessGroup, kind: str, way: Overlap) -> list[dict[str, Tensor]]:
+    """A layer in fp32 under autocast, and one in bf16 with the same numbers: whole ones, which are exact in both."""
+    options: dict[str, Any] = {"group": group, "sequence_parallel": True, "overlap": way}
+    layer, narrow = LAYERS[kind](**options), LAYERS[kind](dtype=torch.bfloat16, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=2).round_()
+    narrow.load_state_dict(layer.state_dict())
+    x = tokens_of(kind, group, (5,), torch.float32).round()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wide = forward_and_backward(layer, x)
+    return [wide, forward_and_backward(narrow, x.bfloat16())]
 
 
-def test_autocast_reaches_every_way(ranks: RankPool) -> None:
-    for serial, other in ranks.run(under_autocast, world=2):
-        assert serial.dtype == torch.bfloat16
-        assert torch.equal(other, serial)
+@pytest.mark.parametrize("way", ["serial", "collectives"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_autocast_reaches_every_way(ranks: RankPool, kind: str, way: Overlap) -> None:
+    """Outputs and gradients are those of a bf16 layer; the gradients have the dtype of what they are of."""
+    for wide, narrow in ranks.run(under_autocast, kind, way, world=2):
+        assert wide.pop("y").dtype == narrow.pop("y").dtype == torch.bfloat16
+        for name, gradient in wide.items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, narrow[name].float()), name
 
 
 def against_one_layer(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, int]:

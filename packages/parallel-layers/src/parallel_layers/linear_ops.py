@@ -86,7 +86,7 @@ def column_parallel_linear(
     reduce = comm.is_sharded(group) and reduce_gradient
     gather = comm.is_sharded(group) and sequence_parallel
     options = output_dtype, reduce_dtype, overlap
-    return _ColumnLinear.apply(x, weight, bias, group, gather, reduce, shared_rows, options, *main_grads)
+    return _apply(_ColumnLinear, x, weight, bias, group, gather, reduce, shared_rows, options, *main_grads)
 
 
 def row_parallel_linear(
@@ -131,7 +131,20 @@ def row_parallel_linear(
     if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
         return F.linear(x, weight, bias)
     options = output_dtype, reduce_dtype, overlap
-    return _RowLinear.apply(x, weight, bias, group, sequence_parallel, options, *main_grads)
+    return _apply(_RowLinear, x, weight, bias, group, sequence_parallel, options, *main_grads)
+
+
+def _apply(
+    function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> Tensor:
+    """`function` of what torch.autocast makes of a linear's arguments: its backward must find them in one dtype."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return function.apply(x, weight, bias, *options)
+    dtype = torch.get_autocast_dtype(device)
+    cast = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias)]
+    with torch.autocast(device, enabled=False):
+        return function.apply(*cast, *options)
 
 
 class _ColumnLinear(torch.autograd.Function):

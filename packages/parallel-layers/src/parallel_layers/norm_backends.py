@@ -44,7 +44,7 @@ BACKENDS: dict[str, NormBackend] = {
         "Triton, which torch's CUDA builds bring",
         lambda: HAS_TRITON,
         supports_rms_norm,
-        f"fp32, fp16 and bf16 on CUDA, rows up to {MAX_SIZE}",
+        f"fp32, fp16 and bf16 on CUDA, rows up to {MAX_SIZE}, a residual like x",
     ),
     "te": NormBackend(
         "the transformer-engine package (extra parallel-layers[te])",

@@ -14,8 +14,8 @@ Cutting costs: products of few rows leave multiprocessors idle in their last wav
 as some 2000 tokens take over NVLink, whatever the sizes of the layer (both grow with its inputs). Hence the rule of
 "auto" for CUDA tensors from 4096 tokens a rank on: "symmetric-memory" where the group has it, else "collectives", with
 products of at least 2048 tokens; "serial" below, and on a CPU, whose cores do the sending too. The chunks never need a
-copy of a whole activation: products are written to their rows of the output, sums to theirs. Compiled code, and code
-under torch.autocast, which knows no product into given memory, is "serial" whatever is asked for.
+copy of a whole activation: products are written to their rows of the output, sums to theirs. Compiled code is "serial"
+whatever is asked for.
 
 Shape suffixes: T tokens, I input features, O output features, n ranks.
 """
@@ -74,7 +74,7 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling():
         return "serial"
     rounds = dtype in (None, x.dtype)
     if name == "auto" or (name == "symmetric-memory" and not rounds):

@@ -36,8 +36,9 @@ MAX_SIZE = 32768
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether `fused_rms_norm` and `fused_add_rms_norm` take these tensors."""
-    return use_triton(x, weight, residual) and x.shape[-1] <= MAX_SIZE
+    """Whether `fused_rms_norm` and `fused_add_rms_norm` take these tensors: under autocast a residual can be wider."""
+    alike = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    return alike and use_triton(x, weight, residual) and x.shape[-1] <= MAX_SIZE
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
