@@ -57,6 +57,18 @@ def test_slices_of_a_fused_projection_are_read_in_place(device: torch.device) ->
         assert actual.is_contiguous()
 
 
+def test_heads_far_apart(device: torch.device) -> None:
+    """The last head begins 2^31 elements after the first: past 32 bits."""
+    apart = 2**30
+    memory = torch.empty(2 * apart + 64, dtype=torch.bfloat16, device=device)
+    q = memory.as_strided((4, 3, 16), (16, apart, 1)).copy_(torch.randn(4, 3, 16))
+    cos, sin = angles([4], 16, device)
+    for actual, expected in zip(
+        fused_rotary(q, q, cos, sin), fused_rotary(q.contiguous(), q.contiguous(), cos, sin), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim", "dim"), [(4, 2, 16, 16), (24, 3, 24, 8), (1, 1, 96, 36)])

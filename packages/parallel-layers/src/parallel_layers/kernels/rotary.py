@@ -79,7 +79,7 @@ def _rotate(
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
-    head = first + tl.arange(0, HEADS)[:, None]
+    head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # heads may be T x D elements apart
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (dim < HALF)
     first_of_pair = 2 * dim if INTERLEAVED else dim
@@ -100,7 +100,7 @@ def _rotate(
 @triton.jit
 def _copy(x_ptr, out_ptr, heads, first, x_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr):
     """Copy heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
-    head = first + tl.arange(0, HEADS)[:, None]
+    head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     mask = (head < heads) & (dim < HEAD_DIM)
     tl.store(out_ptr + head * HEAD_DIM + dim, tl.load(x_ptr + head * x_stride + dim, mask=mask, other=0.0), mask=mask)
