@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import MIXTURES, tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),
@@ -52,11 +52,6 @@ EVERY_EXPERT = {
 # fp32, relative to the largest element. NCCL and CUDA kernels add in other orders than the CPU; Transformer Engine
 # multiplies fp32 as TF32, whose operands have 11 bits: 5e-4 each, growing over four layers.
 TOLERANCES = {"local": 1e-4, "transformer_engine": 2e-2}
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.losses import LossTerms
 
@@ -48,11 +48,6 @@ PLACES = [
     ("transformers", ParallelDims(cp=2)),
     ("transformers", ParallelDims(dp=2, cp=2)),
 ]
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from transformers import DeepseekV3Config
 import ckpt
 from parallel_layers import DecoderConfig, DecoderLayer, LatentConfig
 from parallel_layers.moe import MoEConfig
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 
 SIZES = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
@@ -37,11 +37,6 @@ def shapes(group: ProcessGroup | None, layers: list[DecoderConfig]) -> dict[str,
         for i, config in enumerate(layers)
         for name, tensor in DecoderLayer(config, group=group, device="meta").state_dict().items()
     }
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 14])

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import MIXTURES, tiny_config
 from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
@@ -55,11 +55,6 @@ CASES = [pytest.param(*case, marks=() if case in PLAIN else pytest.mark.slow) fo
 GPU_CASES = [pytest.param(*case, marks=pytest.mark.gpu(PLACES[case[1]][0].world_size)) for case in ALL_CASES]
 # fp32 on both sides; NCCL and CUDA kernels add in other orders than the CPU.
 TOLERANCE, GPU_TOLERANCE = 1e-5, 1e-4
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from transformers import (
 
 import ckpt
 from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic
 from rl_models.division import shift_to_own_token
 
@@ -90,11 +90,6 @@ MODELS: dict[str, Any] = {
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.moe import RouterReplay
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 
 LENGTHS = (11, 1, 17, 6)
 # The last two layers are mixtures.
@@ -24,11 +24,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": tiny_config("deepseek_v3", num_hidden_layers=3, n_shared_experts=1),
 }
 MOE_LAYERS = [1, 2]
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 def sequences() -> list[Tensor]:

@@ -15,14 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
+from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return shared_pool()
 
 
 @pytest.fixture(scope="session")
