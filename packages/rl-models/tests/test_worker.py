@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 import ckpt
 from parallel_layers import LogProbs, ParallelDims, linear_log_probs
@@ -227,6 +232,36 @@ def test_replicated_parameters_stay_equal_to_the_bit_and_a_critic_is_saved_for_t
         rows = [reloaded(tokens[None]).logits[0, :, 0] for tokens in sequences]
     expected = torch.cat([torch.cat([torch.zeros(1), row[:-1]]) for row in rows])
     torch.testing.assert_close(first["values"], expected, rtol=1e-5, atol=1e-5)
+
+
+def reward(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) -> tuple[list[int], Tensor]:
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    critic = Critic.from_pretrained(
+        path, backend=backend, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=20
+    )
+    indices = my_part(group, dims)
+    return indices, critic.rewards(make_batch().select(indices))
+
+
+def test_a_reward_model_of_transformers_gives_its_rewards(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1, pad_token_id=0)).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        # Without padding, its reward is the score of the last token.
+        states = [
+            model.model(tokens[None]).last_hidden_state[0, -1] if len(tokens) else None
+            for tokens in make_batch().split()
+        ]
+        expected = torch.stack([torch.zeros(()) if s is None else model.score(s)[0] for s in states])
+    assert expected.abs().max() > 0.1
+    for backend, dims in (
+        ("parallel", ParallelDims()),
+        ("parallel", ParallelDims(dp=2, tp=2)),
+        ("transformers", ParallelDims(dp=2)),
+    ):
+        for indices, rewards in ranks.run(reward, tmp_path, backend, dims, world=dims.world_size):
+            torch.testing.assert_close(rewards, expected[indices], rtol=1e-5, atol=1e-5)
 
 
 def test_save_is_bit_identical_to_what_was_loaded(model: Path, tmp_path: Path) -> None:

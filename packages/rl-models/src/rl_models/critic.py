@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rl_models.backends import Role
 from rl_models.batch import Batch
@@ -25,6 +27,17 @@ class Critic(Worker):
         """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
         (values,) = self.predict(batch)
         return values
+
+    def rewards(self, batch: Batch) -> Tensor:
+        """`[N]` fp32 without gradient: the value after the last token of each sequence; 0 for one without tokens.
+
+        What a reward model gives that is a checkpoint of transformers' sequence classification with one label, which a
+        critic loads as well. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
+        """
+        # The value before a token is that after the one before it, so one more token (any) is enough.
+        longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
+        ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
+        return self.values(longer)[ends.to(self.device)]
 
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
         """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""

@@ -37,6 +37,10 @@ class WholeBatches:
         """As `Critic.values`."""
         return self._call("values", batch)
 
+    def rewards(self, batch: Batch) -> Tensor:
+        """As `Critic.rewards`."""
+        return self._call("rewards", batch)
+
     def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
         """As `Actor.update` or `Critic.update`."""
         return self._call("update", batch, loss, **options)

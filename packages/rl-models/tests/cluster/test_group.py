@@ -60,6 +60,7 @@ def test_results_are_those_of_one_process(pair: tuple[RayModelGroup, RayModelGro
         for found, expected in zip(actor.log_probs(batch), one.log_probs(batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(critic.values(batch), judge.values(batch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(critic.rewards(batch), judge.rewards(batch), rtol=1e-5, atol=1e-5)
         learned, valued = actor.submit("update", batch, policy_loss()), critic.submit("update", batch, value_loss)
         assert learned.result() == pytest.approx(one.update(batch, policy_loss()), rel=1e-4, abs=1e-6)
         assert valued.result() == pytest.approx(judge.update(batch, value_loss), rel=1e-4, abs=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_models import Batch, TokenLogProbs
-from rl_models.cluster.methods import divide, per_prompt, per_token
+from rl_models.cluster.methods import divide, per_prompt, per_sequence, per_token
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
@@ -28,6 +28,15 @@ def test_per_token_results_come_back_in_the_callers_order(lengths: list[int], dp
     routing = join([part["place"].short()[:, None, None].expand(-1, 2, 3) for part in parts])
     assert (routing.dtype, routing.shape) == (torch.int16, (total, 2, 3))
     assert routing[:, 1, 2].tolist() == list(range(total))
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
+def test_per_sequence_results_come_back_in_the_callers_order(lengths: list[int], dp: int) -> None:
+    numbers = [[float(n)] * length for n, length in enumerate(lengths)]
+    batch = Batch.from_sequences([torch.zeros(length) for length in lengths], number=numbers)
+    parts, join = per_sequence(batch, dp, vocab_size=1)
+    means = [torch.tensor([float(row.sum()) for row in part.split("number")]) for part in parts]
+    assert join(means).tolist() == [float(n * length) for n, length in enumerate(lengths)]
 
 
 @given(st.lists(st.integers(1, 100), min_size=8, max_size=40), st.integers(1, 4))

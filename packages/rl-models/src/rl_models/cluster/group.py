@@ -145,6 +145,10 @@ class RayModelGroup:
         """As `Critic.values`."""
         return self.submit("values", batch).result()
 
+    def rewards(self, batch: Batch) -> Tensor:
+        """As `Critic.rewards`."""
+        return self.submit("rewards", batch).result()
+
     def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
         """As `Actor.update` or `Critic.update`."""
         return self.submit("update", batch, loss, **options).result()

@@ -60,6 +60,19 @@ def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     return parts, join
 
 
+def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """A batch, for a method that returns an `[N]` tensor."""
+    parts, division = _split(batch, dp, vocab_size)
+
+    def join(results: list[Any]) -> Any:
+        joined = results[0].new_zeros(len(batch))
+        for indices, tensor in zip(division, results, strict=True):
+            joined[indices] = tensor
+        return joined
+
+    return parts, join
+
+
 def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """A batch, for a method whose result already is of all ranks together."""
     parts, _ = _split(batch, dp, vocab_size)
@@ -93,6 +106,7 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
 METHODS: dict[str, Method] = {
     "log_probs": Method(per_token),
     "values": Method(per_token),
+    "rewards": Method(per_sequence),
     "generate": Method(per_prompt),
     "update": Method(for_all, changes=True),
     "save_pretrained": Method(),
