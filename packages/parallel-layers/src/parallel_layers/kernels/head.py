@@ -28,7 +28,7 @@ from parallel_layers.kernels.head_triton import (
     product_gradient_kernel,
     product_statistics_kernel,
 )
-from parallel_layers.kernels.runtime import HAS_TRITON, cdiv, num_multiprocessors
+from parallel_layers.kernels.runtime import HAS_TRITON, cdiv, num_multiprocessors, on_its_device
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -87,6 +87,7 @@ def _product_options(num_tokens: int, num_entries: int, device: torch.device, *,
     }
 
 
+@on_its_device
 def product_statistics(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -141,6 +142,7 @@ def product_statistics(
     return statistics
 
 
+@on_its_device
 def product_gradient(
     hidden_TH: Tensor, weight_VH: Tensor, gradient_TV: Tensor, rows: Rows, numbers: Numbers, *, first_entry: int
 ) -> None:
@@ -165,6 +167,7 @@ def product_gradient(
     )
 
 
+@on_its_device
 def kept_gradient(
     exponentials_TV: Tensor,
     parts_N3T: Tensor,

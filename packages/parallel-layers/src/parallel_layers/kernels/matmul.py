@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel_layers.kernels.head import _descriptor
 from parallel_layers.kernels.head_triton import _tile_of
-from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, tl, triton, use_triton
+from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
 
 BLOCK_M = 128
 BLOCK_N = {False: 256, True: 128}
@@ -104,6 +104,7 @@ def _matmul_kernel(
         y.store([row, column], total.to(y.dtype))
 
 
+@on_its_device
 def invariant_matmul(
     x_MK: Tensor,
     weight_NK: Tensor,

@@ -25,6 +25,7 @@ from parallel_layers.kernels.runtime import (
     cdiv,
     next_power_of_2,
     num_multiprocessors,
+    on_its_device,
     shared_memory,
     tl,
     triton,
@@ -272,6 +273,7 @@ def _programs(launch: Launch, count: int, device: torch.device) -> int:
     return tiles if launch.programs is None else min(tiles, launch.programs * num_multiprocessors(device))
 
 
+@on_its_device
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, launch: Launch
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -310,6 +312,7 @@ def launch_forward(
     return normed, total, rstd
 
 
+@on_its_device
 def launch_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, unit_offset: bool, launch: Launch
 ) -> tuple[Tensor, Tensor]:

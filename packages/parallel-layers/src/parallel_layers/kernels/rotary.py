@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, tl, triton
+from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
 HEADS = 8
 NUM_WARPS = 4
@@ -203,6 +203,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
+@on_its_device
 def launch(
     q: Tensor,
     k: Tensor,

@@ -7,10 +7,14 @@ can be imported without it; launching a kernel then raises.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -41,6 +45,7 @@ __all__ = [
     "cdiv",
     "next_power_of_2",
     "num_multiprocessors",
+    "on_its_device",
     "shared_memory",
     "tl",
     "triton",
@@ -51,6 +56,22 @@ __all__ = [
 def use_triton(*tensors: Tensor | None) -> bool:
     """Whether the Triton kernels take these tensors: all on CUDA, all fp32, fp16 or bf16, and Triton installed."""
     return HAS_TRITON and all(x is None or (x.is_cuda and x.dtype in _DTYPES) for x in tensors)
+
+
+def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Decorate a function that launches kernels: they run on the GPU of its first tensor.
+
+    Triton launches on the current GPU, which is another one where a process spreads a model over several.
+    """
+
+    @functools.wraps(launch)
+    def on_device(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not x.is_cuda:
+            return launch(x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return launch(x, *args, **kwargs)
+
+    return on_device
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, tl, triton
+from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
 MAX_BLOCK = 1024
 NUM_WARPS = 4
@@ -69,6 +69,7 @@ def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up[..., :size], gate_up[..., size:]
 
 
+@on_its_device
 def _forward(gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int) -> Tensor:
     y = gate.new_empty(gate.shape)
     if y.numel():
@@ -80,6 +81,7 @@ def _forward(gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: i
     return y
 
 
+@on_its_device
 def _backward_into(
     dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int
 ) -> None:
