@@ -99,7 +99,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 def gather_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype | None, how: str
 ) -> Tensor:
-    """`all_gather(x) W^T + b` in `dtype` (None: x's), rounded once.
+    """`all_gather(x) W^T + b` in `dtype` (None: x's), rounded once ("symmetric-memory": before the bias, too).
 
     Args:
         x: `[T/n, ..., I]`, this rank's tokens.

@@ -90,6 +90,13 @@ def test_rows_and_columns_depend_on_nothing_else(leaves: int) -> None:
 
 
 @pytest.mark.gpu
+def test_rows_that_were_expanded() -> None:
+    x, w, bias = operands(torch.device("cuda"), 1, 64, 128)
+    many = x.expand(300, -1)
+    assert torch.equal(invariant_matmul(many, w, bias), invariant_matmul(many.contiguous(), w, bias))
+
+
+@pytest.mark.gpu
 def test_what_it_takes() -> None:
     x, w = torch.zeros(4, 64, device="cuda").bfloat16(), torch.zeros(8, 64, device="cuda").bfloat16()
     hopper = torch.cuda.get_device_capability() >= (9, 0)

@@ -161,5 +161,6 @@ def invariant_matmul(
 
 def _readable(x: Tensor) -> Tensor:
     """`x` as a tensor descriptor can read it: dense rows that begin at multiples of 16 bytes (they mostly do)."""
-    readable = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    dense = x.stride(1) == 1 and x.stride(0) >= x.shape[1]  # rows that were expanded are one and the same
+    readable = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if readable else x.clone(memory_format=torch.contiguous_format)
