@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/critic_on_another_grid.py CHECKPOINT
 
-CHECKPOINT is a folder with a Llama or Qwen2 checkpoint; without one, a small random model is made. The task: say the
+CHECKPOINT is a folder of any family of the native backend; without one, a small random model is made. The task: say the
 token 7 (the reward of a response is its share of that token).
 """
 

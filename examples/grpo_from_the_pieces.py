@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/grpo_from_the_pieces.py CHECKPOINT OUT
 
-CHECKPOINT is a folder with a Llama or Qwen2 checkpoint; without one, a small random model is made. Four ranks share the
+CHECKPOINT is a folder of any family of the native backend; without one, a small random model is made. Ranks share the
 model by tensor parallelism. The task: say the token 7.
 """
 

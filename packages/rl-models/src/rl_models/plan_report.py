@@ -23,7 +23,7 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     table.add_column("model")
     table.add_column("stage", justify="right")
     for name in (*columns, "total"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")  # a narrow terminal cuts no name off
     for model, stages in planned.models.items():
         for number, memory in enumerate(stages):
             cells = [getattr(memory, name) for name in columns]
