@@ -146,6 +146,13 @@ def test_asynchronous(ranks: RankPool, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected[0][1:], rel=0, abs=1e-6)
 
 
+def test_a_folder_that_cannot_be_made_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"rank 0 cannot make a folder for step 3 in .*file/run: ") as error:
+        ranks.run(save_on, str(tmp_path / "file" / "run"), ParallelDims(tp=2), case(DENSE), world=2)
+    assert len(error.value.__notes__) == 2
+
+
 def die_in_a_save_on(group: ProcessGroup, root: str, moment: str) -> None:
     """A complete checkpoint of step 3, and SIGKILL in that of step 4."""
     from megatron_utils import megatron_grid
@@ -174,7 +181,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on(ranks: RankPool, tmp_path: Path
     expected = ranks.run(save_on, str(tmp_path / "whole"), ParallelDims(), case(DENSE), world=1)[0][1:]
     with RankPool(1) as mortal, pytest.raises(RankDied, match="rank 0 ended without an answer"):
         mortal.run(die_in_a_save_on, str(tmp_path / "killed"), moment)
-    assert (tmp_path / "killed" / ".step-4.partial").is_dir()
+    assert len(list((tmp_path / "killed").glob(".step-4.*.partial"))) == 1
     ((_, _, *losses),) = ranks.run(resume_on, str(tmp_path / "killed"), ParallelDims(), case(DENSE), world=1)
     assert losses == pytest.approx(expected, rel=0, abs=1e-6)
 

@@ -20,7 +20,7 @@ def save(root: Path, step: int) -> None:
         (folder / f"__{number}_0.distcp").write_bytes(bytes([step]) * 100)
     folders.write_json(folder / folders.STATE, {"step": step})
     folders.write_json(folder / folders.MANIFEST, folders.describe_files(folder, 0, 1))
-    folders.commit(root, step)
+    folders.commit(folder, step)
 
 
 def check(root: Path, step: int) -> None:
@@ -73,6 +73,13 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_one(tmp_path: Path, monkeyp
     save(tmp_path, step + 1)
     check(tmp_path, step + 1)
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_a_writer_that_outlives_its_run_cannot_reach_the_next_save(tmp_path: Path) -> None:
+    stale = folders.begin(tmp_path, 2)
+    assert folders.begin(tmp_path, 2) != stale
+    with pytest.raises(FileNotFoundError):
+        (stale / "__0_0.distcp").write_bytes(b"late")
 
 
 def test_parts_cover_every_file_once(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class Loaded(NamedTuple):
 class PendingSave:
     """An asynchronous save under way. Every rank calls `poll` or `wait`, in the same order."""
 
-    def __init__(self, queue: AsyncCallsQueue, root: Path, state: dict[str, Any], grid: MegatronGrid) -> None:
+    def __init__(self, queue: AsyncCallsQueue, folder: Path, state: dict[str, Any], grid: MegatronGrid) -> None:
         self._queue = queue
-        self._root = root
+        self._folder = folder
         self._state = state
         self._grid = grid
         self.done = False
@@ -70,7 +70,7 @@ class PendingSave:
         if not self.done:
             with self._grid.as_world():
                 if self._queue.maybe_finalize_async_calls(blocking=blocking):
-                    _commit(self._root, self._state)
+                    _commit(self._folder, self._state)
                     self._queue.close()
                     self.done = True
         return self.done
@@ -101,14 +101,13 @@ def save_checkpoint(
 
     Raises:
         ValueError: a checkpoint of that step exists.
+        OSError: the first rank cannot make the folder; on every rank.
     """
     root = Path(root)
     if folders.step_folder(root, step).exists() and step <= (folders.latest_step(root) or -1):
         raise ValueError(f"{folders.step_folder(root, step)} exists; a complete checkpoint is never written over")
     with grid.as_world():
-        if dist.get_rank() == 0:
-            folders.begin(root, step)
-        dist.barrier()
+        folder = _begin(root, step)
         prime(optimizer.inner)
         state = {
             "step": step,
@@ -123,17 +122,17 @@ def save_checkpoint(
             strategy = FullyParallelSaveStrategyWrapper(strategy, grid.groups.dp_cp)
         request = dist_checkpointing.save(
             sharded_state(optimizer, grid, loading=False, same_grid=True),
-            str(folders.partial_folder(root, step)),
+            str(folder),
             strategy,
             async_sharded_save=asynchronous,
             content_metadata=METADATA,
         )
         if not asynchronous:
-            _commit(root, state)
+            _commit(folder, state)
             return None
         queue = AsyncCallsQueue()
         queue.schedule_async_request(request)
-        return PendingSave(queue, root, state, grid)
+        return PendingSave(queue, folder, state, grid)
 
 
 def load_checkpoint(
@@ -183,17 +182,31 @@ def load_checkpoint(
     return Loaded(step, saved["extra"], "random" in loaded)
 
 
-def _commit(root: Path, state: dict[str, Any]) -> None:
-    """Add `state.json`, checksum the files, all ranks sharing the reading, and make the checkpoint the latest."""
-    partial = folders.partial_folder(root, state["step"])
+def _begin(root: Path, step: int) -> Path:
+    """`folders.begin` on the first rank; its folder, or its error, on every rank."""
+    answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        folders.write_json(partial / folders.STATE, state)
+        try:
+            answer[0] = str(folders.begin(root, step))
+        except OSError as error:
+            answer[1] = f"rank 0 cannot make a folder for step {step} in {root}: {error}"
+    dist.broadcast_object_list(answer)
+    name, problem = answer
+    if problem is not None:
+        raise OSError(problem)
+    return Path(name)
+
+
+def _commit(folder: Path, state: dict[str, Any]) -> None:
+    """Add `state.json`, checksum the files, all ranks sharing the reading, and make the checkpoint the latest."""
+    if dist.get_rank() == 0:
+        folders.write_json(folder / folders.STATE, state)
     dist.barrier()
     parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, folders.describe_files(partial, dist.get_rank(), dist.get_world_size()))
+    dist.all_gather_object(parts, folders.describe_files(folder, dist.get_rank(), dist.get_world_size()))
     if dist.get_rank() == 0:
-        folders.write_json(partial / folders.MANIFEST, {name: entry for part in parts for name, entry in part.items()})
-        folders.commit(root, state["step"])
+        folders.write_json(folder / folders.MANIFEST, {name: entry for part in parts for name, entry in part.items()})
+        folders.commit(folder, state["step"])
     dist.barrier()
 
 

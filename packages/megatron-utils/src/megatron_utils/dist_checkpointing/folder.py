@@ -4,13 +4,14 @@ checkpoints/
   latest.json          {"step": 200}, replaced atomically, only after step-200 is complete
   step-100/            Megatron's files, state.json, manifest.json (name, bytes, CRC-32 of every other file)
   step-200/
-  .step-300.partial/   being written, or left by a run that was killed; the next save removes it
+  .step-300.91c2e0f4.partial/   being written, or left by a run that was killed; the next save removes it
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import zlib
 from pathlib import Path
@@ -25,11 +26,6 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
-def partial_folder(root: Path, step: int) -> Path:
-    """Where it is written."""
-    return root / f".step-{step}.partial"
-
-
 def latest_step(root: str | Path) -> int | None:
     """The step of the newest complete checkpoint in a folder; None when there is none."""
     path = Path(root) / LATEST
@@ -37,19 +33,23 @@ def latest_step(root: str | Path) -> int | None:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Remove what killed saves have left, and make the folder to write into."""
+    """Remove what killed saves have left, and make the folder to write into.
+
+    Its name is new each time: a writing process that outlives a killed run finds its own folder gone, not this one.
+    """
     root.mkdir(parents=True, exist_ok=True)
     # A checkpoint that was renamed and then not named by the pointer: the run has gone back to the one before.
     for leftover in (*root.glob(".step-*.partial"), *root.glob(f"step-{step}")):
         shutil.rmtree(leftover)
-    folder = partial_folder(root, step)
+    folder = root / f".step-{step}.{secrets.token_hex(4)}.partial"
     folder.mkdir()
     return folder
 
 
-def commit(root: Path, step: int) -> None:
+def commit(folder: Path, step: int) -> None:
     """Make a written checkpoint the latest: one rename, then one replacement of the pointer, each made durable."""
-    os.rename(partial_folder(root, step), step_folder(root, step))
+    root = folder.parent
+    os.rename(folder, step_folder(root, step))
     sync_folder(root)
     write_json(root / LATEST, {"step": step})
 
