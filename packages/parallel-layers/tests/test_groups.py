@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -99,3 +101,28 @@ def test_a_step_needs_no_group_but_its_own(ranks: RankPool, sp: bool) -> None:
     assert results[0] is results[2] is None
     for result in (results[1], results[3]):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+DESTROYED = """
+import os
+import torch
+import torch.distributed as dist
+import parallel_layers
+
+def threads():
+    return [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.zeros(1))
+assert any("gloo" in name for name in threads()), threads()
+import torch.distributed.nn.functional  # as parts of torch do in passing
+dist.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads in /proc")
+def test_a_destroyed_group_leaves_no_thread_behind() -> None:
+    """A thread of gloo that still runs as the interpreter ends can abort it."""
+    run = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
