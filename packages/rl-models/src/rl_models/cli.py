@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -16,8 +17,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
+from typer.core import TyperCommand
 
-from rl_models.train.options import PANELS, TrainOptions, declared, resolve_options
+from rl_models.train.options import PANELS, TrainOptions, declared
+from rl_models.train.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -117,7 +120,7 @@ def plan(
         from rl_models.backends import PipelineOptions
         from rl_models.plan import MemoryOptions, fitting, parse_dtype, plan_models
         from rl_models.plan_report import memory_tables
-        from rl_models.train.options import parse_recompute
+        from rl_models.train.texts import parse_recompute
 
         options = MemoryOptions(
             ParallelDims.parse(dims),
@@ -140,7 +143,10 @@ def plan(
 
 
 def train(**given: Any) -> None:
-    """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended."""
+    """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended.
+
+    Every option that is on or off has a --no- form too, such as --no-ray.
+    """
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
     with _mistakes_as_messages():
         from rl_models.train.report import Display, plan_table
@@ -196,10 +202,21 @@ def _train_parameters() -> list[inspect.Parameter]:
     ]
 
 
+class _SwitchesInOneColumn(TyperCommand):
+    """A command whose `--help` names a switch once: a column of the `--no-` forms would cut the others off."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy.copy(self)
+        shown.params = [copy.copy(parameter) for parameter in self.params]
+        for parameter in shown.params:
+            parameter.secondary_opts = []
+        TyperCommand.format_help(shown, ctx, formatter)
+
+
 # typer reads a command's options from its signature.
 train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
 train.__annotations__ = {parameter.name: parameter.annotation for parameter in _train_parameters()}
-app.command()(train)
+app.command(cls=_SwitchesInOneColumn)(train)
 
 
 @contextmanager

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rl_models import Batch, losses
 from rl_models.train.algorithms import ALGORITHMS, policy_loss, value_loss
+from rl_models.train.derived import loss_rules
 from rl_models.train.options import TrainOptions
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 3.0])
@@ -26,13 +28,13 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, response_lengths=[2, 1, 3, 2], **fields)
 
 
-def options(algorithm: str, **more: float) -> TrainOptions:
-    return TrainOptions(model=Path("m"), prompts=Path("p"), reward="r:f", algorithm=algorithm, **more)  # type: ignore[arg-type]
+def options(algorithm: str, **more: Any) -> TrainOptions:
+    return TrainOptions(model=Path("m"), prompts=Path("p"), reward="r:f", algorithm=algorithm, **more)
 
 
-def estimate(algorithm: str, **more: float) -> tuple[Batch, dict[str, torch.Tensor]]:
+def estimate(algorithm: str, **more: Any) -> tuple[Batch, dict[str, torch.Tensor]]:
     batch = make_batch()
-    return batch, dict(ALGORITHMS[algorithm].estimate(batch, SCORES, GROUPS, options(algorithm, **more).rules()))
+    return batch, dict(ALGORITHMS[algorithm].estimate(batch, SCORES, GROUPS, loss_rules(options(algorithm, **more))))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dapo"])
@@ -76,7 +78,7 @@ def test_what_the_rows_say_of_the_loss() -> None:
     entropy = torch.rand(16)
     for name, row in ALGORITHMS.items():
         of = options(name, kl_coefficient=0.5, entropy_coefficient=0.1)
-        terms = partial(policy_loss, of.rules())(log_probs, entropy, batch)
+        terms = partial(policy_loss, loss_rules(of))(log_probs, entropy, batch)
         surrogate = losses.ppo_clip(
             log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
         )
@@ -98,9 +100,9 @@ def test_what_the_options_add_to_the_loss() -> None:
         advantages=torch.linspace(-1, 1, 16), log_probs=make_batch()["old_log_probs"] - 0.5
     )
     log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
-    rules = options(
-        "dapo", dual_clip=3.0, importance_cap=1.5, kl_coefficient=0.5, kl_estimator="k2", aggregation="sequence-mean"
-    ).rules()
+    kl = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
+    of = options("dapo", dual_clip=3.0, importance_cap=1.5, aggregation="sequence-mean", **kl)
+    rules = loss_rules(of)
     found = policy_loss(rules, log_probs, torch.zeros(16), batch).loss
     ratio, advantages = math.exp(1.5), batch["advantages"]
     # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one; and e^0.5 is above the cap of 1.5.
@@ -110,7 +112,7 @@ def test_what_the_options_add_to_the_loss() -> None:
     assert rules.aggregation == "sequence-mean"
     values = batch.with_fields(returns=old + 10)
     for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
-        found = value_loss(options("ppo", value_clip=clip).rules(), batch["old_values"] - 1, values).loss
+        found = value_loss(loss_rules(options("ppo", value_clip=clip)), batch["old_values"] - 1, values).loss
         error = batch["old_values"] - values["returns"]
         expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
         torch.testing.assert_close(found, expected)

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.backends import MegatronOptions
 from rl_models.cli import app
-from rl_models.train.options import PANELS, TrainOptions, declared, resolve_options
+from rl_models.train.derived import optimizer_options
+from rl_models.train.options import PANELS, TrainOptions, declared
+from rl_models.train.resolve import resolve_options
 from rl_models.train.run import _models
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
@@ -188,12 +191,21 @@ def test_help_has_a_panel_for_each_group_of_options() -> None:
         assert f"--{name.replace('_', '-')} " in printed
 
 
+@pytest.mark.parametrize("command", ["quickstart", "score", "plan", "train"])
+def test_help_names_every_option_whole_on_80_columns(command: str) -> None:
+    made: Any = typer.main.get_command(app)
+    printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in printed
+    for parameter in made.commands[command].params:
+        assert f" {parameter.opts[0]} " in printed
+
+
 def test_schedules_count_steps_of_the_run() -> None:
     options = TrainOptions(
         **NEEDED, steps=10, prompts_per_step=4, samples=2, mini_batch=3, epochs=2, schedule="linear", warmup_steps=2
     )
     assert options.updates_per_step == 6
-    schedule = options.optimizer(1.0).schedule
+    schedule = optimizer_options(options, 1.0).schedule
     assert (schedule.warmup_steps, schedule.total_steps) == (12, 60)
 
 

@@ -19,6 +19,7 @@ from rl_models import losses
 from rl_models.batch import Batch
 from rl_models.prompts import Prompt, TextCodec
 from rl_models.train.algorithms import policy_loss, value_loss
+from rl_models.train.derived import loss_rules
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import Metrics
 from rl_models.train.reward import Reward, load_reward, score
@@ -238,7 +239,7 @@ class Loop:
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add what the losses read, while the policy is still the one that drew the responses."""
-        options, models, rules = self.options, self.models, self.options.rules()
+        options, models, rules = self.options, self.models, loss_rules(self.options)
         batch, scores = experience.batch, experience.scores
         lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
         values = {
@@ -272,7 +273,7 @@ class Loop:
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """The epochs over mini-batches; the means of their metrics."""
-        options, models, rules = self.options, self.models, self.options.rules()
+        options, models, rules = self.options, self.models, loss_rules(self.options)
         sums: dict[str, float] = {}
         updates = 0
         for epoch in range(options.epochs):

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rl_models.train.texts import numbers
 
 # The command line is made from this file, and `--help` need not wait for torch: what needs it is imported when used.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
-    from rl_models.backends import EngineOptions
-    from rl_models.decoder import Recompute
-    from rl_models.optimizer import OptimizerOptions
-    from rl_models.train.algorithms import Algorithm, Rules
+    from rl_models.train.algorithms import Algorithm
 
 
 @dataclass(frozen=True)
@@ -135,47 +130,9 @@ class TrainOptions:
     tensorboard: Annotated[bool, Says("Write TensorBoard's events, too (the extra `tensorboard`).", free=True)] = False
 
     def __post_init__(self) -> None:
-        from rl_models.train.algorithms import ALGORITHMS
+        from rl_models.train.checks import check
 
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {self.algorithm!r} is unknown; known: {', '.join(ALGORITHMS)}")
-        positive = ("steps", "prompts_per_step", "max_new_tokens", "epochs", "max_tokens", "eval_every", "keep")
-        for name in (*positive, "samples", "mini_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps", "value_clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: a greedy policy has nothing to explore")
-        for name in ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
-        if self.rule.groups and self.responses < 2:
-            raise ValueError(
-                f"{self.algorithm} compares the responses to a prompt; samples={self.samples} must be >= 2"
-            )
-        if self.overlong_buffer > self.max_new_tokens:
-            raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} is more than max_new_tokens={self.max_new_tokens}"
-            )
-        for name in ("critic", "critic_dims"):
-            if getattr(self, name) is not None and not self.rule.critic:
-                raise ValueError(f"{self.algorithm} has no critic; leave {name}={getattr(self, name)} out, or use ppo")
-        if self.critic_grid.world_size != self.grid.world_size:
-            raise ValueError(
-                f"critic_dims={self.critic_dims} has {self.critic_grid.world_size} ranks, but the critic shares those "
-                f"of the policy, the {self.grid.world_size} of dims={self.dims}"
-            )
-        _ = self.stops, self.optimizer(1.0), self.engine(self.grid), self.rules()
+        check(self)
 
     @property
     def rule(self) -> Algorithm:
@@ -216,82 +173,7 @@ class TrainOptions:
     @property
     def stops(self) -> tuple[int, ...] | None:
         """Tokens that end a response; None: the model's."""
-        return None if self.stop_ids is None else _numbers("stop_ids", self.stop_ids)
-
-    def engine(self, grid: ParallelDims) -> EngineOptions:
-        """How a model on the policy's grid, or on the critic's own, is loaded."""
-        import torch
-
-        from rl_models.backends import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
-
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16")
-        if self.context_parallel not in ("ulysses", "ring"):
-            raise ValueError(f"context_parallel={self.context_parallel!r} must be ulysses or ring")
-        pipeline = PipelineOptions(
-            self.pipeline_schedule,  # type: ignore[arg-type]  # checked there
-            self.virtual_stages,
-            None if self.pipeline_split is None else _numbers("pipeline_split", self.pipeline_split),
-        )
-        # What is said of the policy's grid may have no meaning on the critic's.
-        own = grid == self.grid
-        return EngineOptions(
-            dtype=None if self.dtype is None else getattr(torch, self.dtype),
-            sequence_parallel=self.sequence_parallel if own or grid.tp > 1 else None,
-            pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
-            context_parallel=self.context_parallel,  # type: ignore[arg-type]
-            router_losses=RouterLosses(
-                balance=self.router_balance, sequence_balance=self.router_sequence_balance, z=self.router_z
-            ),
-            recompute=parse_recompute(self.recompute),
-            megatron=MegatronOptions(self.megatron_layers, self.distributed_optimizer),  # type: ignore[arg-type]
-            keep_probabilities=self.keep_probabilities,
-            tp_invariant=self.tp_invariant,
-            deterministic=self.deterministic,
-        )
-
-    def optimizer(self, learning_rate: float) -> OptimizerOptions:
-        """The optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps."""
-        from rl_models.optimizer import OptimizerOptions
-        from rl_models.schedule import Schedule
-
-        every = self.updates_per_step
-        schedule = Schedule(
-            self.schedule,
-            warmup_steps=self.warmup_steps * every,
-            total_steps=None if self.schedule in ("constant", "inverse-sqrt") else self.steps * every,
-            decay_steps=None if self.decay_steps is None else self.decay_steps * every,
-            min_ratio=self.min_ratio,
-        )
-        return OptimizerOptions(
-            learning_rate,
-            (self.beta1, self.beta2),
-            self.adam_eps,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-            schedule=schedule,
-        )
-
-    def rules(self) -> Rules:
-        """What the advantages and the losses read."""
-        from rl_models.train.algorithms import Rules
-
-        rule = self.rule
-        return Rules(
-            rule.surrogate,
-            rule.clip_low if self.clip_low is None else self.clip_low,
-            rule.clip_high if self.clip_high is None else self.clip_high,
-            kl_in_loss=self.kl_coefficient if rule.kl == "loss" else 0.0,
-            kl_in_reward=self.kl_coefficient if rule.kl == "reward" else 0.0,
-            kl_estimator=self.kl_estimator or {"loss": "k3", "reward": "k1"}[rule.kl],
-            entropy=self.entropy_coefficient,
-            dual_clip=self.dual_clip,
-            value_clip=self.value_clip or None,
-            importance_cap=self.importance_cap,
-            aggregation=self.aggregation or rule.aggregation,
-            gamma=self.gamma,
-            lam=self.lam,
-        )
+        return None if self.stop_ids is None else numbers("stop_ids", self.stop_ids)
 
     def to_json(self) -> dict[str, Any]:
         """All options as JSON values."""
@@ -310,24 +192,6 @@ class TrainOptions:
                 )
 
 
-def parse_recompute(text: str | None) -> Recompute:
-    """What `Actor.from_pretrained(recompute=...)` takes, from "full", "selective" or numbers of layers with commas.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    if text is None or text in ("full", "selective"):
-        return cast("Recompute", text)
-    return _numbers("recompute", text, "full, selective, or ")
-
-
-def _numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None
-
-
 def declared() -> dict[str, tuple[Any, Says]]:
     """Every option's type and what `--help` says of it, by name."""
     hints = typing.get_type_hints(TrainOptions, include_extras=True)
@@ -335,76 +199,3 @@ def declared() -> dict[str, tuple[Any, Says]]:
         entry.name: (hints[entry.name].__origin__, hints[entry.name].__metadata__[0])
         for entry in dataclasses.fields(TrainOptions)
     }
-
-
-def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions:
-    """The options of a YAML or TOML file and of the command line, which wins; both by the names of `TrainOptions`.
-
-    Raises:
-        ValueError: a name is unknown (the nearest known one is named), a value has the wrong type or does not fit, or
-            something required is missing.
-    """
-    known = declared()
-    values: dict[str, Any] = {}
-    sources = [] if file is None else [(str(file), _read(file))]
-    for source, entries in (*sources, ("the command line", given)):
-        for key, value in entries.items():
-            name = str(key).replace("-", "_")
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
-            if value is not None:
-                values[name] = _convert(value, known[name][0], f"{source}: {key}")
-    required = [e.name for e in dataclasses.fields(TrainOptions) if e.default is dataclasses.MISSING]
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise ValueError(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
-    return TrainOptions(**values)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path} is not valid TOML: {error}") from None
-    if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"{path} must end with .yaml, .yml or .toml")
-    import yaml  # only a YAML file needs it
-
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
-    return values
-
-
-def _convert(value: Any, kind: Any, what: str) -> Any:
-    accepted = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    of = next(option for option in accepted if option is not type(None))
-    try:
-        if of is bool and isinstance(value, bool):
-            return value
-        if of is int and not isinstance(value, bool) and int(value) == float(value):
-            return int(value)
-        if of is float and not isinstance(value, bool):
-            return float(value)  # YAML takes 1e-5 for a text
-        if of is Path and isinstance(value, str | Path):
-            return Path(value)
-        if of is str and isinstance(value, dict):
-            return ",".join(f"{name}={size}" for name, size in value.items())
-        if of is str and isinstance(value, list):
-            return ",".join(map(str, value))
-        if of is str and isinstance(value, str | int) and not isinstance(value, bool):
-            return str(value)
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f"{what} must be {of.__name__}, got {json.dumps(value, default=str)}")

@@ -24,6 +24,7 @@ from rl_models.launch import Devices, run_on_ranks
 from rl_models.plan import MemoryOptions, plan_memory
 from rl_models.prompts import Prompt, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
+from rl_models.train.derived import engine_options, loss_rules, optimizer_options
 from rl_models.train.loop import Loop, Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.reward import load_reward
@@ -52,7 +53,7 @@ class Plan:
         """What would run, as JSON values: every option as resolved, and what follows from them."""
         options = self.options
         rule = options.rule
-        rules = options.rules()
+        rules = loss_rules(options)
         return options.to_json() | {
             "samples": options.responses,
             "stop_ids": list(self.stop_ids),
@@ -110,7 +111,7 @@ def _check_models(options: TrainOptions, folder: Path) -> None:
     for role, path, dims in models:
         Grid(dims, torch.device("cpu")).require(BACKENDS[options.backend].axes, options.backend)
         if options.backend == "parallel":
-            engine = options.engine(dims)
+            engine = engine_options(options, dims)
             memory = MemoryOptions(dims, options.max_tokens, recompute=engine.recompute, pipeline=engine.pipeline)
             plan_memory(path, memory, role=role, trained=True)
 
@@ -159,11 +160,11 @@ def _models(options: TrainOptions, make: Make) -> Models:
 
     def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float) -> Any:
         arguments = {
-            **vars(options.engine(grid)),
+            **vars(engine_options(options, grid)),
             "backend": options.backend,
             "dims": grid,
             "max_tokens_per_micro_batch": options.max_tokens,
-            "optimizer": options.optimizer(learning_rate),
+            "optimizer": optimizer_options(options, learning_rate),
         }
         made = make(kind, path, arguments)
         return turns.add(made) if options.offload else made

@@ -1,0 +1,71 @@
+"""Which values the options of a run may have, each by itself and together."""
+
+from __future__ import annotations
+
+from rl_models.train.algorithms import ALGORITHMS
+from rl_models.train.derived import engine_options, loss_rules, optimizer_options
+from rl_models.train.options import TrainOptions
+
+# What is None has no bound: it means the default of something else.
+AT_LEAST_ONE = (
+    "steps",
+    "prompts_per_step",
+    "max_new_tokens",
+    "epochs",
+    "max_tokens",
+    "eval_every",
+    "keep",
+    "samples",
+    "mini_batch",
+    "top_k",
+)
+NOT_NEGATIVE = ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps", "value_clip")
+ABOVE_ZERO = ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps")
+
+
+def check(options: TrainOptions) -> None:
+    """Raise ValueError for a value outside its range, or for values that do not go together."""
+    if options.algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm {options.algorithm!r} is unknown; known: {', '.join(ALGORITHMS)}")
+    _check_ranges(options)
+    if options.rule.groups and options.responses < 2:
+        raise ValueError(
+            f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
+        )
+    if options.overlong_buffer > options.max_new_tokens:
+        raise ValueError(
+            f"overlong_buffer={options.overlong_buffer} is more than max_new_tokens={options.max_new_tokens}"
+        )
+    for name in ("critic", "critic_dims"):
+        if getattr(options, name) is not None and not options.rule.critic:
+            raise ValueError(
+                f"{options.algorithm} has no critic; leave {name}={getattr(options, name)} out, or use ppo"
+            )
+    ranks, critics = options.grid.world_size, options.critic_grid.world_size
+    if critics != ranks:
+        raise ValueError(
+            f"critic_dims={options.critic_dims} has {critics} ranks, but the critic shares those of the policy, the "
+            f"{ranks} of dims={options.dims}"
+        )
+    # What follows from the options checks the rest of them.
+    _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid), loss_rules(options)
+
+
+def _check_ranges(options: TrainOptions) -> None:
+    for name in AT_LEAST_ONE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    for name in NOT_NEGATIVE:
+        if getattr(options, name) < 0:
+            raise ValueError(f"{name}={getattr(options, name)} must not be negative")
+    if not options.temperature > 0:
+        raise ValueError(f"temperature={options.temperature} must be above 0: a greedy policy has nothing to explore")
+    for name in ABOVE_ZERO:
+        if not getattr(options, name) > 0:
+            raise ValueError(f"{name}={getattr(options, name)} must be above 0")
+    if not 0 < options.top_p <= 1:
+        raise ValueError(f"top_p={options.top_p} must lie in (0, 1]")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must lie in [0, 1)")
