@@ -295,6 +295,22 @@ def test_masks_in_blocks_and_keys_of_groups_once(monkeypatch: pytest.MonkeyPatch
     assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens, **CASES[case])[0], leaves)
 
 
+def test_a_sinks_gradient_knows_nothing_of_the_outputs_last_rounding() -> None:
+    """A query's only key gives its value exactly, whatever the sink then leaves of it: in bf16, too."""
+    torch.manual_seed(0)
+    tokens, cu_seqlens = 40, boundaries([1] * 40)
+    leaves = [x.bfloat16() for x in inputs(tokens)]
+    sinks = torch.randn(4, requires_grad=True)
+    seed = torch.randn(tokens, 4, 8).bfloat16()
+
+    def gradient(dtype: torch.dtype, sinks: Tensor) -> Tensor:
+        out = packed_attention(*(x.to(dtype) for x in leaves), cu_seqlens, 1, sinks=sinks)
+        return torch.autograd.grad(out, sinks, seed.to(dtype))[0]
+
+    truth = gradient(torch.float64, sinks.double())
+    torch.testing.assert_close(gradient(torch.bfloat16, sinks).double(), truth, rtol=1e-5, atol=1e-5)
+
+
 def test_gradcheck() -> None:
     leaves = inputs(9)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)

@@ -104,6 +104,20 @@ def test_options(ranks: RankPool, name: str) -> None:
     check(ranks, name, LENGTHS["ragged"], 4, (14, 2), with_sinks=True)
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_sinks_gradient_knows_nothing_of_the_outputs_last_rounding(ranks: RankPool, name: str) -> None:
+    """A query's only key gives its value exactly, whatever the sink then leaves of it: in bf16, too."""
+    torch.manual_seed(0)
+    lengths = [1] * 40
+    tensors = [torch.randn(40, heads, 8).bfloat16() for heads in (4, 2, 2, 4)]
+    sinks = torch.randn(4)
+    wide, seed = sinks.double().requires_grad_(), tensors[3].double()
+    out = packed_attention(*(x.double() for x in tensors[:3]), boundaries(lengths), 1, sinks=wide)
+    results = ranks.run(run_sharded, name, tensors, sinks, lengths, {}, world=2)
+    found = sum(result[4].double() for result in results)
+    torch.testing.assert_close(found, torch.autograd.grad(out, wide, seed)[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
+from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -127,12 +128,14 @@ def packed_attention(
         return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
     if name != "reference":  # the flash kernels want one head size
         q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
-    out, lse = _attention(
+    out, lse, _ = _attention(
         q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window or 0, scoring.scale, softcap or 0.0, name
     )
     if out.shape[-1] != value_dim:
         out = out[..., :value_dim]
-    return (out, lse.T.detach()) if return_lse else out
+    if not return_lse:
+        return out
+    return out, (lse if sinks is None else lse_with_sinks(lse, sinks)).T.detach()
 
 
 def widened(x: Tensor, size: int) -> Tensor:
@@ -178,6 +181,7 @@ def _kernel(name: str) -> Kernel:
 
 
 # One operator for all kernels, opaque to torch.compile. An absent window or soft-cap is 0, no legal value of either.
+# Returns the output and what the kernel itself gave: its log-sum-exp and, where sinks make it another, its output.
 @torch.library.custom_op("parallel_layers::packed_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -194,28 +198,28 @@ def _attention(
     scale: float,
     softcap: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if len(q) and len(k):
         scoring = Scoring(causal, window or None, scale, softcap or None)
         out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
     else:  # nothing to do, which not every kernel takes
-        out, lse = (torch.zeros_like(x) for x in _outputs(q, v))
-        lse = lse - math.inf
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out, lse = (out * torch.exp(lse - total).T[..., None]).to(out.dtype), total
-    return out, lse
+        out, lse, _ = _outputs(q, v, None)
+        out, lse = out.zero_(), lse.fill_(-math.inf)
+    if sinks is None:
+        return out, lse, q.new_empty(0)
+    return out_with_sinks(out, lse, sinks).to(out.dtype), lse, out
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _outputs(q, v)
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(q, v, sinks)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the output `[T, Q, D']` and the log-sum-exp `[Q, T]`."""
+def _outputs(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the output `[T, Q, D']`, the log-sum-exp `[Q, T]`, and the kernel's output or nothing."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide), q.new_empty(0 if sinks is None else out.shape)
 
 
 @torch.library.custom_op("parallel_layers::packed_attention_backward", mutates_args=())
@@ -248,22 +252,22 @@ def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, cu_q, cu_k, _, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, *output)
+    out, lse, without_sinks = output
+    ctx.mark_non_differentiable(lse, without_sinks)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, sinks, cu_q, cu_k, out, lse, without_sinks if ctx.needs_input_grad[3] else None)
 
 
-def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    """With sinks, `out` and `lse` hold the whole softmax, so d_q, d_k, d_v come out right as they are (`Kernel`), and
-
-    d_sink = -sum_t exp(sink - lse_t) · (out_t · d_out_t).
-    """
-    q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
-    d_q, d_k, d_v = _attention_backward(d_out, q, k, v, out, lse, cu_q, cu_k, *ctx.options)
-    d_sinks = None
-    if sinks is not None and ctx.needs_input_grad[3]:
-        delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).T
-        d_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(-1).to(sinks.dtype)
+def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """With sinks, `out` and `total` are of the whole softmax, from which the kernel makes the right d_q, d_k, d_v."""
+    if d_out is None:
+        return (None,) * 14
+    q, k, v, sinks, cu_q, cu_k, out, lse, without_sinks = ctx.saved_tensors
+    total = lse if sinks is None else lse_with_sinks(lse, sinks)
+    d_q, d_k, d_v = _attention_backward(d_out, q, k, v, out, total, cu_q, cu_k, *ctx.options)
+    d_sinks = None if without_sinks is None else gradient_of_sinks(d_out, without_sinks, lse, sinks)
     return d_q, d_k, d_v, d_sinks, *(None,) * 10
 
 

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.packed import AttentionOptions, packed_attention, widened
 from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
+from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 from parallel_layers.context_parallel.halo import halo_attention
 
 
@@ -199,18 +200,18 @@ class _Ring(torch.autograd.Function):
                 _merge(out[piece.rows], lse[:, piece.rows], part, part_lse)
             if exchange is not None:
                 travelling = exchange.wait()
+        without_sinks = out.to(q.dtype) if sinks is not None and ctx.needs_input_grad[2] else None
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(wide)[:, None])
-            out *= torch.exp(lse - total).T[..., None]
-            lse = total
+            out = out_with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, sinks, out, lse)
+        ctx.save_for_backward(q, kv, sinks, out, lse, without_sinks)
         ctx.plan, ctx.group, ctx.scoring, ctx.kernel = plan, group, scoring, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, sinks, out, lse = ctx.saved_tensors
+        q, kv, sinks, out, lse, without_sinks = ctx.saved_tensors
+        total = lse if sinks is None else lse_with_sinks(lse, sinks)
         group, size = ctx.group, ctx.group.size()
         d_q = torch.zeros_like(q, dtype=lse.dtype)
         travelling, returning = kv, None
@@ -219,7 +220,7 @@ class _Ring(torch.autograd.Function):
             d_kv = torch.zeros_like(kv, dtype=lse.dtype)
             for piece in ctx.plan.pieces((group.rank() - step) % size):
                 k, v = travelling[:, piece.keys]
-                done = Forward(q[piece.rows], k, v, out[piece.rows], lse[:, piece.rows].contiguous())
+                done = Forward(q[piece.rows], k, v, out[piece.rows], total[:, piece.rows].contiguous())
                 rule = replace(ctx.scoring, causal=piece.causal)
                 d_q_part, *d_kv_parts = ctx.kernel.backward(d_out[piece.rows], done, piece.segments, rule)
                 d_q[piece.rows] += d_q_part
@@ -231,8 +232,5 @@ class _Ring(torch.autograd.Function):
             if exchange is not None:
                 travelling = exchange.wait()
         assert returning is not None
-        d_sinks = None
-        if sinks is not None:
-            delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).T
-            d_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(-1).to(sinks.dtype)
+        d_sinks = None if without_sinks is None else gradient_of_sinks(d_out, without_sinks, lse, sinks)
         return d_q.to(q.dtype), returning.wait().to(kv.dtype), d_sinks, *(None,) * 5

@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel_layers.attention.backends import HALF, available_backends
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.problem import Scoring
+from parallel_layers.attention.sinks import out_with_sinks
 
 # What flash-attn 2's paged kernels take: devices, and blocks of a multiple of so many tokens.
 _DEVICES = frozenset({"cuda"})
@@ -177,6 +178,4 @@ def flash_paged_attention(
     if sinks is None:
         return cast(Tensor, found)
     out, lse, _ = found
-    # A sink is one more score in the denominator: exp(lse) / (exp(lse) + exp(sink)) of the output is left.
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.T[..., None]).to(out.dtype)
+    return out_with_sinks(out, lse, sinks).to(out.dtype)
