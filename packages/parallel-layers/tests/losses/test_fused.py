@@ -96,6 +96,20 @@ def test_equals_fp64(shape: tuple[int, int, int], options: dict[str, object], ke
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize("shape", [(600_011, 16, 300), (70_001, 64, 32_003)], ids=str)
+def test_more_than_a_grid_axis_or_32_bits_hold(shape: tuple[int, int, int], keep: bool) -> None:
+    """More blocks of tokens than the 65535 of a grid's second axis; more than 2^31 logits. Both ends have gradients."""
+    torch.manual_seed(0)
+    hidden, weight, labels, *grads = problem(*shape)
+    ends = torch.cat([torch.arange(200), torch.arange(shape[0] - 200, shape[0])]).cuda()
+    grads = [torch.zeros_like(x).index_copy_(0, ends, x[ends]) for x in grads]
+    *actual, grad_weight = run(hidden, weight, labels, *grads, keep_probabilities=keep)
+    expected = exact(hidden[ends], weight, *(x[ends] for x in (labels, *grads)))
+    assert_accurate([*(x[ends] for x in actual), grad_weight], expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_torch_path_on_cuda(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs where the kernels do not: other dtypes, older GPUs."""

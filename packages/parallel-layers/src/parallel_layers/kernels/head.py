@@ -179,7 +179,7 @@ def kept_gradient(
 ) -> None:
     """As `product_gradient`, from what `product_statistics` kept; `first_entry` is a multiple of `BLOCK_V`."""
     num_tokens, num_entries = gradient_TV.shape
-    kept_gradient_kernel[(cdiv(num_entries, BLOCK_V), cdiv(num_tokens, _KEPT_ROWS))](
+    kept_gradient_kernel[(cdiv(num_entries, BLOCK_V) * cdiv(num_tokens, _KEPT_ROWS),)](
         exponentials_TV,
         parts_N3T,
         gradient_TV,

@@ -286,14 +286,16 @@ def kept_gradient_kernel(
     BV: tl.constexpr,
 ):
     """The gradient of the raw products, from kept exponentials."""
-    # Neighbouring programs take neighbouring columns: rows are far apart in memory.
-    rows = tl.program_id(1) * BT + tl.arange(0, BT)
-    columns = tl.program_id(0) * BV + tl.arange(0, BV)
+    # One axis: the others of a grid end at 65535. Neighbouring programs take neighbouring columns: rows are far apart.
+    tiles_v = tl.cdiv(num_entries, BV)
+    tile_v = tl.program_id(0) % tiles_v
+    rows = (tl.program_id(0) // tiles_v) * BT + tl.arange(0, BT)
+    columns = tile_v * BV + tl.arange(0, BV)
     inside = rows < num_tokens
     mask = inside[:, None] & (columns < num_entries)[None, :]
     at = exponentials_ptr + rows.to(tl.int64)[:, None] * exponentials_stride + first_entry + columns[None, :]
     exponential = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tile = (first_entry // BV + tl.program_id(0)).to(tl.int64)
+    tile = (first_entry // BV + tile_v).to(tl.int64)
     maximum = tl.load(parts_ptr + tile * 3 * num_tokens + rows, mask=inside, other=0.0)
     shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * LOG2_E
     # Where the exponential underflowed the probability is zero, whatever finite number stands for its logarithm.
