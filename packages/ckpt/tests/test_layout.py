@@ -59,6 +59,19 @@ def test_a_value_layout_has_a_score_and_no_head() -> None:
     assert "lm_head.weight" not in blocks
 
 
+def test_a_layout_with_both_heads_has_them_on_the_last_stage() -> None:
+    layout = layout_for(LLAMA, role="causal_lm_with_value")
+    assert layout.canonical.keys() == (
+        layout_for(LLAMA).canonical.keys() | layout_for(LLAMA, role="value").canonical.keys()
+    )
+    first, last = (layout.at(Place(tp=(1, 2), pp=(stage, 2))) for stage in range(2))
+    assert not {"lm_head.weight", "score.weight", "score.bias"} & first.keys()
+    assert last["lm_head.weight"] == layout_for(LLAMA).at(Place(tp=(1, 2), pp=(1, 2)))["lm_head.weight"]
+    assert last["score.weight"].shape == (1, 32)
+    with pytest.raises(ValueError, match="a GPTModel has one output layer; use target='parallel'"):
+        layout_for(LLAMA, "megatron", "causal_lm_with_value")
+
+
 def test_a_rank_beyond_the_vocabulary_holds_padding() -> None:
     block = layout_for({**LLAMA, "vocab_size": 5}).at(Place(tp=(3, 4)))["lm_head.weight"]
     assert block.shape == (2, 32)

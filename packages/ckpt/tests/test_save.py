@@ -89,6 +89,40 @@ def test_a_value_model_without_a_bias_keeps_its_key_set(checkpoint: Checkpoints,
     assert load_hf(tmp_path / "critic", layout).keys() == tensors.keys()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_both_heads_are_written_for_either_class_of_transformers(
+    name: str, checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    source, target = checkpoint(name), tmp_path / "both"
+    layout = layout_for(source, role="causal_lm_with_value")
+    plain = load_hf(source, layout)
+    assert plain.keys() == load_hf(source, layout_for(source)).keys()
+    hidden = layout.canonical["model.norm.weight"].shape[0]
+    tensors = {**plain, "score.weight": torch.randn(1, hidden), "score.bias": torch.randn(1)}
+    save_hf(target, tensors, layout)
+    written = read_all(target)
+    for key, tensor in read_all(source).items():
+        assert torch.equal(written.pop(key), tensor)
+    assert written.keys() == {"score.weight", "score.bias"}
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == [type(transformers.AutoModelForCausalLM.from_pretrained(source)).__name__]
+
+    actor, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"]
+    critic, info = transformers.AutoModelForTokenClassification.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(critic.score.weight, tensors["score.weight"])
+    assert torch.equal(critic.score.bias, tensors["score.bias"])
+    assert torch.equal(actor.model.norm.weight, critic.model.norm.weight)
+
+    again = load_hf(target, layout_for(target, role="causal_lm_with_value"))
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+    # A language model has no use for the value head, nor a value model for the other.
+    assert load_hf(target, layout_for(target)).keys() == plain.keys()
+    assert load_hf(target, layout_for(target, role="value")).keys() == tensors.keys() - {"lm_head.weight"}
+
+
 def test_types_are_cast_and_recorded(checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path) -> None:
     source, target = checkpoint("llama"), tmp_path / "saved"
     layout = layout_for(source)

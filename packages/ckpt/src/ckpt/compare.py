@@ -41,7 +41,7 @@ def verify(
         rtol: relative tolerance; with both tolerances 0 every bit must be the same.
         atol: absolute tolerance: |a - b| <= atol + rtol * |b|.
         dtypes: whether a different type is a difference; values are compared in any case.
-        role: what Hugging Face folders are read as; None: a value model where there is a value head.
+        role: what Hugging Face folders are read as; None: what their heads and configs say that they are.
 
     Raises:
         ValueError: a checkpoint is broken or does not fit its own config. Differences are no error: see `Report.equal`.

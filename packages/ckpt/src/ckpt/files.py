@@ -17,6 +17,7 @@ import torch
 from ckpt.boxio import FileForWriting
 from ckpt.checksums import checksum_entry, reserved
 from ckpt.config import Config
+from ckpt.families import Role
 from ckpt.folder import INDEX, SINGLE
 from ckpt.header import TensorInfo, build_header
 from ckpt.layout import Layout
@@ -36,6 +37,8 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+# How transformers' class of a model with a value head ends; one with both heads is read as either, and says the first.
+CLASSES: dict[Role, str] = {"value": "ForTokenClassification", "causal_lm_with_value": "ForCausalLM"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -180,13 +183,14 @@ def copy_companions(source: Path, destination: Path) -> None:
 
 
 def saved_config(layout: Layout, config: Config, dtype: torch.dtype) -> Config:
-    """The config.json of a save: the type that is stored, and for a value model transformers' token-classification
-    class."""
+    """The config.json of a save: the type that is stored, and where there is a value head transformers' one label; the
+    class is that of token classification for a value model, and of a causal language model where there are both heads.
+    """
     saved = dict(config)
     field = "torch_dtype" if "torch_dtype" in saved and "dtype" not in saved else "dtype"
     saved[field] = str(dtype).removeprefix("torch.")
-    if layout.role == "value":
-        saved["architectures"] = [f"{layout.family.class_prefix}ForTokenClassification"]
+    if layout.role in CLASSES:
+        saved["architectures"] = [layout.family.class_prefix + CLASSES[layout.role]]
         saved["id2label"] = {"0": "LABEL_0"}
         saved["label2id"] = {"LABEL_0": 0}
         saved.pop("num_labels", None)

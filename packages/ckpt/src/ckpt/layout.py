@@ -21,13 +21,12 @@ from ckpt.config import (
     refuse_unread,
     text_config,
 )
-from ckpt.families import Family, Role, Row, Target, family_of
+from ckpt.families import ROLES, Family, Role, Row, Target, family_of
 from ckpt.folder import open_checkpoint
 from ckpt.pieces import Block, Shape, distinct_cover_problem
 from ckpt.place import Grid, LayerPlacement, Place, place_layers
 
 TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
-ROLES: tuple[Role, ...] = ("causal_lm", "value")
 # Layers times experts; beyond it a damaged configuration would take minutes to read.
 _MOST_MATRICES = 1_000_000
 
@@ -58,7 +57,7 @@ class Layout:
     Attributes:
         family: the architecture's table.
         target: whose local names and orders.
-        role: "causal_lm" or "value".
+        role: "causal_lm", "value" or "causal_lm_with_value".
         config: the Hugging Face configuration, as given.
         layers: layers of each pipeline chunk (see `place_layers`).
         vocab_multiple: each rank's vocabulary rows are padded up to a multiple of this.
@@ -86,6 +85,11 @@ class Layout:
             raise ValueError(f"target={self.target!r} is unknown; use one of {TARGETS}")
         if self.role not in ROLES:
             raise ValueError(f"role={self.role!r} is unknown; use one of {ROLES}")
+        if self.role == "causal_lm_with_value" and self.target != "parallel":
+            raise ValueError(
+                f"role={self.role!r} has two heads, and a GPTModel has one output layer; use target='parallel', or one "
+                "of role='causal_lm' and role='value'"
+            )
         if self.vocab_multiple < 1:
             raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
         object.__setattr__(self, "_text", text_config(self.config))
@@ -155,7 +159,7 @@ class Layout:
         return dataclasses.replace(self, carried=dict(shapes))
 
     def _active(self, row: Row) -> bool:
-        if self.target not in row.targets or row.role not in (None, self.role):
+        if self.target not in row.targets or self.role not in row.roles:
             return False
         if row.tied != "any" and (row.tied == "yes") != self.tied:
             return False
@@ -266,8 +270,8 @@ def layout_for(
             folder with a vision tower the headers are read too, for the tensors that are carried whole.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
-        role: "causal_lm", or "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there
-            is one).
+        role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
+            one); or "causal_lm_with_value": both heads (target "parallel" alone).
         layers: the layers of each pipeline chunk: None (equal counts), "balanced", counts, or lists of indices.
         vocab_multiple: pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).

@@ -4,7 +4,7 @@ unexpected."""
 import re
 
 from ckpt.config import count_or_zero
-from ckpt.families import Role
+from ckpt.families import Family, Role
 from ckpt.folder import Checkpoint
 from ckpt.layout import Canonical, Layout, layout_for
 from ckpt.pieces import Piece, Shape
@@ -92,7 +92,21 @@ def _ignored(name: str, layout: Layout) -> bool:
     # A value model has no use for the language-model head, and a tied one is the embedding.
     if name == "lm_head.weight" and (layout.role == "value" or layout.tied):
         return True
+    # Nor has a language model for a value head, where the checkpoint says that it is both.
+    if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
+        return True
     return _is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
+
+
+def _is_causal_lm(layout: Layout) -> bool:
+    """Whether the configuration names a causal language model's class."""
+    return any(str(name).endswith("ForCausalLM") for name in layout.config.get("architectures") or ())
+
+
+def _value_heads(family: Family) -> set[str]:
+    """All names of tensors that a value model has and a causal language model has not."""
+    rows = [row for row in family.rows if "causal_lm" not in row.roles]
+    return {name for row in rows for name in (*row.sources, *row.aliases)}
 
 
 def _is_prediction_layer(name: str, layout: Layout) -> bool:
@@ -125,8 +139,13 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
 
 
 def detect_role(checkpoint: Checkpoint) -> Role:
-    """What a checkpoint is: a value model where it has a value head, by any of its names, else a causal language
-    model."""
-    head = layout_for(checkpoint.config, role="value").canonical["score.weight"]
-    found = (checkpoint.tensors.get(name) for name in ("score.weight", *head.aliases))
-    return "value" if any(entry is not None and entry[1].shape == head.shape for entry in found) else "causal_lm"
+    """What a checkpoint is: a value model where it has a value head, by any of its names; both where it has a
+    language-model head beside it and its configuration names a causal language model; else that alone."""
+    layout = layout_for(checkpoint.config, role="causal_lm_with_value")
+    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    score = layout.canonical["score.weight"]
+    if not any(shapes.get(name) == score.shape for name in ("score.weight", *score.aliases)):
+        return "causal_lm"
+    head = layout.canonical.get("lm_head.weight")
+    has_head = head is None or shapes.get("lm_head.weight") == head.shape
+    return "causal_lm_with_value" if has_head and _is_causal_lm(layout) else "value"

@@ -51,7 +51,7 @@ def reshard(
         target: whose local names and orders; None: the source's ("parallel" for Hugging Face).
         layers: as in `layout_for`.
         vocab_multiple: as in `layout_for`.
-        role: what a Hugging Face source is read as; None: a value model where there is a value head.
+        role: what a Hugging Face source is read as; None: what its heads and its config say that it is.
         dtype: cast floating-point weights; the optimizer's state keeps its types.
         progress: called with bytes done and bytes in all.
 

@@ -48,7 +48,7 @@ class Source:
 
 
 def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Source:
-    """Open a Hugging Face folder or a sharded one; without a role, a checkpoint with a value head is a value model.
+    """Open a Hugging Face folder or a sharded one; without a role, it is what its heads and config say.
 
     Raises:
         ValueError: as `open_checkpoint`, `match` or `open_shards`.

@@ -37,6 +37,13 @@ def test_inspect_recognises_a_value_model(checkpoint: Checkpoints, tmp_path: Pat
     assert json.loads(result.stdout)["role"] == "value"
 
 
+def test_inspect_recognises_both_heads(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = layout_for(checkpoint("llama"), role="causal_lm_with_value")
+    save_hf(tmp_path / "v", {**load_hf(checkpoint("llama"), layout), "score.weight": torch.ones(1, 32)}, layout)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "v"), "--json"])
+    assert json.loads(result.stdout)["role"] == "causal_lm_with_value"
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "none")])
     assert result.exit_code == 2

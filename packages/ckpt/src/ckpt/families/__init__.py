@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.families.table import Family, Role, Row, Size, Target
+from ckpt.families.table import ROLES, Family, Role, Row, Size, Target
 
 _TABLES = (
     "apertus",
@@ -23,7 +23,7 @@ _TABLES = (
 )
 FAMILIES: dict[str, Family] = {name: importlib.import_module(f"ckpt.families.{name}").FAMILY for name in _TABLES}
 
-__all__ = ["FAMILIES", "Family", "Role", "Row", "Size", "Target", "family_of"]
+__all__ = ["FAMILIES", "ROLES", "Family", "Role", "Row", "Size", "Target", "family_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

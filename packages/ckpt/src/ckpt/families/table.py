@@ -19,10 +19,11 @@ dimension.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Role = Literal["causal_lm", "value"]
+Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 Target = Literal["parallel", "megatron", "megatron_te"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Row:
         where: "layers", or the pipeline end that holds the row: "first", "last".
         layers: "all", or only the "dense" or the "moe" layers.
         when: a flag of the family that must hold, or "not FLAG".
-        role: the role that has this row; None: every one.
+        roles: those that have this row.
         tied: "any", "yes": only with tied embeddings (the copy on the last of several stages), "no".
         optional: may be absent from a checkpoint and from a rank's tensors (all of them, or none).
         aliases: other names under which a file may hold the (only) source.
@@ -77,7 +78,7 @@ class Row:
     where: Literal["layers", "first", "last"] = "layers"
     layers: Literal["all", "dense", "moe"] = "all"
     when: str | None = None
-    role: Role | None = None
+    roles: tuple[Role, ...] = ROLES
     tied: Literal["any", "yes", "no"] = "any"
     optional: bool = False
     aliases: tuple[str, ...] = ()
