@@ -49,9 +49,12 @@ def log_probs(model: CausalLM, packed: PackedSequence) -> Tensor:
 
 def step_of(model: CausalLM, packed: PackedSequence, *, deterministic: bool = False) -> Call:
     def step() -> None:
+        model.zero_grad(set_to_none=True)
         torch.use_deterministic_algorithms(deterministic)
-        model.log_probs(packed, entropy=False).log_probs.sum().backward()
-        torch.use_deterministic_algorithms(False)
+        try:
+            model.log_probs(packed, entropy=False).log_probs.sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     return step
 
@@ -104,7 +107,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for
+    # As `rl_models.determinism` has it: what deterministic products ask for, and fresh memory as it is.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()
     measured = ceilings()
     hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)

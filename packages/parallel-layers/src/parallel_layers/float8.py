@@ -176,10 +176,10 @@ class _Product:
         """`x [T, ..., I]` -> `[T, ..., O]`."""
         self.linear.weight = weight
         rows = x.reshape(-1, x.shape[-1])
-        count = rows.shape[0]
+        more = -rows.shape[0] % self.multiple
         with self.autocast():
-            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, -count % self.multiple)))
-        return y[:count].unflatten(0, x.shape[:-1])
+            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, more)) if more else rows)  # padding by nothing copies
+        return (y[:-more] if more else y).unflatten(0, x.shape[:-1])
 
 
 def _column(layer: Column, product: _Product, x: Tensor, weight: Tensor | None = None) -> Tensor:
