@@ -1,5 +1,6 @@
 """A run that is saved on one grid and goes on on another has the losses of the run that never stopped."""
 
+import errno
 import os
 import signal
 from collections import Counter
@@ -16,12 +17,15 @@ from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankDied, RankPool
 
 DENSE, MOE = tiny_config("qwen3"), tiny_config("qwen3_moe", mlp_only_layers=[0])
+TIED = tiny_config("qwen2", tie_word_embeddings=True)
 
 
 class Run:
     """A small training run on a grid, started from the same weights on every grid."""
 
-    def __init__(self, grid: Any, hf: dict[str, Any], *, distributed: bool, seed: int = 0) -> None:
+    def __init__(
+        self, grid: Any, hf: dict[str, Any], *, distributed: bool, overlap: bool = False, seed: int = 0
+    ) -> None:
         from megatron_utils.gpt import build_gpt
         from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
 
@@ -31,7 +35,9 @@ class Run:
             for parameter in chunk.parameters():
                 torch.manual_seed(seed)
                 parameter.data.normal_(0, 0.3)
-        self.wrapped = wrap_data_parallel(chunks, grid, distributed=distributed)
+        self.wrapped = wrap_data_parallel(
+            chunks, grid, distributed=distributed, overlap=overlap, bucket_size=500 if overlap else None
+        )
         config = OptimizerConfig(lr=2e-2, distributed=distributed)
         self.optimizer = Optimizer(self.wrapped, grid, config, ScheduleConfig("cosine", total_steps=12, min_lr=1e-3))
 
@@ -44,7 +50,7 @@ class Run:
             generator = torch.Generator().manual_seed(step)
             packed = [
                 PackedSequence.from_sequences(
-                    [torch.randint(0, DENSE["vocab_size"], (n,), generator=generator) for n in lengths], multiple_of=2
+                    [torch.randint(0, DENSE["vocab_size"], (n,), generator=generator) for n in lengths], multiple_of=4
                 )
                 for lengths in ((5, 7), (9,))
             ]
@@ -69,7 +75,7 @@ def save_on(
 
     hf, distributed, stages = options["hf"], options["distributed"], options.get("virtual_stages")
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=stages, seed=5) as grid:
-        run = Run(grid, hf, distributed=distributed)
+        run = Run(grid, hf, distributed=distributed, overlap=options["overlap"])
         run.steps(0, 3)
         torch.rand(group.rank() + 1)
         pending = save_checkpoint(root, 3, run.optimizer, grid, extra={"note": [1, 2]}, asynchronous=asynchronous)
@@ -93,7 +99,7 @@ def resume_on(group: ProcessGroup, root: str, dims: ParallelDims, options: dict[
 
     hf, distributed, stages = options["hf"], options["distributed"], options.get("virtual_stages")
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=stages, seed=6) as grid:
-        run = Run(grid, hf, distributed=distributed, seed=1)
+        run = Run(grid, hf, distributed=distributed, overlap=options["overlap"], seed=1)
         loaded = load_checkpoint(root, run.optimizer, grid)
         assert loaded.step == 3
         assert loaded.extra == {"note": [1, 2]}
@@ -102,8 +108,10 @@ def resume_on(group: ProcessGroup, root: str, dims: ParallelDims, options: dict[
         return loaded.random_restored, number, *run.steps(3, 6)
 
 
-def case(hf: dict[str, Any], distributed: bool = False, virtual_stages: int | None = None) -> dict[str, Any]:
-    return {"hf": hf, "distributed": distributed, "virtual_stages": virtual_stages}
+def case(
+    hf: dict[str, Any], distributed: bool = False, virtual_stages: int | None = None, overlap: bool = False
+) -> dict[str, Any]:
+    return {"hf": hf, "distributed": distributed, "virtual_stages": virtual_stages, "overlap": overlap}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,23 @@ def case(hf: dict[str, Any], distributed: bool = False, virtual_stages: int | No
         (ParallelDims(pp=2), ParallelDims(tp=2), case(DENSE, virtual_stages=2), case(DENSE)),
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
         (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, True), case(DENSE, True)),
+        # Several buckets in a buffer: tied embeddings have their own, and overlapping makes more.
+        (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True), case(TIED, True)),
+        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)),
+        *(
+            pytest.param(saved, resumed, case(hf, True, stages), case(hf, True), marks=pytest.mark.slow)
+            for saved, resumed, hf, stages in (
+                (ParallelDims(tp=2), ParallelDims(), DENSE, None),
+                (ParallelDims(dp=4), ParallelDims(dp=2), DENSE, None),
+                (ParallelDims(pp=2), ParallelDims(dp=2), DENSE, 2),
+                (ParallelDims(pp=2, dp=2), ParallelDims(pp=2), TIED, 2),
+                (ParallelDims(), ParallelDims(pp=2), TIED, None),
+                (ParallelDims(cp=2), ParallelDims(tp=2), TIED, None),
+                (ParallelDims(dp=2, ep=2), ParallelDims(tp=2), MOE, None),
+                (ParallelDims(tp=2, ep=2), ParallelDims(dp=2, ep=2), MOE, None),
+                (ParallelDims(tp=2, dp=2, ep=2), ParallelDims(dp=2), MOE, None),
+            )
+        ),
     ],
 )
 def test_a_run_goes_on_on_another_grid(
@@ -151,6 +176,83 @@ def test_a_folder_that_cannot_be_made_is_named_on_every_rank(ranks: RankPool, tm
     with pytest.raises(OSError, match=r"rank 0 cannot make a folder for step 3 in .*file/run: ") as error:
         ranks.run(save_on, str(tmp_path / "file" / "run"), ParallelDims(tp=2), case(DENSE), world=2)
     assert len(error.value.__notes__) == 2
+
+
+def full_disk_on(group: ProcessGroup, root: Path, asynchronous: bool) -> list[str]:
+    """A save of step 0, one of step 1 that finds no space on rank 1, and that again; the errors."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import latest_step, save_checkpoint
+    from megatron_utils.testing import cpu_stand_in
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with cpu_stand_in(), megatron_grid(ParallelDims(tp=2), ranks=range(2)) as grid:
+        optimizer = Run(grid, DENSE, distributed=False).optimizer
+        save_checkpoint(root, 0, optimizer, grid)
+        errors = []
+        with pytest.MonkeyPatch.context() as patched:
+            if group.rank() == 1:
+                patched.setattr(filesystem_async, "_write_item", full)
+            try:
+                pending = save_checkpoint(root, 1, optimizer, grid, asynchronous=asynchronous)
+                assert pending is not None
+                with pytest.raises(RuntimeError, match=r"step 1 is under way; call its wait\(\) before saving step 2"):
+                    save_checkpoint(root, 2, optimizer, grid)
+                with pytest.raises(OSError, match="cannot be written"):
+                    pending.wait()
+                # It is not complete, and does not become so silently.
+                assert not pending.done
+                pending.poll()
+            except OSError as error:
+                errors.append(str(error))
+        assert latest_step(root) == 0
+        save_checkpoint(root, 1, optimizer, grid, asynchronous=False)
+        assert latest_step(root) == 1
+    return errors
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_named_on_every_rank_and_the_next_save_succeeds(
+    ranks: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    for (error,) in ranks.run(full_disk_on, tmp_path, asynchronous, world=2, timeout=100):
+        assert "rank 1: Worker failure: [Errno 28] No space left on device" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-0", "step-1"]
+
+
+def mistakes_on(group: ProcessGroup, root: Path) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import folder as folders
+    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.testing import cpu_stand_in
+
+    def full(*_: Any) -> None:
+        raise OSError("no space")
+
+    with cpu_stand_in(), megatron_grid(ParallelDims(tp=2), ranks=range(2)) as grid:
+        optimizer = Run(grid, DENSE, distributed=False).optimizer
+        save_checkpoint(root, 0, optimizer, grid)
+        with pytest.raises(ValueError, match="step-0 exists; a complete checkpoint is never written over"):
+            save_checkpoint(root, 0, optimizer, grid)
+        with pytest.raises(ValueError, match="extra is not JSON: Object of type set"):
+            save_checkpoint(root, 1, optimizer, grid, extra={"seen": {1}})
+        for name, rank, message in (
+            ("write_json", 0, "rank 0 cannot write to .*: no space"),
+            ("describe_files", 1, "rank 1 cannot read .*: no space"),
+            ("commit", 0, "rank 0 cannot complete .*: no space"),
+        ):
+            with pytest.MonkeyPatch.context() as patched:
+                if group.rank() == rank:
+                    patched.setattr(folders, name, full)
+                with pytest.raises(OSError, match=message):
+                    save_checkpoint(root, 1, optimizer, grid)
+
+
+def test_mistakes_in_a_save_are_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(mistakes_on, tmp_path, world=2, timeout=100)
 
 
 def die_in_a_save_on(group: ProcessGroup, root: str, moment: str) -> None:
@@ -204,8 +306,14 @@ def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     victim.unlink()
     fails(f"{victim.name} is missing")
     victim.write_bytes(whole)
+    manifest = (folder / "manifest.json").read_bytes()
+    (folder / "manifest.json").write_bytes(manifest[:-9])
+    fails("manifest.json is corrupt: ")
+    (folder / "manifest.json").write_bytes(manifest)
     with pytest.raises(ValueError, match=r"differ: the checkpoint lacks \[.*layers.4"):
         ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE | {"num_hidden_layers": 5}), world=2)
+    with pytest.raises(ValueError, match=r"step-3 cannot be loaded: rank 0: .* tensor for key decoder.*linear_fc1"):
+        ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE | {"intermediate_size": 32}), world=2)
     with pytest.raises(ValueError, match=r"saved with OptimizerConfig.distributed=False"):
         ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE, True), world=2)
     with pytest.raises(ValueError, match=r"holds no complete checkpoint"):

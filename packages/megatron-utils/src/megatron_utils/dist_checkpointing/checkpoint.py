@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_utils.dist_checkpointing import folder as folders
 from megatron_utils.dist_checkpointing.state import (
@@ -35,6 +37,8 @@ from megatron_utils.dist_checkpointing.state import (
 )
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer import Optimizer
+
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -50,29 +54,56 @@ class Loaded(NamedTuple):
 class PendingSave:
     """An asynchronous save under way. Every rank calls `poll` or `wait`, in the same order."""
 
+    under_way: PendingSave | None = None
+    """The one of this process: what Megatron's writing processes have written comes back in one queue of the process,
+    where a second save would find the first one's."""
+
     def __init__(self, queue: AsyncCallsQueue, folder: Path, state: dict[str, Any], grid: MegatronGrid) -> None:
         self._queue = queue
         self._folder = folder
         self._state = state
         self._grid = grid
+        self._error: Exception | None = None
         self.done = False
         """Whether the checkpoint is complete and the latest."""
+        PendingSave.under_way = self
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return int(self._state["step"])
 
     def poll(self) -> bool:
-        """Complete the checkpoint if its bytes are written on all ranks; returns whether it is complete."""
+        """Complete the checkpoint if its bytes are written on all ranks; returns whether it is complete.
+
+        Raises:
+            OSError: it could not be written; on every rank, and again at every later call. Nothing is left of it but
+                a folder that the next save removes; the last complete checkpoint is still the latest.
+        """
         return self._finish(blocking=False)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete."""
+        """Wait until the checkpoint is complete; raises what `poll` raises."""
         self._finish(blocking=True)
 
     def _finish(self, blocking: bool) -> bool:
-        if not self.done:
+        if self._error is not None:
+            raise self._error
+        if self.done:
+            return True
+        try:
             with self._grid.as_world():
-                if self._queue.maybe_finalize_async_calls(blocking=blocking):
+                with _written(self._folder):
+                    written = bool(self._queue.maybe_finalize_async_calls(blocking=blocking))
+                if written:
                     _commit(self._folder, self._state)
-                    self._queue.close()
                     self.done = True
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            if self.done or self._error is not None:
+                PendingSave.under_way = None
         return self.done
 
 
@@ -100,14 +131,19 @@ def save_checkpoint(
             script then needs an `if __name__ == "__main__":` guard.
 
     Raises:
-        ValueError: a checkpoint of that step exists.
-        OSError: the first rank cannot make the folder; on every rank.
+        ValueError: a checkpoint of that step exists, or `extra` is not JSON.
+        RuntimeError: an asynchronous save is under way: wait for it first.
+        OSError: the folder cannot be made or written; on every rank. (Of an asynchronous save, `PendingSave` raises.)
     """
     root = Path(root)
-    if folders.step_folder(root, step).exists() and step <= (folders.latest_step(root) or -1):
-        raise ValueError(f"{folders.step_folder(root, step)} exists; a complete checkpoint is never written over")
+    if (pending := PendingSave.under_way) is not None:
+        raise RuntimeError(f"the save of step {pending.step} is under way; call its wait() before saving step {step}")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra is not JSON: {error}") from error
     with grid.as_world():
-        folder = _begin(root, step)
+        folder = _on_first_rank(lambda: folders.begin(root, step), f"make a folder for step {step} in {root}")
         prime(optimizer.inner)
         state = {
             "step": step,
@@ -120,13 +156,14 @@ def save_checkpoint(
         strategy = get_default_save_sharded_strategy()
         if grid.groups.dp_cp.size() > 1:
             strategy = FullyParallelSaveStrategyWrapper(strategy, grid.groups.dp_cp)
-        request = dist_checkpointing.save(
-            sharded_state(optimizer, grid, loading=False, same_grid=True),
-            str(folder),
-            strategy,
-            async_sharded_save=asynchronous,
-            content_metadata=METADATA,
-        )
+        with _written(folder):
+            request = dist_checkpointing.save(
+                sharded_state(optimizer, grid, loading=False, same_grid=True),
+                str(folder),
+                strategy,
+                async_sharded_save=asynchronous,
+                content_metadata=METADATA,
+            )
         if not asynchronous:
             _commit(folder, state)
             return None
@@ -149,18 +186,13 @@ def load_checkpoint(
 
     Raises:
         ValueError: on every rank alike: no such checkpoint, a missing, truncated or corrupt file, a tensor that is
-            missing or unexpected: named; or another kind of optimizer.
+            missing, unexpected or of another shape: named; or another kind of optimizer.
     """
     root = Path(root)
     with grid.as_world():
-        step = folders.latest_step(root) if step is None else step
-        if step is None:
-            raise ValueError(f"{root} holds no complete checkpoint ({folders.LATEST} is missing)")
-        folder = folders.step_folder(root, step)
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder; there is no complete checkpoint of step {step}")
+        step, folder = _on_first_rank(lambda: folders.find(root, step), f"look into {root}")
         _agree(folders.check_files(folder, dist.get_rank(), dist.get_world_size(), contents=verify))
-        saved = json.loads((folder / folders.STATE).read_text())
+        saved = folders.read_json(folder / folders.STATE)
         if saved["distributed"] != optimizer.config.distributed:
             raise ValueError(
                 f"{folder} was saved with OptimizerConfig.distributed={saved['distributed']}; build the optimizer so"
@@ -172,7 +204,8 @@ def load_checkpoint(
         prime(optimizer.inner)
         template = sharded_state(optimizer, grid, loading=True, same_grid=saved["dims"] == dims)
         _check_names(template, folder)
-        loaded = dist_checkpointing.load(template, str(folder), strategy)
+        with _loaded(folder):
+            loaded = dist_checkpointing.load(template, str(folder), strategy)
         for number, chunk in enumerate(optimizer.chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         load_optimizer(optimizer, grid, loaded, saved["optimizer"])
@@ -182,32 +215,66 @@ def load_checkpoint(
     return Loaded(step, saved["extra"], "random" in loaded)
 
 
-def _begin(root: Path, step: int) -> Path:
-    """`folders.begin` on the first rank; its folder, or its error, on every rank."""
+def _on_first_rank(act: Callable[[], T], what: str) -> T:
+    """Do something on the first rank alone; its result, or its error, on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = str(folders.begin(root, step))
-        except OSError as error:
-            answer[1] = f"rank 0 cannot make a folder for step {step} in {root}: {error}"
+            answer[0] = act()
+        except (OSError, ValueError) as error:
+            answer[1] = error if isinstance(error, ValueError) else OSError(f"rank 0 cannot {what}: {error}")
     dist.broadcast_object_list(answer)
-    name, problem = answer
+    result, problem = answer
     if problem is not None:
-        raise OSError(problem)
-    return Path(name)
+        raise problem
+    return result
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Raise OSError, on every rank, for what Megatron could not write; it tells the first rank alone what that is."""
+    try:
+        yield
+    except CheckpointException as failure:
+        told = [_told(failure)]
+        dist.broadcast_object_list(told)
+        raise OSError(f"{folder} cannot be written: {told[0]}") from failure
+
+
+@contextlib.contextmanager
+def _loaded(folder: Path) -> Iterator[None]:
+    """Raise ValueError for what Megatron, on every rank, could not load."""
+    try:
+        yield
+    except CheckpointException as failure:
+        raise ValueError(f"{folder} cannot be loaded: {_told(failure)}") from failure
+
+
+def _told(failure: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
 
 
 def _commit(folder: Path, state: dict[str, Any]) -> None:
     """Add `state.json`, checksum the files, all ranks sharing the reading, and make the checkpoint the latest."""
-    if dist.get_rank() == 0:
-        folders.write_json(folder / folders.STATE, state)
-    dist.barrier()
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, folders.describe_files(folder, dist.get_rank(), dist.get_world_size()))
-    if dist.get_rank() == 0:
-        folders.write_json(folder / folders.MANIFEST, {name: entry for part in parts for name, entry in part.items()})
+    _on_first_rank(lambda: folders.write_json(folder / folders.STATE, state), f"write to {folder}")
+    part: dict[str, Any] = {}
+    problem = None
+    try:
+        part = folders.describe_files(folder, dist.get_rank(), dist.get_world_size())
+    except OSError as error:
+        problem = f"rank {dist.get_rank()} cannot read {folder}: {error}"
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (part, problem))
+    if problems := [problem for _, problem in parts if problem is not None]:
+        raise OSError("; ".join(problems))
+
+    def complete() -> None:
+        folders.write_json(
+            folder / folders.MANIFEST, {name: entry for part, _ in parts for name, entry in part.items()}
+        )
         folders.commit(folder, state["step"])
-    dist.barrier()
+
+    _on_first_rank(complete, f"complete {folder}")
 
 
 def _check_names(template: dict[str, Any], folder: Path) -> None:

@@ -29,14 +29,35 @@ def step_folder(root: Path, step: int) -> Path:
 def latest_step(root: str | Path) -> int | None:
     """The step of the newest complete checkpoint in a folder; None when there is none."""
     path = Path(root) / LATEST
-    return int(json.loads(path.read_text())["step"]) if path.exists() else None
+    return int(read_json(path)["step"]) if path.exists() else None
+
+
+def find(root: Path, step: int | None) -> tuple[int, Path]:
+    """A checkpoint's step and folder; without a step the latest's.
+
+    Raises:
+        ValueError: there is none.
+    """
+    step = latest_step(root) if step is None else step
+    if step is None:
+        raise ValueError(f"{root} holds no complete checkpoint ({LATEST} is missing)")
+    folder = step_folder(root, step)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; there is no complete checkpoint of step {step}")
+    return step, folder
 
 
 def begin(root: Path, step: int) -> Path:
     """Remove what killed saves have left, and make the folder to write into.
 
     Its name is new each time: a writing process that outlives a killed run finds its own folder gone, not this one.
+
+    Raises:
+        ValueError: a complete checkpoint of that step exists.
     """
+    latest = latest_step(root)
+    if step_folder(root, step).exists() and latest is not None and step <= latest:
+        raise ValueError(f"{step_folder(root, step)} exists; a complete checkpoint is never written over")
     root.mkdir(parents=True, exist_ok=True)
     # A checkpoint that was renamed and then not named by the pointer: the run has gone back to the one before.
     for leftover in (*root.glob(".step-*.partial"), *root.glob(f"step-{step}")):
@@ -52,6 +73,14 @@ def commit(folder: Path, step: int) -> None:
     os.rename(folder, step_folder(root, step))
     sync_folder(root)
     write_json(root / LATEST, {"step": step})
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; raises ValueError, with its name, for one that is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -91,8 +120,12 @@ def check_files(folder: Path, part: int, parts: int, *, contents: bool) -> list[
     path = folder / MANIFEST
     if not path.exists():
         return [f"{path} is missing; {folder} is not a complete checkpoint"]
+    try:
+        listed = sorted(read_json(path).items())
+    except ValueError as error:
+        return [str(error)]
     wrong = []
-    for name, (size, crc) in sorted(json.loads(path.read_text()).items())[part::parts]:
+    for name, (size, crc) in listed[part::parts]:
         file = folder / name
         if not file.exists():
             wrong.append(f"{file} is missing")

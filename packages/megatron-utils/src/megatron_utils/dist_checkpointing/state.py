@@ -40,8 +40,7 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
     }
     state = dict(model)
     for number, inner in enumerate(chained(optimizer.inner)):
-        whole = inner.sharded_state_dict(model, is_loading=loading, metadata=_metadata(grid))
-        state[f"optimizer{number}"] = dict(_sharded_leaves(whole))
+        state[f"optimizer{number}"] = dict(_sharded_leaves(_described(inner, model, grid, loading=loading)))
     if same_grid:
         state["random"] = random_streams(grid)
     return state
@@ -57,8 +56,7 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
     model = {f"model{i}": c.module.sharded_state_dict(metadata=_metadata(grid)) for i, c in enumerate(optimizer.chunks)}
     step = torch.tensor(float(numbers["step"]))
     for number, inner in enumerate(chained(optimizer.inner)):
-        whole = inner.sharded_state_dict(model, is_loading=True, metadata=_metadata(grid))
-        state = _substituted(whole, loaded[f"optimizer{number}"])
+        state = _substituted(_described(inner, model, grid, loading=True), loaded[f"optimizer{number}"])
         if isinstance(inner, DistributedOptimizer):
             for group in state["optimizer"]["param_groups"]:
                 group["step"] = numbers["step"]
@@ -87,6 +85,32 @@ def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
 def _metadata(grid: MegatronGrid) -> dict[str, Any]:
     # Modules tell replicas apart by the group that data parallelism replicates over.
     return METADATA | {"dp_cp_group": grid.groups.dp_cp}
+
+
+def _described(inner: Any, model: dict[str, Any], grid: MegatronGrid, *, loading: bool) -> Any:
+    """What one of the chained optimizers says its state is."""
+    with _padding_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext():
+        return inner.sharded_state_dict(model, is_loading=loading, metadata=_metadata(grid))
+
+
+@contextlib.contextmanager
+def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Have buckets gathered with the padding at their ends.
+
+    Megatron-Core 0.16 leaves it out, and then takes parameters from where they lie with it: whatever follows a buffer's
+    first bucket would be saved as other parameters' numbers. (A buffer has several buckets where gradients are reduced
+    under the backward, and for embeddings that are tied over pipeline stages.)
+    """
+    sizes = [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
+    sizes += [(buffer, buffer.numel) for buffer in optimizer.buffers]
+    before = [holder.numel_unpadded for holder, _ in sizes]
+    try:
+        for holder, size in sizes:
+            holder.numel_unpadded = size
+        yield
+    finally:
+        for (holder, _), size in zip(sizes, before, strict=True):
+            holder.numel_unpadded = size
 
 
 def _sharded_leaves(value: Any, path: str = "") -> Iterator[tuple[str, ShardedBase]]:
