@@ -52,17 +52,16 @@ def test_the_reward_rises(name: str, run: Callable[[Path], str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_program_in_the_readme_of_rl_models(tmp_path: Path) -> None:
-    first, _ = readme_programs(tmp_path / "checkpoint")
-    (tmp_path / "program.py").write_text(first)
+@pytest.mark.parametrize("number", [0, 1], ids=["two models", "one backbone"])
+def test_the_programs_on_ranks_in_the_readme_of_rl_models(number: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(readme_programs(tmp_path / "checkpoint")[number])
     torchrun(tmp_path / "program.py")
     assert (tmp_path / "learned" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_the_program_over_ray_in_the_readme_of_rl_models(tmp_path: Path) -> None:
-    _, second = readme_programs(tmp_path / "checkpoint")
-    (tmp_path / "program.py").write_text(second)
+    (tmp_path / "program.py").write_text(readme_programs(tmp_path / "checkpoint")[2])
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
 

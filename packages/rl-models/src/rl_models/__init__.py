@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_models import losses
     from rl_models.actor import Actor, TokenLogProbs
+    from rl_models.actor_critic import ActorCritic, TokenEstimates
     from rl_models.backends.options import MegatronOptions, PipelineOptions, RouterLosses
     from rl_models.batch import Batch
     from rl_models.cluster.future import RankDied
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from rl_models.config import ModelConfig
     from rl_models.critic import Critic
     from rl_models.grid import Grid
-    from rl_models.models import CausalLM, ValueModel
+    from rl_models.models import CausalLM, CausalLMWithValue, ValueModel
     from rl_models.optimizer import OptimizerOptions
 
 __all__ = [
     "Actor",
+    "ActorCritic",
     "Batch",
     "CausalLM",
+    "CausalLMWithValue",
     "Critic",
     "Grid",
     "MegatronOptions",
@@ -33,6 +36,7 @@ __all__ = [
     "RayModelGroup",
     "Resources",
     "RouterLosses",
+    "TokenEstimates",
     "TokenLogProbs",
     "ValueModel",
     "losses",
@@ -41,8 +45,10 @@ __all__ = [
 # Where each name lives. Imported when it is first asked for: `rl-models --help` need not wait for torch.
 _HOME = {
     "Actor": "rl_models.actor",
+    "ActorCritic": "rl_models.actor_critic",
     "Batch": "rl_models.batch",
     "CausalLM": "rl_models.models",
+    "CausalLMWithValue": "rl_models.models",
     "Critic": "rl_models.critic",
     "Grid": "rl_models.grid",
     "MegatronOptions": "rl_models.backends.options",
@@ -54,6 +60,7 @@ _HOME = {
     "RayModelGroup": "rl_models.cluster.group",
     "Resources": "rl_models.cluster.resources",
     "RouterLosses": "rl_models.backends.options",
+    "TokenEstimates": "rl_models.actor_critic",
     "TokenLogProbs": "rl_models.actor",
     "ValueModel": "rl_models.models",
 }

@@ -1,4 +1,4 @@
-"""`Actor`: a policy that computes log-probabilities, learns, and generates."""
+"""`Actor`: a policy that computes log-probabilities, generates and learns; `Policy`: the same without the learning."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class RoutedLogProbs(NamedTuple):
     routing: Tensor
 
 
-class Actor(Worker):
-    """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
-
-    role: ClassVar[Role] = "causal_lm"
+class Policy(Worker):
+    """A worker whose model has a language-model head."""
 
     @overload
     def log_probs(
@@ -63,33 +61,9 @@ class Actor(Worker):
             ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
                 without it; on every rank alike.
         """
-        results = self.predict(batch, temperature=temperature, record_routing=record_routing)
-        return RoutedLogProbs(*results) if record_routing else TokenLogProbs(*results)
-
-    def update(
-        self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
-    ) -> dict[str, float]:
-        """One optimizer step on the batch.
-
-        Args:
-            batch: this data-parallel rank's part, with the fields that the loss reads.
-            loss: a pure function of the log-probabilities, the entropies and the batch, called for each micro-batch;
-                outside the mask both are 0 and carry no gradient.
-            temperature: as for `log_probs`.
-            aggregation: how the terms are averaged (`rl_models.aggregation.token_weights`).
-
-        Returns:
-            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
-            `learning_rate` of the step.
-
-        Raises:
-            ValueError: there is nothing to learn from, or the loss is not one number per token.
-            FloatingPointError: the gradient is not finite; the parameters have not been changed.
-            RuntimeError: weights or optimizer state are offloaded.
-        """
-        return self.step(
-            batch, lambda part, own: loss(own[0], own[1], part), aggregation=aggregation, temperature=temperature
-        )
+        found = self.predict(batch, temperature=temperature, record_routing=record_routing)
+        result = TokenLogProbs(found["log_probs"], found["entropy"])
+        return RoutedLogProbs(*result, found["routing"]) if record_routing else result
 
     def generate(
         self,
@@ -124,3 +98,32 @@ class Actor(Worker):
         self._memory.require("generate")
         options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
         return generate(self.engine, prompts, options)
+
+
+class Actor(Policy):
+    """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
+
+    role: ClassVar[Role] = "causal_lm"
+
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+    ) -> dict[str, float]:
+        """One optimizer step on the batch.
+
+        Args:
+            batch: this data-parallel rank's part, with the fields that the loss reads.
+            loss: a pure function of the log-probabilities, the entropies and the batch, called for each micro-batch;
+                outside the mask both are 0 and carry no gradient.
+            temperature: as for `log_probs`.
+            aggregation: how the terms are averaged (`rl_models.aggregation.token_weights`).
+
+        Returns:
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
+            `learning_rate` of the step.
+
+        Raises:
+            ValueError: there is nothing to learn from, or the loss is not one number per token.
+            FloatingPointError: the gradient is not finite; the parameters have not been changed.
+            RuntimeError: weights or optimizer state are offloaded.
+        """
+        return self.step(batch, loss, aggregation=aggregation, temperature=temperature)

@@ -1,4 +1,4 @@
-"""`Critic`: a value model that estimates, and learns from, returns."""
+"""`Critic`: a value model that estimates, and learns from, returns; `Valuing`: the same without the learning."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from rl_models.worker import Worker
 ValueLoss = Callable[[Tensor, Batch], LossTerms]
 
 
-class Critic(Worker):
-    """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
-
-    role: ClassVar[Role] = "value"
+class Valuing(Worker):
+    """A worker whose model has a value head."""
 
     def values(self, batch: Batch) -> Tensor:
         """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
-        (values,) = self.predict(batch)
-        return values
+        return self.predict(batch)["values"]
 
     def rewards(self, batch: Batch) -> Tensor:
         """`[N]` fp32 without gradient: the value after the last token of each sequence; 0 for one without tokens.
@@ -39,6 +36,12 @@ class Critic(Worker):
         ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
         return self.values(longer)[ends.to(self.device)]
 
+
+class Critic(Valuing):
+    """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
+
+    role: ClassVar[Role] = "value"
+
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
         """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
-        return self.step(batch, lambda part, own: loss(own[0], part), aggregation=aggregation)
+        return self.step(batch, loss, aggregation=aggregation)

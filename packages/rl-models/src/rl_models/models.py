@@ -1,4 +1,4 @@
-"""`CausalLM` and `ValueModel`: decoder-only models over parallel layers, for every family, from one config.
+"""`CausalLM`, `ValueModel`, and both on one decoder: models over parallel layers, for every family, from one config.
 
 Shape legend: T tokens of a packed batch (with its padding), H hidden, V vocabulary, N sequences; T': this rank's part
 of the tokens under sequence and context parallelism.
@@ -27,8 +27,8 @@ from rl_models.config import ModelConfig
 from rl_models.decoder import Chunk, Decoder, ModelOptions, VocabParallelHead
 
 
-class _PackedModel(nn.Module):
-    """What the two models share.
+class PackedModel(nn.Module):
+    """A decoder, to which each kind of model adds its head.
 
     Args:
         config: `ModelConfig.from_hf(...)`.
@@ -53,7 +53,6 @@ class _PackedModel(nn.Module):
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         """Add the parameters that make a decoder this kind of model; they stand on the last chunk."""
-        raise NotImplementedError  # each kind has its own
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -91,6 +90,23 @@ class _PackedModel(nn.Module):
         result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing)
         return result
 
+    def outputs(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        temperature: float | Tensor = 1.0,
+        routing: RoutingContext | None = None,
+    ) -> tuple[Tensor, ...]:
+        """What every head of the model says after each token, `[T]` fp32 each, from one pass through the decoder: the
+        log-probability of the next token and its entropy, the value. Args as for `CausalLM.log_probs`."""
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
+        return self._outputs(states, packed, temperature)
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return ()
+
     def _gather_context(self, per_token: Tensor) -> Tensor:
         """All tokens' numbers from those of this rank's tokens. Every rank goes on with all of them, so backward each
         takes its own tokens' gradients."""
@@ -100,13 +116,14 @@ class _PackedModel(nn.Module):
         return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
 
 
-class CausalLM(_PackedModel):
+class CausalLM(PackedModel):
     """A language model: log-probabilities of the next tokens of packed sequences.
 
     A tied head has no tensor of its own, except on the last of several pipeline stages.
     """
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super()._add_head(dtype, device)
         tied = self.config.tie_word_embeddings
         if not (tied and hasattr(self.model, "embed_tokens")):
             self.lm_head = VocabParallelHead(
@@ -150,13 +167,17 @@ class CausalLM(_PackedModel):
         Raises:
             ValueError: a label or an id is outside the vocabulary (on every rank alike).
         """
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         labels = next_token_labels(packed) if labels is None else labels
+        return self._log_probs(states, labels, temperature, entropy)
+
+    def _log_probs(self, states: Tensor, labels: Tensor, temperature: float | Tensor, entropy: bool = True) -> LogProbs:
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
         head = invariant.linear_log_probs if self.tp_invariant else ordinary
         own = head(
-            self(packed, hidden, chunk=chunk, routing=routing),
+            states,
             self.head_weight,
             self.model.split(labels),
             group=self.group,
@@ -171,6 +192,11 @@ class CausalLM(_PackedModel):
             return LogProbs(self._gather_context(own.log_probs), None)
         both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
         return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        result = self._log_probs(states, next_token_labels(packed), temperature)
+        assert result.entropy is not None
+        return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature)
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
         """An empty cache for `next_logits`, for this rank's layers and their key-value heads."""
@@ -213,7 +239,7 @@ class CausalLM(_PackedModel):
         return logits[:, : self.config.vocab_size]
 
 
-class ValueModel(_PackedModel):
+class ValueModel(PackedModel):
     """A value model: one number per token from its hidden state, `score` being a linear map with a bias.
 
     In Hugging Face's terms a model for token classification with one label. The head is replicated over the
@@ -222,6 +248,7 @@ class ValueModel(_PackedModel):
     """
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super()._add_head(dtype, device)
         self.score = nn.Linear(self.config.decoder.hidden_size, 1, dtype=dtype, device=device)
 
     def values(
@@ -233,16 +260,30 @@ class ValueModel(_PackedModel):
         routing: RoutingContext | None = None,
     ) -> Tensor:
         """Value `[T]` fp32 of the state after each token, the same on every rank; args as for `CausalLM.log_probs`."""
-        hidden = self(packed, hidden, chunk=chunk, routing=routing).float()
+        return self._values(self(packed, hidden, chunk=chunk, routing=routing))
+
+    def _values(self, states: Tensor) -> Tensor:
+        states = states.float()
         weight: Tensor = self.score.weight
         bias: Tensor = self.score.bias
         if self.sequence_parallel:
             weight, bias = copy_to_tensor_parallel(weight, self.group), copy_to_tensor_parallel(bias, self.group)
         if self.tp_invariant:
-            values = invariant.linear(hidden, weight.float(), bias.float())[:, 0]
+            values = invariant.linear(states, weight.float(), bias.float())[:, 0]
         else:
-            values = hidden @ weight[0].float() + bias.float()
+            values = states @ weight[0].float() + bias.float()
         if self.sequence_parallel:
             # Every rank computes the same loss from all values: backward each takes its own tokens' gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
         return self._gather_context(values)
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return self._values(states), *super()._outputs(states, packed, temperature)
+
+
+class CausalLMWithValue(CausalLM, ValueModel):
+    """A language model and a value model on one decoder: both heads read its final hidden states.
+
+    `outputs` is what both say from one forward pass, in the order log-probabilities, entropies, values; the decoder's
+    gradients are the sums of those of the two.
+    """

@@ -18,8 +18,8 @@ from rl_models.grid import Grid
 from rl_models.losses import LossTerms
 from rl_models.routing import recorded, routed
 
-# (micro-batch, the engine's outputs, each [T] and aligned with its own token) -> terms [T]
-PartLoss = Callable[[Batch, Outputs], LossTerms]
+# (*the engine's outputs, each [T] and aligned with its own token, micro-batch) -> terms [T]
+PartLoss = Callable[..., LossTerms]
 
 
 def predict(
@@ -62,7 +62,7 @@ def accumulate(
         part = division.parts[number]
         # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
         own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
-        terms = loss(part, own)
+        terms = loss(*own, part)
         if terms.loss.shape != part.tokens.shape:
             raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
         for name, value in {"loss": terms.loss, **terms.metrics}.items():

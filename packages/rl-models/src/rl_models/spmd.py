@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_models.actor import TokenLogProbs
+from rl_models.actor_critic import TokenEstimates
 from rl_models.batch import Batch
 from rl_models.cluster.host import on_cpu
 from rl_models.cluster.methods import METHODS
@@ -37,12 +38,16 @@ class WholeBatches:
         """As `Critic.values`."""
         return self._call("values", batch)
 
+    def estimate(self, batch: Batch, **options: Any) -> TokenEstimates:
+        """As `ActorCritic.estimate`."""
+        return self._call("estimate", batch, **options)
+
     def rewards(self, batch: Batch) -> Tensor:
         """As `Critic.rewards`."""
         return self._call("rewards", batch)
 
     def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
-        """As `Actor.update` or `Critic.update`."""
+        """As the worker's own `update`."""
         return self._call("update", batch, loss, **options)
 
     def generate(

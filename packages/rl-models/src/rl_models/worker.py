@@ -1,4 +1,4 @@
-"""What `Actor` and `Critic` share: a batch in, per-token results or one optimizer step out."""
+"""What actors and critics share: a batch in, per-token results or one optimizer step out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckpt import agree
 from parallel_layers import ParallelDims
 from parallel_layers.attention.layer import ContextParallel
 from rl_models.backends import (
+    OUTPUTS,
     Engine,
     EngineOptions,
     MegatronOptions,
@@ -32,7 +33,8 @@ from rl_models.worker_state import WorkerState
 
 
 class Worker(WorkerState):
-    """Loads an engine, and computes and learns with it whole batches at a time; the base of `Actor` and `Critic`.
+    """Loads an engine, and computes and learns with it whole batches at a time; the base of `Actor`, `Critic` and
+    `ActorCritic`.
 
     Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
     """
@@ -114,19 +116,20 @@ class Worker(WorkerState):
         engine = load_engine(backend, folder, cls.role, grid, options)
         return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch)
 
-    def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> tuple[Tensor, ...]:
-        """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
-
-        With `record_routing` the routing `[T, M, k]` follows them.
+    def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
+        """All outputs of the role (`rl_models.backends.OUTPUTS`) without gradients, each `[T]`, aligned with their own
+        token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
-        return predict(
+        results = predict(
             self.engine,
             batch,
             self.max_tokens_per_micro_batch,
             temperature=temperature,
             record_routing=record_routing,
         )
+        names = OUTPUTS[self.role] + ("routing",) * record_routing
+        return dict(zip(names, results, strict=True))
 
     def step(
         self,

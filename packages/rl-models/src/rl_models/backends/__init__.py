@@ -6,12 +6,13 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from rl_models.backends.engine import Engine, LoadEngine, Loss, NextLogits, Outputs, Role
+from rl_models.backends.engine import OUTPUTS, Engine, LoadEngine, Loss, NextLogits, Outputs, Role
 from rl_models.backends.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
 __all__ = [
     "BACKENDS",
+    "OUTPUTS",
     "Backend",
     "Engine",
     "EngineOptions",
@@ -44,9 +45,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "parallel": Backend(
-        "rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), ("causal_lm", "value"), ("megatron",)
-    ),
+    "parallel": Backend("rl_models.backends.parallel", ("dp", "pp", "cp", "tp", "ep"), tuple(OUTPUTS), ("megatron",)),
     "megatron": Backend(
         "rl_models.backends.megatron",
         ("dp", "pp", "cp", "tp", "ep"),
@@ -74,7 +73,11 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
     entry = BACKENDS[backend]
     grid.require(entry.axes, backend)
     if role not in entry.roles:
-        raise ValueError(f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}")
+        others = " or ".join(f"backend={name!r}" for name, other in BACKENDS.items() if role in other.roles)
+        raise ValueError(
+            f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use {others}, "
+            "or a model for each"
+        )
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
             raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")

@@ -11,7 +11,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.moe import BatchTotals, RouterReplay, RoutingContext
 from rl_models.backends.engine import Outputs
 from rl_models.backends.stage import Stage, Task
-from rl_models.models import CausalLM, ValueModel
+from rl_models.models import PackedModel
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Call:
         totals: of the batch that the routers' losses are of; None: there are none.
     """
 
-    model: CausalLM | ValueModel
+    model: PackedModel
     temperature: float
     replays: Sequence[RouterReplay] | None
     totals: BatchTotals | None = None
@@ -39,11 +39,7 @@ class Call:
             if not chunk.last:
                 states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
                 return states
-            if isinstance(model, ValueModel):
-                return (model.values(packed, hidden, chunk=chunk, routing=routing),)
-            result = model.log_probs(packed, hidden, chunk=chunk, temperature=self.temperature, routing=routing)
-            assert result.entropy is not None
-            return result.log_probs, result.entropy
+            return model.outputs(packed, hidden, chunk=chunk, temperature=self.temperature, routing=routing)
 
         return task
 

@@ -1,4 +1,4 @@
-"""`Engine`: what a backend gives to `Actor` and `Critic`."""
+"""`Engine`: what a backend gives to `Actor`, `Critic` and `ActorCritic`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
 from rl_models.optimizer import Optimizer, OptimizerOptions
 
-Role = Literal["causal_lm", "value"]
+Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
 # What a model says after each token of a packed batch, each [T] fp32, padding included: a language model the
 # log-probability of the token's successor inside its sequence (0 where there is none) and the entropy of that choice, a
-# value model the value of the state.
+# value model the value of the state, and a model that is both all three.
 Outputs = tuple[Tensor, ...]
+
+# The names of a role's outputs.
+OUTPUTS: dict[Role, tuple[str, ...]] = {
+    "causal_lm": ("log_probs", "entropy"),
+    "value": ("values",),
+    "causal_lm_with_value": ("log_probs", "entropy", "values"),
+}
 
 # (number of the micro-batch, its outputs) -> scalar, of which the gradient is taken.
 Loss = Callable[[int, Outputs], Tensor]

@@ -13,7 +13,7 @@ from parallel_layers.moe import BatchTotals, RouterReplay, RoutingContext
 from rl_models.backends.engine import Outputs
 from rl_models.backends.stage import Stage, Task
 from rl_models.grid import Grid
-from rl_models.models import CausalLM, ValueModel
+from rl_models.models import PackedModel
 
 
 class LoadCounter:
@@ -22,10 +22,11 @@ class LoadCounter:
     Args:
         model: of this rank.
         replays: of each micro-batch; None: the routers choose.
+        num_outputs: of the model.
     """
 
-    def __init__(self, model: CausalLM | ValueModel, replays: Sequence[RouterReplay] | None) -> None:
-        self.model, self.replays = model, replays
+    def __init__(self, model: PackedModel, replays: Sequence[RouterReplay] | None, num_outputs: int) -> None:
+        self.model, self.replays, self.num_outputs = model, replays, num_outputs
         self._contexts: list[RoutingContext] = []
 
     def task(self, stage: Stage, number: int, packed: PackedSequence) -> Task:
@@ -37,8 +38,7 @@ class LoadCounter:
             states: Tensor = self.model(packed, hidden, chunk=stage.chunk, routing=context)
             if not stage.chunk.last:
                 return states
-            nothing = torch.zeros(packed.num_tokens, device=states.device)
-            return (nothing,) if isinstance(self.model, ValueModel) else (nothing, nothing)
+            return (torch.zeros(packed.num_tokens, device=states.device),) * self.num_outputs
 
         return task
 

@@ -17,9 +17,13 @@ from rl_models.backends.stored import stored_dtype
 from rl_models.config import ModelConfig
 from rl_models.decoder import Chunk, ModelOptions
 from rl_models.grid import Grid
-from rl_models.models import CausalLM, ValueModel
+from rl_models.models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
 
-MODELS: dict[Role, type[CausalLM] | type[ValueModel]] = {"causal_lm": CausalLM, "value": ValueModel}
+MODELS: dict[Role, type[PackedModel]] = {
+    "causal_lm": CausalLM,
+    "value": ValueModel,
+    "causal_lm_with_value": CausalLMWithValue,
+}
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
@@ -38,7 +42,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         raise ValueError(f"{pipeline} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
     places = _places(grid, pipeline.virtual_stages)
 
-    def build() -> tuple[CausalLM | ValueModel, ckpt.Layout]:
+    def build() -> tuple[PackedModel, ckpt.Layout]:
         config = ModelConfig.from_hf(path)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
         losses = options.router_losses
@@ -74,7 +78,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         if isinstance(module, XIELU):
             module.reset_parameters()  # a checkpoint may lack the activation's constants
     if isinstance(model, ValueModel) and model.chunks[-1].last:
-        # What a causal language model's checkpoint does not have: a critic that starts with the value 0 everywhere.
+        # What a causal language model's checkpoint does not have: a value head starts with the value 0 everywhere.
         torch.nn.init.zeros_(model.score.weight)
         torch.nn.init.zeros_(model.score.bias)
     state = model.state_dict()

@@ -17,7 +17,7 @@ from parallel_layers.moe import MoE, RouterReplay
 from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.calls import Call
 from rl_models.backends.decoding import decode
-from rl_models.backends.engine import Loss, NextLogits, Outputs
+from rl_models.backends.engine import OUTPUTS, Loss, NextLogits, Outputs
 from rl_models.backends.fsdp import release, shard_over_dp
 from rl_models.backends.loads import LoadCounter, batch_totals
 from rl_models.backends.options import EngineOptions, RouterLosses
@@ -26,12 +26,12 @@ from rl_models.backends.replay import complete, local_replay
 from rl_models.backends.shards import Shards
 from rl_models.backends.stage import Stage
 from rl_models.grid import Grid
-from rl_models.models import CausalLM, ValueModel
+from rl_models.models import CausalLM, PackedModel
 from rl_models.optimizer import AdamW, OptimizerOptions
 
 
 class ParallelEngine:
-    """A `CausalLM` or `ValueModel`, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
+    """A model of this package, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
 
     Attributes:
         model: what this rank holds, all its pipeline chunks together, under ckpt's local names.
@@ -42,7 +42,7 @@ class ParallelEngine:
 
     def __init__(
         self,
-        model: CausalLM | ValueModel,
+        model: PackedModel,
         layout: ckpt.Layout,
         places: Sequence[ckpt.Place],
         grid: Grid,
@@ -52,6 +52,7 @@ class ParallelEngine:
         self.module = self.model = model
         self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
         self.vocab_size = model.config.vocab_size
+        self._num_outputs = len(OUTPUTS[layout.role])
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk) for chunk in model.chunks]
@@ -71,7 +72,7 @@ class ParallelEngine:
                 hidden_shape=self._hidden_shape,
                 dtype=next(model.parameters()).dtype,
                 device=grid.device,
-                num_outputs=1 if isinstance(model, ValueModel) else 2,
+                num_outputs=self._num_outputs,
             )
 
     def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
@@ -121,7 +122,7 @@ class ParallelEngine:
         losses = self.options.router_losses
         if losses == RouterLosses():
             return call
-        counter = LoadCounter(self.model, call.replays)
+        counter = LoadCounter(self.model, call.replays, self._num_outputs)
         if losses.balance:
             self._run(counter.task, micro_batches)
         return replace(call, totals=batch_totals(micro_batches, counter.loads, self.grid))

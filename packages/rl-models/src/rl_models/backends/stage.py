@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_models.decoder import Chunk
-from rl_models.models import CausalLM, ValueModel
+from rl_models.models import PackedModel
 
 # What the chunk before has returned (None in the first) -> the next chunk's input, or the outputs.
 Task = Callable[[Tensor | None], Any]
@@ -24,7 +24,7 @@ class Stage(nn.Module):
         chunk: one of `model.chunks`.
     """
 
-    def __init__(self, model: CausalLM | ValueModel, chunk: Chunk) -> None:
+    def __init__(self, model: PackedModel, chunk: Chunk) -> None:
         super().__init__()
         self.chunk = chunk
         self.blocks = nn.ModuleList(model.model.layers[str(i)] for i in chunk.layers)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models.actor import TokenLogProbs
+from rl_models.actor_critic import TokenEstimates
 from rl_models.batch import Batch
 from rl_models.cluster.future import Future
 from rl_models.cluster.host import Seat
@@ -145,12 +146,16 @@ class RayModelGroup:
         """As `Critic.values`."""
         return self.submit("values", batch).result()
 
+    def estimate(self, batch: Batch, **options: Any) -> TokenEstimates:
+        """As `ActorCritic.estimate`."""
+        return self.submit("estimate", batch, **options).result()
+
     def rewards(self, batch: Batch) -> Tensor:
         """As `Critic.rewards`."""
         return self.submit("rewards", batch).result()
 
     def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
-        """As `Actor.update` or `Critic.update`."""
+        """As the kind's own `update`."""
         return self.submit("update", batch, loss, **options).result()
 
     def generate(

@@ -1,4 +1,4 @@
-"""How each method of `Actor` and `Critic` is spread over the ranks of a group and its results are joined.
+"""How each method of actors and critics is spread over the ranks of a group and its results are joined.
 
 N sequences of T tokens in all, dp data-parallel ranks. A division is, for each dp rank, the sequences of its part.
 """
@@ -102,10 +102,11 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
     return [[rows[i] for i in indices] for indices in division], join
 
 
-# Every public method of Actor and Critic that a group has.
+# Every public method of Actor, Critic and ActorCritic that a group has.
 METHODS: dict[str, Method] = {
     "log_probs": Method(per_token),
     "values": Method(per_token),
+    "estimate": Method(per_token),
     "rewards": Method(per_sequence),
     "generate": Method(per_prompt),
     "update": Method(for_all, changes=True),

@@ -8,6 +8,7 @@ from typing import Any
 _NEEDS = {
     "log_probs": False,
     "values": False,
+    "estimate": False,
     "rewards": False,
     "generate": False,
     "save_pretrained": False,

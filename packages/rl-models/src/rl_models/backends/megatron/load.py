@@ -37,6 +37,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         ImportError: layers of Transformer Engine are asked for and it is not installed.
         RuntimeError: inside a `megatron_grid`.
     """
+    assert role != "causal_lm_with_value"  # refused by `load_engine`
     dims, pipeline = grid.dims, options.pipeline
     check_device(grid.device)
     if not dist.is_initialized():
