@@ -6,8 +6,9 @@ That one rank computes what transformers does is shown in the repository's `test
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ckpt
@@ -32,16 +34,19 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 8,  # a chunk each for two virtual stages over pp 4
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "mlp_only_layers": [1]}
-MODELS: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True)),
+MODELS: dict[str, Callable[[int], Any]] = {
+    "llama": lambda layers: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, tie_word_embeddings=True)),
+    "qwen3_moe": lambda layers: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **MOE, num_hidden_layers=layers, norm_topk_prob=True)
+    ),
 }
+# One for each chunk of two virtual stages over pp 4, one for each chunk of all other grids.
+LAYERS = (4, 8)
 # Clips; with so large an epsilon the first step is proportional to the clipped gradient.
 OPTIMIZER = OptimizerOptions(learning_rate=100.0, eps=100.0, max_grad_norm=0.5)
 # Their gradients are a good part of the routers'.
@@ -57,6 +62,12 @@ class Case:
 
     dims: ParallelDims
     options: dict[str, Any]
+
+    @property
+    def layers(self) -> int:
+        """How many the model has that this grid is tested with."""
+        pipeline = self.options.get("pipeline", PipelineOptions())
+        return next(layers for layers in LAYERS if layers >= self.dims.pp * pipeline.virtual_stages)
 
     def __str__(self) -> str:
         names = [f"{name}{getattr(self.dims, name)}" for name in ("pp", "dp", "cp", "tp", "ep")]
@@ -95,12 +106,13 @@ def case(
     return Case(ParallelDims(**sizes), options)
 
 
-def save_models(folder: Path) -> dict[str, Path]:
-    """The checkpoint folder of each model."""
-    for name, build in MODELS.items():
+def save_models(folder: Path) -> dict[tuple[str, int], Path]:
+    """The checkpoint folder of each model with each number of layers."""
+    folders = {(name, layers): folder / name / str(layers) for name in MODELS for layers in LAYERS}
+    for (name, layers), path in folders.items():
         torch.manual_seed(len(name))
-        build().save_pretrained(folder / name)
-    return {name: folder / name for name in MODELS}
+        MODELS[name](layers).save_pretrained(path)
+    return folders
 
 
 def make_batch() -> Batch:
@@ -110,10 +122,8 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, **weights)
 
 
-def load(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case, **options: Any) -> Any:
-    """An actor or a critic on the first ranks of the pool."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mesh = grid.dims.build_mesh(device, list(range(group.size()))) if group.size() > 1 else None
+def load(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMesh | None, **options: Any) -> Any:
+    """An actor or a critic."""
     return kind.from_pretrained(
         path,
         dims=grid.dims,
@@ -145,29 +155,55 @@ class _Recorder:
         return getattr(self.inner, name)
 
     def step(self, *args: Any) -> float:
-        self.gradients = self._whole(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        chunks = [part for _, part in self.engine.shards().chunks]
+        gradients = [{name: _gradient(parameter) for name, parameter in part.items()} for part in chunks]
         norm = self.inner.step(*args)
-        self.parameters = self._whole(lambda p: p)
+        pairs = [
+            {name: _pair(mine[name], parameter) for name, parameter in part.items()}
+            for mine, part in zip(gradients, chunks, strict=True)
+        ]
+        shards = self.engine.shards()
+        for name, pair in ckpt.stream_hf(pairs, shards.layout, self.engine.grid.everyone, shards.places, to=[0]):
+            self.gradients[name], self.parameters[name] = pair.cpu().unsqueeze(-1).view(torch.float32).unbind(-1)
         return norm
 
-    def _whole(self, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Something of every parameter, under the checkpoint's names; on the first rank."""
-        shards = self.engine.shards()
-        chunks = [{name: of(parameter) for name, parameter in part.items()} for _, part in shards.chunks]
-        whole = ckpt.stream_hf(chunks, shards.layout, self.engine.grid.everyone, shards.places, to=[0])
-        return {name: tensor.detach().cpu().clone() for name, tensor in whole}
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def measure(group: ProcessGroup, path: Path, grid: Case) -> list[Numbers]:
-    """The actor's and the critic's numbers on the same batch."""
-    return [_numbers(kind, group, path, grid) for kind in (Actor, Critic)]
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad).clone()
 
 
-def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) -> Numbers:
+def _pair(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Two fp32 numbers in the bits of each fp64: gathered at once, since gathering is a good part of this test."""
+    pair = torch.stack((gradient, _local(parameter)), -1).view(torch.float64).squeeze(-1)
+    if not isinstance(parameter, DTensor):
+        return pair
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(pair, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def measure(group: ProcessGroup, path: Path, grids: Sequence[Case]) -> list[list[Numbers]]:
+    """The actor's and the critic's numbers on the same batch, of each of several grids of the same dims."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mesh = grids[0].dims.build_mesh(device, list(range(group.size()))) if group.size() > 1 else None
+    found = []
+    for grid in grids:
+        try:
+            found.append([_numbers(kind, path, grid, device, mesh) for kind in (Actor, Critic)])
+        except Exception as error:
+            error.add_note(f"on the grid {grid}")
+            raise
+    return found
+
+
+def _numbers(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMesh | None) -> Numbers:
     options: dict[str, Any] = {"optimizer": OPTIMIZER}
-    if kind is Actor and path.name == "qwen3_moe":
+    if kind is Actor and path.parent.name == "qwen3_moe":
         options["router_losses"] = ROUTER_LOSSES
-    worker = load(kind, group, path, grid, **options)
+    worker = load(kind, path, grid, device, mesh, **options)
     if kind is Critic and worker.grid.rank("pp") == grid.dims.pp - 1:
         # A new value head is zero, and would pass no gradient on.
         with torch.no_grad():
@@ -187,7 +223,7 @@ def _numbers(kind: type[Worker], group: ProcessGroup, path: Path, grid: Case) ->
     return Numbers(mine, [output.cpu() for output in outputs], metrics, recorder.gradients, recorder.parameters)
 
 
-def assert_equal(actual: list[list[Numbers]], expected: list[Numbers], grid: Case, tolerance: float = 1e-5) -> None:
+def assert_equal(actual: Sequence[list[Numbers]], expected: list[Numbers], grid: Case, tolerance: float = 1e-5) -> None:
     """Every rank's numbers of one grid, `[rank][actor or critic]`, against one rank's."""
     batch = make_batch()
     for role, wanted in enumerate(expected):
@@ -222,14 +258,25 @@ def assert_equal(actual: list[list[Numbers]], expected: list[Numbers], grid: Cas
             )
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(tmp_path_factory.mktemp("grids"))
+@dataclass
+class Reference:
+    """What one rank computes, which every grid of the same number of layers is compared with."""
+
+    ranks: RankPool
+    folders: dict[tuple[str, int], Path]
+    found: dict[tuple[str, int], list[Numbers]] = field(default_factory=dict)
+
+    def __call__(self, model: str, layers: int) -> list[Numbers]:
+        key = model, layers
+        if key not in self.found:
+            self.found[key] = self.ranks.run(measure, self.folders[key], [case()], world=1)[0][0]
+            assert all(math.isfinite(value) for numbers in self.found[key] for value in numbers.metrics.values())
+        return self.found[key]
 
 
 @pytest.fixture(scope="session")
-def one_rank(ranks: RankPool, models: dict[str, Path]) -> dict[str, list[Numbers]]:
-    return {name: ranks.run(measure, path, case(), world=1)[0] for name, path in models.items()}
+def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(ranks, save_models(tmp_path_factory.mktemp("grids")))
 
 
 def all_grids(experts: bool) -> list[Case]:
@@ -271,32 +318,32 @@ ON_GPUS = {
 }
 
 
-def check(ranks: RankPool, path: Path, grids: list[Case], expected: list[Numbers], tolerance: float = 1e-5) -> None:
+def check(ranks: RankPool, one_rank: Reference, model: str, grids: list[Case], tolerance: float = 1e-5) -> None:
+    """Compare all that the grids compute; those of the same dims share their process groups."""
+    together: dict[tuple[ParallelDims, int], list[Case]] = {}
     for grid in grids:
-        results = ranks.run(measure, path, grid, world=grid.dims.world_size, timeout=60)
-        assert_equal(results, expected, grid, tolerance)
+        together.setdefault((grid.dims, grid.layers), []).append(grid)
+    for (dims, layers), cases in together.items():
+        expected = one_rank(model, layers)
+        path = one_rank.folders[model, layers]
+        results = ranks.run(measure, path, cases, world=dims.world_size, timeout=60 * len(cases))
+        for grid, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+            assert_equal(of_ranks, expected, grid, tolerance)
 
 
 @pytest.mark.parametrize("model", FEW)
-def test_some_grids_compute_what_one_rank_does(
-    ranks: RankPool, models: dict[str, Path], one_rank: dict[str, list[Numbers]], model: str
-) -> None:
-    check(ranks, models[model], FEW[model], one_rank[model])
+def test_some_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
+    check(ranks, one_rank, model, FEW[model])
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("model", ON_GPUS)
-def test_grids_on_gpus(
-    nccl_ranks: RankPool, models: dict[str, Path], one_rank: dict[str, list[Numbers]], model: str
-) -> None:
+def test_grids_on_gpus(nccl_ranks: RankPool, one_rank: Reference, model: str) -> None:
     """Against one rank on a CPU, in fp32: a GPU adds up in another order."""
-    check(nccl_ranks, models[model], ON_GPUS[model], one_rank[model], tolerance=1e-4)
+    check(nccl_ranks, one_rank, model, ON_GPUS[model], tolerance=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FEW)
-def test_all_grids_compute_what_one_rank_does(
-    ranks: RankPool, models: dict[str, Path], one_rank: dict[str, list[Numbers]], model: str
-) -> None:
-    assert torch.isfinite(torch.tensor(list(one_rank[model][0].metrics.values()))).all()
-    check(ranks, models[model], all_grids(experts=model == "qwen3_moe"), one_rank[model])
+def test_all_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
+    check(ranks, one_rank, model, all_grids(experts=model == "qwen3_moe"))

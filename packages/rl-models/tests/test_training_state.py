@@ -298,6 +298,10 @@ def stream(
     group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, out: Path
 ) -> dict[str, Tensor]:
     worker = make_worker(group, path, kind, backend, dims)
+    loaded = dict(worker.stream_weights(dtype=torch.float32))
+    for name, tensor in load_file(path / "model.safetensors").items():
+        assert name in loaded or kind == "critic", name
+        assert name not in loaded or torch.equal(loaded[name], tensor), name
     update(worker, 0)
     worker.save_pretrained(out)
     received = dict(worker.stream_weights(to=[0], bucket_bytes=4096))
@@ -310,11 +314,15 @@ def stream(
     [
         ("model", "actor", "parallel", DP2TP2),
         ("model", "critic", "parallel", DP2PP2),
+        ("moe", "actor", "parallel", ParallelDims(dp=2, ep=2)),
+        ("moe", "actor", "parallel", ParallelDims(tp=2, ep=2)),  # whole experts, two on each rank
+        ("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2)),  # two halves of each, shared out over dp
+        ("moe", "actor", "parallel", ParallelDims(pp=2, cp=2, ep=2)),
         ("model", "actor", "transformers", DP2),
         ("moe", "actor", "transformers", ONE),
     ],
 )
-def test_streamed_weights_are_those_that_are_saved(
+def test_streamed_weights_are_those_that_were_loaded_and_those_that_are_saved(
     ranks: RankPool,
     request: pytest.FixtureRequest,
     tmp_path: Path,
