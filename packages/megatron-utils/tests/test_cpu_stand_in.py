@@ -1,6 +1,58 @@
+"""The stand-in for a GPU changes nothing but while it is entered."""
+
+import contextlib
+import subprocess
+import sys
+from typing import Any
+
 import torch
 
+from megatron_utils.testing import cpu_stand_in, stand_in_is_active
+
+
+def replaced() -> dict[str, Any]:
+    """Everything that the stand-in replaces, as it is now."""
+    from megatron_utils.testing.cpu import _STAND_INS
+
+    return {f"{module.__name__}.{name}": vars(module)[name] for module, names in _STAND_INS for name in names}
+
+
+def test_all_is_as_before_when_it_is_left() -> None:
+    before = replaced()
+    assert not stand_in_is_active()
+    with contextlib.suppress(KeyError), cpu_stand_in():
+        with cpu_stand_in():
+            assert torch.zeros(1, device="cuda").device.type == "cpu"
+        # Leaving the inner one leaves the outer one entered.
+        assert stand_in_is_active()
+        inside = replaced()
+        assert all(inside[name] is not function for name, function in before.items())
+        assert torch.zeros(1, device="cuda", pin_memory=True).cuda().type() == "torch.cuda.FloatTensor"
+        raise KeyError
+    assert not stand_in_is_active()
+    assert replaced() == before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+IMPORTED = """
+import torch, torch.distributed as dist
+from megatron.core.transformer.moe import router, token_dispatcher  # what the stand-in reaches into
+from megatron.core.tensor_parallel import random
+modules = torch, torch.cuda, torch.Tensor, dist, random, token_dispatcher, router.TopKRouter
+before = [dict(vars(module)) for module in modules]
+import megatron_utils.testing
 from megatron_utils.testing import cpu_stand_in
+for module, state in zip(modules, before):
+    after = vars(module)
+    changed = [name for name in state if after.get(name) is not state[name] and name != "__warningregistry__"]
+    assert not changed, (module, changed)
+"""
+
+
+def test_importing_it_changes_nothing() -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTED], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
 
 
 def test_torch_compile_can_be_used_first_inside_it() -> None:

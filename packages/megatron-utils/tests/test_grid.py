@@ -1,5 +1,8 @@
 """The grid: Megatron's own groups, entered and left, one at a time, on any ranks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,3 +157,34 @@ def test_mistakes_are_named(ranks: RankPool) -> None:
     assert one_stage == "virtual_stages=1 needs to be at least 2 with pp > 1, got pp=2"
     assert expert_tp == "ep=1 times expert_tp=4 does not divide the dp * cp * tp = 2 ranks of a stage"
     assert "needs 4 ranks, but was given 2" in too_many
+
+
+DESTROYED = """
+import os
+import torch
+import torch.distributed as dist
+from megatron_utils import megatron_grid
+from megatron_utils.testing import cpu_stand_in
+from parallel_layers import ParallelDims
+
+def threads():
+    return [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+
+for _ in range(2):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with cpu_stand_in():
+        for _ in range(2):
+            with megatron_grid(ParallelDims()) as grid:
+                dist.all_reduce(torch.zeros(1), group=grid.groups.tp)
+    assert any("gloo" in name for name in threads()), threads()
+    del grid
+    dist.destroy_process_group()
+    assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads in /proc")
+def test_a_destroyed_default_group_takes_the_groups_of_its_grids_along() -> None:
+    """A thread of gloo that still runs as the interpreter ends can abort it."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", DESTROYED], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -75,8 +76,10 @@ _RANKS = {
     "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING",
     "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING",
 }
-# Process groups live as long as the process: communicators are costly, and grids come back.
-_FORMED: dict[tuple[object, ...], dict[str, ProcessGroup | None]] = {}
+# Process groups live as long as the default group: communicators are costly, and grids come back. No longer: gloo's
+# threads, once their groups are destroyed, can abort the interpreter as it ends.
+_Groups = dict[str, ProcessGroup | None]
+_FORMED: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], _Groups]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,12 @@ def megatron_grid(
         raise ValueError(f"virtual_stages={virtual_stages} needs to be at least 2 with pp > 1, got pp={dims.pp}")
     expert_tp = _expert_tp(dims, expert_tp)
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
-    key = (dist.group.WORLD, members, dims, expert_tp)
-    if key not in _FORMED:
-        _FORMED[key] = _form_groups(dims, members, expert_tp)
+    assert dist.group.WORLD is not None
+    formed, key = _FORMED.setdefault(dist.group.WORLD, {}), (members, dims, expert_tp)
+    if key not in formed:
+        formed[key] = _form_groups(dims, members, expert_tp)
     with _restored(parallel_state), _restored(megatron_random):
-        _set_globals(_FORMED[key])
+        _set_globals(formed[key])
         if virtual_stages is not None:
             parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
             parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = virtual_stages
@@ -188,7 +192,7 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
     return expert_tp
 
 
-def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> dict[str, ProcessGroup | None]:
+def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> _Groups:
     """Every group this rank is in, by the stem of its Megatron global. All members form equally many groups."""
     # Checks the members, and brings them to the same number of groups, so that the names of new ones agree.
     mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
@@ -205,7 +209,7 @@ def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -
     lines["_POSITION_EMBEDDING"] = [line[:1] for line in stages]
 
     me = members.index(dist.get_rank())
-    groups: dict[str, ProcessGroup | None] = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
+    groups: _Groups = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
     by_members = {tuple(lines[stem]): group for stem, group in groups.items()}
     for stem in sorted(lines.keys() - groups.keys()):
         # A rank that is not in a group (a middle stage: no embedding) is alone in one instead.

@@ -56,12 +56,17 @@ def test_no_field_is_left_out() -> None:
         (OptimizerConfig, {"lr": -1.0}, r"lr=-1\.0 is out of range"),
         (OptimizerConfig, {"betas": (0.9, 1.0)}, "betas="),
         (OptimizerConfig, {"precision": "fp8"}, "precision='fp8'"),
+        (OptimizerConfig, {"loss_scale": 0.0}, r"loss_scale=0\.0 is out of range"),
+        (OptimizerConfig, {"min_loss_scale": 2.0**17}, r"min_loss_scale=131072\.0 is out of range"),
+        (OptimizerConfig, {"loss_scale_window": 0}, "loss_scale_window=0 is out of range"),
+        (OptimizerConfig, {"hysteresis": 0}, "hysteresis=0 is out of range"),
         (
             ScheduleConfig,
             {"kind": "step"},
             "kind='step' is unknown; known: constant, linear, cosine, inverse_sqrt, wsd",
         ),
         (ScheduleConfig, {"kind": "linear"}, "kind='linear' needs total_steps"),
+        (ScheduleConfig, {"kind": "linear", "total_steps": 0}, "total_steps=0 must be at least 1"),
         (ScheduleConfig, {"kind": "cosine", "total_steps": 5, "warmup_steps": 5}, "warmup_steps=5"),
         (ScheduleConfig, {"kind": "wsd", "total_steps": 5}, "decay_steps=None with kind='wsd'"),
         (ScheduleConfig, {"kind": "linear", "total_steps": 5, "decay_steps": 2}, "decay_steps=2 with kind='linear'"),
@@ -76,6 +81,13 @@ def test_no_field_is_left_out() -> None:
 def test_mistakes_are_named(config: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.from_mapping(values)
+
+
+@pytest.mark.parametrize("values", [{"min_lr": 2e-3}, {"init_lr": 2e-3}, {"min_lr": -1.0}])
+def test_rates_lie_between_zero_and_the_peak(values: dict[str, float]) -> None:
+    ((name, rate),) = values.items()
+    with pytest.raises(ValueError, match=rf"{name}={rate} is not between 0 and the peak rate lr=0\.001"):
+        ScheduleConfig(**values).to_megatron(None, OptimizerConfig(lr=1e-3))
 
 
 PEAK, FLOOR, WARMUP, TOTAL, DECAY = 1.0, 0.1, 4, 20, 8

@@ -85,10 +85,13 @@ def mistakes_on(group: ProcessGroup) -> list[str]:
 
     packed = PackedSequence.from_sequences([torch.arange(3)])
     chunk = nn.Linear(2, 2)
+    chunk.tokens_multiple_of = 3
     calls: list[tuple[list[PackedSequence], dict[str, Any]]] = [
         ([], {}),
         ([packed] * 3, {}),
         ([packed] * 2, {"labels": [torch.arange(3)]}),
+        ([packed, PackedSequence.from_sequences([torch.arange(4)])], {}),
+        ([packed] * 2, {"labels": [torch.arange(3), torch.arange(2)]}),
         ([packed] * 2, {"routing": [RouterReplay()]}),
         ([packed] * 2, {"loss": lambda output, _: output.sum()}),
         ([packed] * 2, {"next_token": True, "caches": [None]}),
@@ -105,10 +108,12 @@ def mistakes_on(group: ProcessGroup) -> list[str]:
 def test_mistakes_are_named_on_every_rank(ranks: RankPool) -> None:
     one, other = ranks.run(mistakes_on, world=2)
     assert one == other
-    none, uneven, labels, replays, unwrapped, caches = one
+    none, uneven, labels, tokens, label, replays, unwrapped, caches = one
     assert none.startswith("no micro-batches; give every rank at least one")
     assert uneven.startswith("3 micro-batches do not divide into groups of pp=2")
     assert labels == "1 labels for 2 micro-batches"
+    assert tokens.startswith("micro-batch 1 has 4 tokens, not a multiple of 3")
+    assert label == "labels of micro-batch 1 have shape [2], not [3]"
     assert replays == "1 replays for 2 micro-batches"
     assert unwrapped.startswith("a backward needs chunks wrapped by optimizer.wrap_data_parallel")
     assert caches.startswith("1 caches for 2 chunks, and 2 micro-batches that go on from them")

@@ -74,6 +74,11 @@ class OptimizerConfig(_FromMapping):
             "clip_grad": self.clip_grad is None or self.clip_grad > 0,
             "precision": self.precision in ("fp32", "bf16", "fp16"),
             "cpu_offload_fraction": 0 <= self.cpu_offload_fraction <= 1,
+            "loss_scale": self.loss_scale is None or self.loss_scale > 0,
+            "initial_loss_scale": self.initial_loss_scale > 0,
+            "min_loss_scale": 0 < self.min_loss_scale <= self.initial_loss_scale,
+            "loss_scale_window": self.loss_scale_window >= 1,
+            "hysteresis": self.hysteresis >= 1,
         }.items():
             if not fine:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
@@ -151,6 +156,8 @@ class ScheduleConfig(_FromMapping):
             raise ValueError(f"decay={self.decay!r} is unknown; known: linear, cosine, exponential, minus_sqrt")
         if self.kind != "constant" and self.total_steps is None:
             raise ValueError(f"kind={self.kind!r} needs total_steps")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps={self.total_steps} must be at least 1")
         if self.warmup_steps < 0 or self.warmup_steps >= (self.total_steps or math.inf):
             raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0 and below {self.total_steps=}")
         if (self.kind == "wsd") != (self.decay_steps is not None):
@@ -159,7 +166,14 @@ class ScheduleConfig(_FromMapping):
             raise ValueError(f"decay_steps={self.decay_steps} must fit between the warm-up and {self.total_steps=}")
 
     def to_megatron(self, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-        """Megatron's scheduler over an optimizer of its own, at step 0."""
+        """Megatron's scheduler over an optimizer of its own, at step 0.
+
+        Raises:
+            ValueError: `init_lr` or `min_lr` is negative or above the peak rate.
+        """
+        for name in ("init_lr", "min_lr"):
+            if not 0 <= getattr(self, name) <= config.lr:
+                raise ValueError(f"{name}={getattr(self, name)} is not between 0 and the peak rate lr={config.lr}")
         return OptimizerParamScheduler(
             optimizer,
             init_lr=self.init_lr,

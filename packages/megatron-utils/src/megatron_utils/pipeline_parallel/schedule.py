@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,8 +78,9 @@ def run_schedule(
         ask for them. Logits (no labels, a language model) stay on the last stage: they are not broadcast.
 
     Raises:
-        ValueError: no micro-batches, a number that does not fit interleaving, labels of another number, a loss with
-            chunks that are not wrapped, or caches that do not fit.
+        ValueError: no micro-batches, a number of them that does not fit interleaving, or of tokens that does not
+            divide, labels of another number or shape, a loss with chunks that are not wrapped, or caches that do not
+            fit; before anything is sent, so on every rank.
     """
     _check(chunks, micro_batches, grid, labels, routing, loss, caches)
     outputs: dict[int, Output] = {}
@@ -183,8 +184,22 @@ def _check(
             f"{len(micro_batches)} micro-batches do not divide into groups of pp={grid.dims.pp}, which interleaving "
             f"needs; split with count_multiple_of={grid.dims.pp}"
         )
-    if labels is not None and len(labels) != len(micro_batches):
-        raise ValueError(f"{len(labels)} labels for {len(micro_batches)} micro-batches")
+    # What a stage found out only when its turn comes would leave the others waiting for it.
+    multiple = getattr(unwrap_model(chunks[0]), "tokens_multiple_of", 1)
+    for number, packed in enumerate(micro_batches):
+        if packed.num_tokens % multiple:
+            raise ValueError(
+                f"micro-batch {number} has {packed.num_tokens} tokens, not a multiple of {multiple} (tp under sequence "
+                f"parallelism, cp); pack with multiple_of={multiple}"
+            )
+    if labels is not None:
+        if len(labels) != len(micro_batches):
+            raise ValueError(f"{len(labels)} labels for {len(micro_batches)} micro-batches")
+        for number, (own, packed) in enumerate(zip(labels, micro_batches, strict=True)):
+            if own.shape != packed.input_ids.shape:
+                raise ValueError(
+                    f"labels of micro-batch {number} have shape {list(own.shape)}, not [{packed.num_tokens}]"
+                )
     if routing is not None and len(routing) != len(micro_batches):
         raise ValueError(f"{len(routing)} replays for {len(micro_batches)} micro-batches")
     if loss is not None and not all(hasattr(chunk, "ddp_config") for chunk in chunks):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -127,6 +128,10 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 _DISPATCHER: dict[str, Any] = {"maybe_move_tensor_to_cpu": _to_host}
 
 
+# Compiled for a CPU, what counts a router's tokens would cost each of the ranks a compiler's run.
+_ROUTER: dict[str, Any] = {"_apply_expert_bias": TopKRouter._apply_expert_bias._torchdynamo_orig_callable}
+
+
 _all_gather = dist.all_gather
 _reduce_scatter = dist.reduce_scatter
 
@@ -163,6 +168,7 @@ _STAND_INS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.cuda, _CUDA),
     (megatron_random, _RANDOM),
     (token_dispatcher, _DISPATCHER),
+    (TopKRouter, _ROUTER),
     (dist, _COLLECTIVES),
 )
 
