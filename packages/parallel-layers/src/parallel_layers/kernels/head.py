@@ -1,7 +1,7 @@
 """Triton kernels of the language-model head: matrix products whose epilogue never writes a logit.
 
-Each product kernel is persistent: as many programs as there are multiprocessors walk the tiles `[BLOCK_T, BLOCK_V]` of
-the logits, read both operands through tensor descriptors (the copy engine of Hopper and later), and finish a tile while
+Each product kernel is persistent: as many programs as there are multiprocessors walk the tiles (`Launch`) of the
+logits, read both operands through tensor descriptors (the copy engine of Hopper and later), and finish a tile while
 it is in registers. With z the logits of a tile and m their maximum in a row:
 
 - `product_statistics` reduces the tile to m, s = sum e^(z - m) and u = sum (z - m) e^(z - m), and may keep e^(z - m) in
@@ -16,6 +16,7 @@ Shape suffixes: T tokens, H hidden, V vocabulary entries at hand, N tiles along 
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ from parallel_layers.kernels.runtime import HAS_TRITON, cdiv, num_multiprocessor
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-BLOCK_T, BLOCK_V, BLOCK_H = 128, 256, 64
-"""One tile and one step of the contraction: the largest accumulator that two warp groups hold in registers."""
+BLOCK_V = 256
+"""Vocabulary entries of a tile whose exponentials are kept."""
 
-_GROUP = 8
+_STEP = 64  # of the contraction
 _KEPT_ROWS = 8
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
@@ -69,22 +70,43 @@ def _descriptor(x: Tensor, block: tuple[int, int]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def _tiles(num_tokens: int, num_entries: int) -> int:
-    return cdiv(num_tokens, BLOCK_T) * cdiv(num_entries, BLOCK_V)
+@dataclass(frozen=True)
+class Launch:
+    """How a product is cut up.
+
+    Attributes:
+        tokens: Of a tile of the logits.
+        entries: Of a tile: with 128 tokens 256 are the largest accumulator that two warp groups hold in registers.
+        group: Rows of tiles that are walked side by side, so that programs share operands in the L2 cache.
+        stages: Steps of the contraction on their way to shared memory; a product that writes its tile has less of it.
+        num_warps: Warps of one program.
+        programs: Programs for each multiprocessor; one finishes its tile while another one multiplies.
+    """
+
+    tokens: int = 128
+    entries: int = 256
+    group: int = 8
+    stages: int = 4
+    num_warps: int = 8
+    programs: int = 1
+
+    def options(self, num_tokens: int, num_entries: int, device: torch.device) -> dict[str, Any]:
+        """What the kernels are launched with."""
+        tiles = cdiv(num_tokens, self.tokens) * cdiv(num_entries, self.entries)
+        return {
+            "BT": self.tokens,
+            "BV": self.entries,
+            "BH": _STEP,
+            "GROUP": self.group,
+            "PROGRAMS": min(self.programs * num_multiprocessors(device), tiles),
+            "FLATTEN": True,
+            "num_stages": self.stages,
+            "num_warps": self.num_warps,
+        }
 
 
-def _product_options(num_tokens: int, num_entries: int, device: torch.device, *, writes_tile: bool) -> dict[str, Any]:
-    """Launch options of a product; one that writes its tile has shared memory for one stage less."""
-    return {
-        "BT": BLOCK_T,
-        "BV": BLOCK_V,
-        "BH": BLOCK_H,
-        "GROUP": _GROUP,
-        "PROGRAMS": min(num_multiprocessors(device), _tiles(num_tokens, num_entries)),
-        "FLATTEN": True,
-        "num_stages": 3 if writes_tile else 4,
-        "num_warps": 8,
-    }
+REDUCES, WRITES = Launch(), Launch(stages=3)
+"""The launches of a product that reduces its tiles, and of one that also writes them."""
 
 
 @on_its_device
@@ -97,6 +119,7 @@ def product_statistics(
     *,
     parts_N3T: Tensor | None = None,
     exponentials_TV: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Statistics `[4, T]` of the logits, fp32 (see `losses.softmax`).
 
@@ -105,14 +128,16 @@ def product_statistics(
     num_tokens, hidden_size = hidden_TH.shape
     num_entries = len(weight_VH)
     statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden_TH.device)
-    parts = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if parts_N3T is None else parts_N3T
     keep = exponentials_TV is not None
+    launch = launch or (WRITES if keep else REDUCES)
+    tiles_v = cdiv(num_entries, launch.entries)
+    parts = statistics.new_empty(tiles_v, 3, num_tokens) if parts_N3T is None else parts_N3T
     softcap = numbers.softcap != 0.0
-    options = _product_options(num_tokens, num_entries, hidden_TH.device, writes_tile=keep)
+    options = launch.options(num_tokens, num_entries, hidden_TH.device)
     product_statistics_kernel[(options["PROGRAMS"],)](
-        _descriptor(hidden_TH, (BLOCK_T, BLOCK_H)),
-        _descriptor(weight_VH, (BLOCK_V, BLOCK_H)),
-        None if exponentials_TV is None else _descriptor(exponentials_TV, (BLOCK_T, BLOCK_V)),
+        _descriptor(hidden_TH, (launch.tokens, _STEP)),
+        _descriptor(weight_VH, (launch.entries, _STEP)),
+        None if exponentials_TV is None else _descriptor(exponentials_TV, (launch.tokens, launch.entries)),
         inverse_temperatures_T,
         parts,
         num_tokens,
@@ -144,16 +169,23 @@ def product_statistics(
 
 @on_its_device
 def product_gradient(
-    hidden_TH: Tensor, weight_VH: Tensor, gradient_TV: Tensor, rows: Rows, numbers: Numbers, *, first_entry: int
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    gradient_TV: Tensor,
+    rows: Rows,
+    numbers: Numbers,
+    *,
+    first_entry: int,
+    launch: Launch = WRITES,
 ) -> None:
     """Write the gradient of the raw products of these rows of the head, which begin at entry `first_entry`."""
     num_tokens, hidden_size = hidden_TH.shape
     num_entries = len(weight_VH)
-    options = _product_options(num_tokens, num_entries, hidden_TH.device, writes_tile=True)
+    options = launch.options(num_tokens, num_entries, hidden_TH.device)
     product_gradient_kernel[(options["PROGRAMS"],)](
-        _descriptor(hidden_TH, (BLOCK_T, BLOCK_H)),
-        _descriptor(weight_VH, (BLOCK_V, BLOCK_H)),
-        _descriptor(gradient_TV, (BLOCK_T, BLOCK_V)),
+        _descriptor(hidden_TH, (launch.tokens, _STEP)),
+        _descriptor(weight_VH, (launch.entries, _STEP)),
+        _descriptor(gradient_TV, (launch.tokens, launch.entries)),
         *rows,
         num_tokens,
         num_entries,

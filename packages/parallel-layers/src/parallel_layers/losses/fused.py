@@ -100,8 +100,12 @@ def head_gradients(
     accumulate_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
     kept: Kept | None = None,
+    entries_a_slice: int | None = None,
 ) -> None:
-    """As `chunked.head_gradients`; with `kept`, without a product for the logits."""
+    """As `chunked.head_gradients`; with `kept`, without a product for the logits.
+
+    `entries_a_slice`: a multiple of `head.BLOCK_V`; default `slice_entries`.
+    """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     numbers, inverse_temperatures = _numbers(transform)
     rows = head.Rows(
@@ -113,7 +117,7 @@ def head_gradients(
         upstream.entropies,
     )
     num_tokens, num_entries = len(hidden), len(weight_VH)
-    step = slice_entries(num_tokens, num_entries)
+    step = entries_a_slice or slice_entries(num_tokens, num_entries)
     buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
     for first in range(0, num_entries, step):
         entries = slice(first, first + step)
