@@ -259,7 +259,7 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
     assert torch.equal(one, other)
 
 
-LLAMA, DEEPSEEK = tiny_config("llama"), tiny_config("deepseek_v3")
+LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tiny_config("qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,21 @@ LLAMA, DEEPSEEK = tiny_config("llama"), tiny_config("deepseek_v3")
             LLAMA,
             ParallelDims(pp=2),
             {"layers_per_stage": [4]},
-            r"layers_per_stage=\[4\] must be 2 numbers that sum to 4",
+            r"layers_per_stage=\[4\] must be 2 numbers above 0 that sum to 4",
+        ),
+        (
+            LLAMA,
+            ParallelDims(pp=2),
+            {"layers_per_stage": [4, 0]},
+            r"layers_per_stage=\[4, 0\] must be 2 numbers above 0",
+        ),
+        (MIXTURE, ParallelDims(dp=3, ep=3), {}, r"4 experts do not divide over ep=3; use ep in \[1, 2, 4\]"),
+        (MIXTURE | {"num_experts_per_tok": 5}, ParallelDims(), {}, r"num_experts_per_tok=5 is not in 1\.\.4"),
+        (
+            MIXTURE | {"moe_intermediate_size": 21},
+            ParallelDims(tp=2),
+            {},
+            "experts 21 wide do not divide over expert_tp=2; use expert_tp=1",
         ),
         (LLAMA, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
         (tiny_config("qwen2", mlp_bias=True), ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),

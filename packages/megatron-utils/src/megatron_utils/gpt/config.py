@@ -254,6 +254,7 @@ def transformer_config(
             "expert_tensor_parallel_size": expert_tp or dims.tp,
             **family.moe(hf),
         }
+        _check_experts(fields, dims)
     fields |= options
     if virtual_stages is not None and fields["batch_p2p_comm"]:
         raise ValueError(
@@ -290,9 +291,23 @@ def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list
             f"num_hidden_layers={layers} does not divide into {chunks} pipeline chunks; "
             f"pass layers_per_stage, for instance {[layers // chunks + (i < layers % chunks) for i in range(chunks)]}"
         )
-    if layers_per_stage is not None and (len(layers_per_stage) != chunks or sum(layers_per_stage) != layers):
-        raise ValueError(f"layers_per_stage={layers_per_stage} must be {chunks} numbers that sum to {layers}")
+    if layers_per_stage is not None and (
+        len(layers_per_stage) != chunks or sum(layers_per_stage) != layers or min(layers_per_stage) < 1
+    ):
+        raise ValueError(f"layers_per_stage={layers_per_stage} must be {chunks} numbers above 0 that sum to {layers}")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; these families use 'silu'")
     if hf.get("mlp_bias") and not family_of(hf).mlp_bias(hf):
         raise ValueError(f"mlp_bias=True is not known of model_type={hf['model_type']!r}; leave it out")
+
+
+def _check_experts(fields: dict[str, Any], dims: ParallelDims) -> None:
+    experts, top_k, width = fields["num_moe_experts"], fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
+    expert_tp = fields["expert_tensor_parallel_size"]
+    if experts % dims.ep:
+        fits = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise ValueError(f"{experts} experts do not divide over ep={dims.ep}; use ep in {fits}")
+    if width % expert_tp:
+        raise ValueError(f"experts {width} wide do not divide over expert_tp={expert_tp}; use expert_tp=1")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"num_experts_per_tok={top_k} is not in 1..{experts}, the number of experts")
