@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, PipelineOptions, losses
+from rl_models import Actor, ActorCritic, Batch, Critic, PipelineOptions, losses
 from rl_models.cli import app
 from rl_models.plan import Memory, MemoryOptions, Planned, dims_text, fitting, plan_memory, plan_models
 from rl_models.train.turns import Turns
@@ -106,7 +106,8 @@ def model(models: Path) -> Path:
 
 
 def maximise(*arguments: Any) -> losses.LossTerms:
-    return losses.LossTerms(-arguments[0])
+    """Log-probabilities, values, or both: every other of a worker's outputs."""
+    return losses.LossTerms(-sum(arguments[:-1:2]))
 
 
 def random_batch(tokens: int) -> Batch:
@@ -140,7 +141,7 @@ class Case(NamedTuple):
     tokens: int
     dims: ParallelDims = ParallelDims()
     options: Mapping[str, Any] = MappingProxyType({})
-    kind: type[Actor] | type[Critic] = Actor
+    kind: type[Actor] | type[Critic] | type[ActorCritic] = Actor
 
     def __str__(self) -> str:
         axes = dims_text(self.dims).replace(",", " ")
@@ -155,6 +156,7 @@ CASES = [
     Case("llama", 1024, options={"recompute": "selective"}),
     Case("llama", 2048, options=BF16, kind=Critic),
     Case("llama", 1024, ParallelDims(tp=2)),
+    Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
     Case("deep", 256, ParallelDims(dp=2)),
     Case("llama", 1024, ParallelDims(cp=2)),
     Case("llama", 1024, ParallelDims(pp=2)),
@@ -172,6 +174,9 @@ MORE_CASES = [
     Case("llama", 512, ParallelDims(pp=2), TWO_CHUNKS),
     Case("llama", 1024, ParallelDims(pp=2), TWO_CHUNKS | BF16, Critic),
     Case("llama", 512, ParallelDims(dp=2, pp=2)),
+    Case("llama", 1024, kind=ActorCritic),
+    Case("llama", 2048, options=BF16, kind=ActorCritic),
+    Case("llama", 1024, ParallelDims(pp=2), BF16, ActorCritic),
     Case("mixture", 1024),
     Case("mixture", 1024, options=BF16),
     Case("mixture", 1024, options={"recompute": "selective"}),
@@ -270,6 +275,11 @@ def test_the_command_says_what_fits(model: Path) -> None:
     assert alone < found["peak"]
     smaller = json.loads(CliRunner().invoke(app, [*command, "--json", "--offload"]).stdout)
     assert smaller["peak"] == alone
+    shared = json.loads(CliRunner().invoke(app, [*command, "--json", "--share-backbone"]).stdout)
+    assert set(shared["models"]) == {"actor_critic", "reference"}
+    backbones = [models["models"]["actor_critic" if models is shared else "actor"][0] for models in (shared, found)]
+    assert backbones[0]["weights"] - backbones[1]["weights"] == 4 * (128 + 1), "a value head"
+    assert shared["peak"] < found["peak"]
     less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
     assert less["peak"] < found["peak"]
     limit = found["peak"] / 2**30 * 0.7

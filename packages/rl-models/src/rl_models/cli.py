@@ -101,6 +101,9 @@ def plan(
     tokens: Annotated[int, typer.Option(help="Of a micro-batch.")] = 16384,
     dims: Annotated[str, typer.Option(help="The grid, such as tp=2,pp=2.")] = "",
     critic: Annotated[bool, typer.Option("--critic", help="With a critic of the same size.")] = False,
+    share_backbone: Annotated[
+        bool, typer.Option("--share-backbone", help="With a critic that is a head on the actor's layers.")
+    ] = False,
     reference: Annotated[bool, typer.Option("--reference", help="With a reference of the same size.")] = False,
     recompute: Annotated[
         str | None, typer.Option(help="full, selective (MLPs and experts), or layers such as 0,1: run again backward.")
@@ -130,7 +133,12 @@ def plan(
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
         )
-        models = {"critic": critic, "reference": reference, "offload": offload}
+        models = {
+            "critic": critic,
+            "share_backbone": share_backbone,
+            "reference": reference,
+            "offload": offload,
+        }
         planned = plan_models(model, options, **models)
         limit = None if gpu_gib is None else int(gpu_gib * 2**30)
         fits = [] if limit is None else list(fitting(model, options, limit, **models))

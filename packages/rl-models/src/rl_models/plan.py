@@ -20,7 +20,7 @@ import ckpt
 from ckpt.families import Role
 from ckpt.plan import config_dtype
 from parallel_layers import ParallelDims
-from rl_models.backends import PipelineOptions
+from rl_models.backends import OUTPUTS, PipelineOptions
 from rl_models.config import ModelConfig
 from rl_models.decoder import Recompute
 from rl_models.plan_layer import Division, layer_bytes
@@ -44,7 +44,7 @@ class Memory:
         gathered: what FSDP2 makes whole at once: the ends of the model, and two layers; in a pipeline all of it.
         activations: what the forward saves for the backward.
         layer: what one layer needs beside it while it runs, backward if it is trained.
-        logits: the tile of the head, and the hidden states in fp32 where the head makes a copy.
+        logits: the tile of the head, and the hidden states in fp32 where it makes a copy; of two heads the larger.
     """
 
     weights: int
@@ -107,7 +107,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     Args:
         config: of the model, or its folder.
         options: the grid and the tokens.
-        role: "causal_lm" or "value".
+        role: a key of `rl_models.backends.OUTPUTS`.
         trained: False for a reference, which has neither gradients nor optimizer and saves nothing.
 
     Raises:
@@ -163,11 +163,13 @@ def _on_rank(
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
     last = place.pp[0] == dims.pp - 1
     hidden = model.decoder.hidden_size
-    vocab = -(-model.vocab_size // dims.tp) if last and layout.role == "causal_lm" else 0
-    logits = 4 * min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
-    if last and (low or layout.role == "value"):
-        # The heads compute in fp32.
-        logits += 4 * tokens * hidden
+    outputs = OUTPUTS[layout.role] if last else ()
+    # The heads compute in fp32, one after the other.
+    logits = 4 * tokens * hidden * ("values" in outputs)
+    if "log_probs" in outputs:
+        vocab = -(-model.vocab_size // dims.tp)
+        tile = min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
+        logits = max(logits, 4 * (tile + low * tokens * hidden))
 
     gathered = 0
     if divided:
@@ -264,12 +266,24 @@ class Planned:
 
 
 def plan_models(
-    model: Path, options: MemoryOptions, *, critic: bool, reference: bool, offload: bool = False
+    model: Path,
+    options: MemoryOptions,
+    *,
+    critic: bool,
+    reference: bool,
+    share_backbone: bool = False,
+    offload: bool = False,
 ) -> Planned:
-    """An actor, and a critic and a reference of the same size where there are some; see `plan_memory`."""
-    models = {"actor": plan_memory(model, options, role="causal_lm", trained=True)}
+    """An actor, and a critic and a reference of the same size where there are some; see `plan_memory`.
+
+    With `share_backbone` actor and critic are one model, an `ActorCritic`.
+    """
+    trained: dict[str, Role] = {"actor": "causal_lm"}
     if critic:
-        models["critic"] = plan_memory(model, options, role="value", trained=True)
+        trained["critic"] = "value"
+    if share_backbone:
+        trained = {"actor_critic": "causal_lm_with_value"}
+    models = {name: plan_memory(model, options, role=role, trained=True) for name, role in trained.items()}
     if reference:
         models["reference"] = plan_memory(model, options, role="causal_lm", trained=False)
     return Planned(options, models, offload)
