@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt import Grid, Place, Report, layout_for, load_hf, reshard, save_hf, verify, verify_live
+from ckpt import (
+    Grid,
+    Place,
+    Report,
+    layout_for,
+    load_hf,
+    open_shards,
+    reshard,
+    save_hf,
+    save_shards,
+    verify,
+    verify_live,
+)
 
 Checkpoints = Callable[..., Path]
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -88,6 +100,53 @@ def test_types_keys_and_shapes_are_compared(checkpoint: Checkpoints, tmp_path: P
     assert [(d.name, d.kind) for d in tied.differences if d.kind != "values"] == [("lm_head.weight", "missing")]
     wide = verify(source, checkpoint("llama", vocab_size=51))
     assert ("model.embed_tokens.weight", "shape") in [(d.name, d.kind) for d in wide.differences]
+
+
+@pytest.mark.parametrize("reference", ["hugging face", "sharded"])
+def test_one_flipped_bit_is_found_in_every_ranks_copy(reference: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("qwen2")  # two key-value heads: on four ranks each lies twice
+    for name in ("a", "b"):
+        reshard(source, tmp_path / name, Grid(tp=4))
+    against = source if reference == "hugging face" else tmp_path / "a"
+    shards = open_shards(tmp_path / "b")
+    for rank in range(4):
+        for local in (NORM, "model.layers.0.self_attn.qkv_proj.bias"):
+            info = shards.tensors(rank, "weights")[local]
+            with open(shards.file(rank), "r+b") as file:
+                file.seek(info.offset + info.nbytes - 1)
+                last = file.read(1)
+                file.seek(info.offset + info.nbytes - 1)
+                file.write(bytes([last[0] ^ 1]))
+                file.flush()
+                report = verify(against, tmp_path / "b")
+                file.seek(info.offset + info.nbytes - 1)
+                file.write(last)
+            assert not report.equal, (rank, local)
+            assert all(difference.kind == "values" for difference in report.differences)
+    assert verify(against, tmp_path / "b").equal
+
+
+def test_optimizer_states_are_compared_where_both_have_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+
+    def save(name: str, step: float, shift: float, slots: Sequence[str]) -> Path:
+        state = {"step": torch.tensor(step), "exp_avg": tensors[DOWN] + shift, "exp_avg_sq": tensors[DOWN]}
+        save_shards(tmp_path / name, tensors, layout, Place(), optimizer={DOWN: {slot: state[slot] for slot in slots}})
+        return tmp_path / name
+
+    a = save("a", 3, 0, ["step", "exp_avg"])
+    reshard(a, tmp_path / "same", Grid(tp=2, pp=2), target="megatron")
+    assert verify(a, tmp_path / "same").equal
+    assert verify(a, tmp_path / "same").tensors == verify(source, a).tensors + 2
+    other = verify(a, save("b", 4, 0.5, ["step", "exp_avg", "exp_avg_sq"]))
+    assert [(d.name, d.kind) for d in other.differences] == [
+        (f"exp_avg/{DOWN}", "values"),
+        (f"exp_avg_sq/{DOWN}", "unexpected"),
+        (f"step/{DOWN}", "values"),
+    ]
+    assert verify(source, a).equal
 
 
 def verify_as_rank(group: Any, source: str, spoil: bool) -> Report:

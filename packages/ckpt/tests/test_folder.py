@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt import open_checkpoint
+from ckpt import Grid, open_checkpoint, reshard
 from ckpt.folder import INDEX
 
 
@@ -43,6 +43,38 @@ def test_a_path_that_escapes_the_folder_is_refused(file: str, sharded: Path) -> 
     edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": file}))
     with pytest.raises(ValueError, match="outside the folder"):
         open_checkpoint(sharded)
+
+
+def test_two_checkpoints_in_one_folder_are_refused(checkpoint: Callable[..., Path], sharded: Path) -> None:
+    shutil.copy(checkpoint("llama") / "model.safetensors", sharded)
+    with pytest.raises(ValueError, match=r"holds two checkpoints, model.safetensors and the files of .*index.json"):
+        open_checkpoint(sharded)
+
+
+def test_an_index_may_name_the_single_file_and_count_wrongly(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    # Published checkpoints have both; sizes come from the headers.
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    tensors = open_checkpoint(tmp_path).tensors
+    index = {"metadata": {"total_size": 3}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).tensors == tensors
+
+
+def test_a_snapshot_of_links_is_opened(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    # As the cache of huggingface_hub has them: blobs by their hash, and links to them.
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(checkpoint("llama").iterdir()):
+        shutil.copy(file, tmp_path / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert open_checkpoint(snapshot).tensors == open_checkpoint(checkpoint("llama")).tensors
+
+
+def test_a_sharded_folder_is_named_with_the_way_to_convert(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    reshard(checkpoint("llama"), tmp_path / "shards", Grid(tp=2))
+    with pytest.raises(ValueError, match=r"is a sharded checkpoint, .*`ckpt merge`"):
+        open_checkpoint(tmp_path / "shards")
 
 
 def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> None:

@@ -166,6 +166,22 @@ def test_tensors_that_do_not_fit_are_refused_by_name(edit: Any, message: str, br
         load_hf(broken, layout_for(broken), Place(tp=(0, 2)))
 
 
+def test_places_and_types_that_hold_no_weights_are_refused(checkpoint: Checkpoints) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    integers = {name: tensor.to(torch.int32) for name, tensor in tensors.items()}
+    for options, message in (
+        ({"device": "meta"}, "device is on the meta device"),
+        ({"into": meta}, r"into\['model.embed_tokens.weight'\] is on the meta device"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 cannot hold weights"),
+        ({"into": integers}, r"into\['model.embed_tokens.weight'\] is of type torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_hf(source, layout, **options)  # type: ignore[arg-type]
+
+
 def test_rotary_buffers_and_a_stored_tied_head_are_passed_over(broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))

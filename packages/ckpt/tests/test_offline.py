@@ -110,6 +110,24 @@ def test_a_place_of_another_grid_is_refused(sharded: Path) -> None:
         load_shards(sharded, Place(tp=(0, 4)))
 
 
+def save_half_a_moment(group: Any, source: str, target: str) -> str:
+    layout, place = layout_for(source), Place(tp=(group.rank(), 2))
+    tensors = load_hf(source, layout, place)
+    try:
+        save_shards(
+            target, tensors, layout, place, optimizer=optimizer_state(tensors) if group.rank() else {}, group=group
+        )
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_moment_that_one_place_lacks_is_not_saved(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    seen = ranks.run(save_half_a_moment, str(checkpoint("llama")), str(tmp_path / "a"), world=2, timeout=20)
+    assert all("does not hold all of exp_avg/model.embed_tokens.weight" in text for text in seen), seen
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: Checkpoints) -> None:
     with pytest.raises(ValueError, match=r"has no layout.json"):
         open_shards(checkpoint("llama"))

@@ -202,6 +202,20 @@ def test_tensors_that_do_not_fit_are_refused(edit: Any, message: str, checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_no_reader_takes_is_not_written(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    integers = {name: tensor.to(torch.int32) for name, tensor in tensors.items()}
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is of type torch.int32"):
+        save_hf(tmp_path / "saved", integers, layout)
+    with pytest.raises(ValueError, match=r"dtype=torch.bool cannot hold weights"):
+        save_hf(tmp_path / "saved", tensors, layout, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"metadata={'step': 3} must map strings to strings"):
+        save_hf(tmp_path / "saved", tensors, layout, metadata={"step": 3})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_rank_alone_cannot_save_a_part(checkpoint: Checkpoints, tmp_path: Path) -> None:
     layout, place = layout_for(checkpoint("llama")), Place(tp=(0, 2))
     tensors = load_hf(checkpoint("llama"), layout, place)

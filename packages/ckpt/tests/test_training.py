@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -379,8 +380,16 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
     (folder / "metadata.json").write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))
     with pytest.raises(ValueError, match="outside the folder"):
         load_training(root, layout)
+    entries = json.loads(text)
+    entries["model/lm_head.weight"]["chunks"].pop()
+    (folder / "metadata.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=r"does not hold every element of model/lm_head.weight once"):
+        load_training(root, layout)
     (folder / "metadata.json").write_text('{"model/x": {"dtype": "F32"}}')
     with pytest.raises(ValueError, match=r"metadata.json is malformed"):
+        load_training(root, layout)
+    (folder / "state.json").write_text('{"step": 1}')
+    with pytest.raises(ValueError, match=r"state.json is malformed"):
         load_training(root, layout)
     (root / "latest").write_text("../../etc")
     with pytest.raises(ValueError, match=r"latest names '\.\./\.\./etc', which is no checkpoint"):

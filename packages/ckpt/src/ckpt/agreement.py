@@ -40,6 +40,24 @@ def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
 _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
 
+def require_same(group: ProcessGroup | None, **arguments: object) -> None:
+    """Refuse arguments that ranks must pass alike: files are laid out, and messages counted, by each rank's own.
+
+    Communication: one small all-gather.
+
+    Raises:
+        ValueError: they differ; names the argument and two ranks' values; the same on every rank.
+    """
+    passed = all_gather_json({name: repr(value) for name, value in arguments.items()}, group)
+    for name, value in passed[0].items():
+        other = next((rank for rank, entry in enumerate(passed) if entry[name] != value), None)
+        if other is not None:
+            raise ValueError(
+                f"{name} differs between ranks: {value:.200} on rank 0, {passed[other][name]:.200} on rank {other}; "
+                "pass the same on every rank"
+            )
+
+
 def _described(error: Exception) -> list[str]:
     """An error's kind among those that cross between ranks, and its text."""
     for kind in ("OSError", "ValueError"):

@@ -1,5 +1,6 @@
 """Proof that two checkpoints, or a checkpoint and a live model, hold the same tensors."""
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from ckpt.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.families import Role
 from ckpt.layout import Layout
 from ckpt.parts import on_this_rank
-from ckpt.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box
+from ckpt.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box, volume
 from ckpt.place import Place
 from ckpt.report import Difference, Kind, Report
 from ckpt.shards import WEIGHTS
@@ -35,85 +36,33 @@ def verify(
 ) -> Report:
     """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
 
+    Of sharded ones every copy of what several ranks hold is compared, and, where both have one, the optimizer's state:
+    its tensors are named `SLOT/NAME`.
+
     Args:
         a: the reference.
         b: the other.
         rtol: relative tolerance; with both tolerances 0 every bit must be the same.
         atol: absolute tolerance: |a - b| <= atol + rtol * |b|.
         dtypes: whether a different type is a difference; values are compared in any case.
-        role: what Hugging Face folders are read as; None: what their heads and configs say that they are.
+        role: what Hugging Face folders are read as; None: a value model where there is a value head.
 
     Raises:
         ValueError: a checkpoint is broken or does not fit its own config. Differences are no error: see `Report.equal`.
     """
     first, second = open_source(a, role), open_source(b, role)
     report = Report()
-    reader = _Reader()
-    try:
-        for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
-            held = [name in source.slots[WEIGHTS] for source in (first, second)]
-            if not all(held):
-                if any(held):
+    with _Comparison(report, rtol, atol, dtypes) as comparison:
+        for slot in (WEIGHTS, *_optimizer_slots(first, second)):
+            for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
+                held = [source.holds(slot, name) for source in (first, second)]
+                shown = name if slot == WEIGHTS else f"{slot}/{name}"
+                if all(held):
+                    report.differences += comparison.canonical(shown, slot, name, first, second)
+                elif any(held):
                     kind: Kind = "missing" if held[0] else "unexpected"
-                    report.differences.append(Difference(name, kind, f"only in {a if held[0] else b}"))
-                continue
-            report.differences += _compare_canonical(name, first, second, reader, report, rtol, atol, dtypes)
-    finally:
-        reader.close()
+                    report.differences.append(Difference(shown, kind, f"only in {a if held[0] else b}"))
     return report
-
-
-def _compare_canonical(
-    name: str, a: Source, b: Source, reader: "_Reader", report: Report, rtol: float, atol: float, dtypes: bool
-) -> Iterator[Difference]:
-    shapes = [source.layout.canonical[name].shape for source in (a, b)]
-    if shapes[0] != shapes[1]:
-        yield Difference(name, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
-        return
-    types = [source.tensors[source.slots[WEIGHTS][name][0][0]][1].dtype for source in (a, b)]
-    if dtypes and types[0] != types[1]:
-        yield Difference(name, "dtype", f"{types[0]} and {types[1]}")
-    block = Block.whole(name, shapes[0])
-    report.tensors += 1
-    report.elements += block.numel
-    tally = Tally(atol, rtol)
-    for box in split_box(block.pieces[0].local_range, _CHUNK_ELEMENTS) if block.numel else ():
-        tally.add(reader.read(a, name, box, types[0]), reader.read(b, name, box, types[1]), box)
-    difference = tally.difference(name)
-    if difference is not None:
-        yield difference
-
-
-class _Reader:
-    """Reads boxes of canonical tensors out of a source's files, keeping the last files open."""
-
-    def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}
-        self._staging = Staging(_CPU)
-        self._counter = IOCounter()
-
-    def read(self, source: Source, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """The values of a box of a canonical tensor."""
-        wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
-        values = torch.empty(wanted.shape, dtype=dtype)
-        for key, copy in shared(wanted, source.slots[WEIGHTS]):
-            path, info = source.tensors[key]
-            view = view_of(values, copy.destination_range)
-            read_box(self._open(path), info, copy.source_range, view, self._staging, self._counter)
-        return values
-
-    def _open(self, path: Path) -> int:
-        if path not in self._fds:
-            if len(self._fds) >= 64:
-                self.close()
-            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._fds[path]
-
-    def close(self) -> None:
-        """Close all files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
 
 
 def verify_live(
@@ -144,8 +93,7 @@ def verify_live(
         where = Place() if place is None else place
         blocks = layout.at(where)
         report = Report()
-        reader = _Reader()
-        try:
+        with _Comparison(report, rtol, atol, dtypes) as comparison:
             for name, block in blocks.items():
                 held = all(canonical in source.slots[WEIGHTS] for canonical in block.names)
                 if not held or name not in tensors:
@@ -158,11 +106,7 @@ def verify_live(
                     report.differences.append(Difference(name, "shape", shapes))
                     continue
                 tensor, box = on_this_rank(name, tensors[name], block.shape)
-                report.differences += _compare_local(
-                    name, block.part(box), tensor, source, reader, report, rtol, atol, dtypes
-                )
-        finally:
-            reader.close()
+                report.differences += comparison.local(name, block.part(box), tensor, source)
         report.differences += [
             Difference(name, "unexpected", "only in the model") for name in tensors if name not in blocks
         ]
@@ -177,35 +121,135 @@ def verify_live(
     return merged
 
 
-def _compare_local(
-    name: str,
-    block: Block,
-    tensor: Tensor,
-    source: Source,
-    reader: _Reader,
-    report: Report,
-    rtol: float,
-    atol: float,
-    dtypes: bool,
-) -> Iterator[Difference]:
-    if not block.names:
-        return
-    stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype
-    if dtypes and stored != tensor.dtype:
-        yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
-    report.tensors += 1
-    report.elements += block.numel
-    tally = Tally(atol, rtol)
-    for piece in block.pieces:
-        if piece.canonical_range is None:
-            held = view_of(tensor, piece.local_range).cpu()
-            tally.add(torch.zeros_like(held), held, piece.local_range)
-            continue
-        copy = Copy(piece.canonical_range, piece.local_range)
-        for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
-            at = carried_over(part, copy)
-            values = reader.read(source, piece.name, part, stored)
-            tally.add(values, view_of(tensor, at).cpu().reshape(values.shape), at)
-    difference = tally.difference(name)
-    if difference is not None:
-        yield difference
+def _optimizer_slots(a: Source, b: Source) -> list[str]:
+    """The slots of either, where both have an optimizer's state."""
+    slots = [{*source.slots, *source.scalars} - {WEIGHTS} for source in (a, b)]
+    return sorted(slots[0] | slots[1]) if all(slots) else []
+
+
+class _Comparison:
+    """How tensors are compared, and the files that are open for it; what is compared is counted in a report."""
+
+    def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
+        self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
+        self.reader = _Reader()
+
+    def __enter__(self) -> "_Comparison":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+    def canonical(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
+        """What differs between two checkpoints' tensors of one name, and between the copies that each has of it."""
+        if name in a.scalars.get(slot, {}) and name in b.scalars.get(slot, {}):
+            yield from self._scalars(shown, slot, name, a, b)
+            return
+        shapes = [source.shape(slot, name) for source in (a, b)]
+        if shapes[0] != shapes[1]:
+            yield Difference(shown, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
+            return
+        parts = [source.slots[slot][name] for source in (a, b)]
+        types = [source.tensors[part[0][0]][1].dtype for source, part in zip((a, b), parts, strict=True)]
+        if self.dtypes and types[0] != types[1]:
+            yield Difference(shown, "dtype", f"{types[0]} and {types[1]}")
+        whole = full_box(shapes[0])
+        self.report.tensors += 1
+        self.report.elements += volume(whole)
+        yield from self._boxes(shown, name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
+        for source, part, dtype in zip((a, b), parts, types, strict=True):
+            for key, piece in source.copies.get(slot, {}).get(name, ()):
+                assert piece.canonical_range is not None
+                copy = (source, [(key, piece)], source.tensors[key][1].dtype)
+                for difference in self._boxes(shown, name, piece.canonical_range, (source, part, dtype), copy):
+                    detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
+                    yield dataclasses.replace(difference, detail=detail)
+
+    def _boxes(self, shown: str, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
+        tally = Tally(self.atol, self.rtol)
+        for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
+            tally.add(self.reader.read(a, name, part), self.reader.read(b, name, part), part)
+        difference = tally.difference(shown)
+        if difference is not None:
+            yield difference
+
+    def _scalars(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
+        held = [(source, key) for source in (a, b) for key in source.scalars[slot][name]]
+        values = [self.reader.scalar(source, key) for source, key in held]
+        self.report.tensors += 1
+        self.report.elements += 1
+        tally = Tally(self.atol, self.rtol)
+        for value in values[1:]:
+            tally.add(values[0], value, ((0, 1),))
+        difference = tally.difference(shown)
+        if difference is not None:
+            yield difference
+
+    def local(self, name: str, block: Block, tensor: Tensor, source: Source) -> Iterator[Difference]:
+        """What differs between a live model's tensor, or the part of it that a rank has, and a checkpoint."""
+        if not block.names:
+            return
+        stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype
+        if self.dtypes and stored != tensor.dtype:
+            yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
+        self.report.tensors += 1
+        self.report.elements += block.numel
+        tally = Tally(self.atol, self.rtol)
+        for piece in block.pieces:
+            if piece.canonical_range is None:
+                held = view_of(tensor, piece.local_range).cpu()
+                tally.add(torch.zeros_like(held), held, piece.local_range)
+                continue
+            copy = Copy(piece.canonical_range, piece.local_range)
+            side = (source, source.slots[WEIGHTS][piece.name], stored)
+            for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
+                at = carried_over(part, copy)
+                values = self.reader.read(side, piece.name, part)
+                tally.add(values, view_of(tensor, at).cpu().reshape(values.shape), at)
+        difference = tally.difference(name)
+        if difference is not None:
+            yield difference
+
+
+# A checkpoint, which of its tensors hold a canonical one, and the type to read that in.
+_Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
+
+
+class _Reader:
+    """Reads boxes of canonical tensors out of a source's files, keeping the last files open."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+        self._staging = Staging(_CPU)
+        self._counter = IOCounter()
+
+    def read(self, side: _Side, name: str, box: Box) -> Tensor:
+        """The values of a box of a canonical tensor."""
+        source, parts, dtype = side
+        wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
+        values = torch.empty(wanted.shape, dtype=dtype)
+        for key, copy in shared(wanted, {name: parts}):
+            path, info = source.tensors[key]
+            view = view_of(values, copy.destination_range)
+            read_box(self._open(path), info, copy.source_range, view, self._staging, self._counter)
+        return values
+
+    def scalar(self, source: Source, key: str) -> Tensor:
+        """A slot's one element."""
+        path, info = source.tensors[key]
+        value = torch.empty(info.shape, dtype=info.dtype)
+        read_box(self._open(path), info, full_box(info.shape), value, self._staging, self._counter)
+        return value.reshape(1)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._fds:
+            if len(self._fds) >= 64:
+                self.close()
+            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[path]
+
+    def close(self) -> None:
+        """Close all files."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

@@ -5,6 +5,7 @@ boxes of canonical tensors to it, and the storage keeps one safetensors file a r
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from ckpt.config import read_json_file
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.files import write_json
 from ckpt.header import read_header
-from ckpt.pieces import Box, Shape, extents
+from ckpt.pieces import Box, Shape, extents, volume
 from ckpt.relay import write_own_file
 
 METADATA = "metadata.json"
@@ -113,7 +114,10 @@ class BoxLoadPlanner(DefaultLoadPlanner):
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != box.shape:
                 there = "is not in it" if stored is None else f"has shape {tuple(getattr(stored, 'size', ()))} in it"
                 raise ValueError(f"the training checkpoint is of another model: {box.name} {box.shape} {there}")
-            items += create_read_items_for_chunk_list(box.name, stored, [box.chunk])
+            parts = create_read_items_for_chunk_list(box.name, stored, [box.chunk])
+            if sum(math.prod(part.lengths) for part in parts) != volume(box.box):
+                raise ValueError(f"the training checkpoint does not hold every element of {box.name} once; restore it")
+            items += parts
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

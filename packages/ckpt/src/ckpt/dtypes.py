@@ -31,3 +31,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype not in NAMES:
         raise ValueError(f"{dtype} cannot be stored in safetensors; cast to one of {sorted(NAMES.values())}")
     return NAMES[dtype]
+
+
+def check_cast(dtype: torch.dtype | None) -> None:
+    """Refuse to cast weights to a type that has no fractions.
+
+    Raises:
+        ValueError: the type is one of integers or booleans.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} cannot hold weights; cast to a floating-point type such as torch.bfloat16")

@@ -112,6 +112,9 @@ def plan_files(
     """Spread tensors over files in their order, each file up to `max_shard_size` (a larger tensor has one of its
     own)."""
     limit = parse_size(max_shard_size)
+    odd = {key: value for key, value in metadata.items() if not isinstance(key, str) or not isinstance(value, str)}
+    if odd:
+        raise ValueError(f"metadata={odd!r:.200} must map strings to strings, which is all that a header may hold")
     shards: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -180,6 +183,8 @@ def copy_companions(source: Path, destination: Path) -> None:
     for entry in sorted(source.iterdir()):
         if entry.is_file() and any(fnmatch.fnmatch(entry.name, pattern) for pattern in COMPANIONS):
             shutil.copyfile(entry, destination / entry.name)
+            with FileForWriting(destination / entry.name):
+                pass  # leaving it syncs the copy
 
 
 def saved_config(layout: Layout, config: Config, dtype: torch.dtype) -> Config:

@@ -9,6 +9,8 @@ from ckpt.header import Header, TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What makes a folder a sharded checkpoint (`ckpt.shards`).
+LAYOUT = "layout.json"
 
 
 _PICKLED = ("pickled weights, which can run code when loaded", "DIR")
@@ -62,14 +64,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _opened(folder.parent, {folder.name: read_header(folder)})
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
+    single = (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
     if (folder / INDEX).is_file():
-        return _open_sharded(folder)
-    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
+        checkpoint = _open_sharded(folder)
+        if single and SINGLE not in checkpoint.headers:
+            raise ValueError(
+                f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
+            )
+        return checkpoint
+    if single:
         return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
     for pattern in _FOREIGN:
         foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
         if foreign:
             _refuse_foreign(foreign[0])
+    if (folder / LAYOUT).is_file():
+        raise ValueError(f"{folder} is a sharded checkpoint, one file a rank; `ckpt merge` makes it a Hugging Face one")
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree, all_gather_json
-from ckpt.dtypes import DTYPES, dtype_name
+from ckpt.dtypes import DTYPES, check_cast, dtype_name
 from ckpt.layout import Layout
 from ckpt.parts import on_this_rank
 from ckpt.pieces import Block, Box
@@ -56,7 +56,12 @@ class Holdings:
         return self.ranks[self.rank]
 
     def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own."""
+        """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own.
+
+        Raises:
+            ValueError: `dtype` is a type of integers.
+        """
+        check_cast(dtype)
         if dtype is None:
             return self.dtypes
         return {

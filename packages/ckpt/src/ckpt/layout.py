@@ -6,6 +6,7 @@ process group or device. `Layout.at(place)` gives a place's local tensors, each 
 
 import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,15 @@ class Layout:
             return False
         return (layer + 1) % (count_or_zero(text, "decoder_sparse_step") or 1) == 0
 
+    @property
+    def fingerprint(self) -> str:
+        """What ranks that act together must agree on, as a short text."""
+        shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())
+        return (
+            f"{self.family.name} for {self.target} as {self.role}, layers={self.layers}, "
+            f"vocab_multiple={self.vocab_multiple}, shapes {shapes:08x}"
+        )
+
     def at(self, place: Place) -> dict[str, Block]:
         """The local tensors of `place`: name -> shape and pieces; checked, and the grid with it, once.
 
@@ -153,6 +163,10 @@ class Layout:
     def on(self, target: Target) -> "Layout":
         """The same model on another target."""
         return dataclasses.replace(self, target=target)
+
+    def is_carried(self, block: Block) -> bool:
+        """Whether a local tensor is carried whole, of no known structure and type."""
+        return any(self.canonical[name].carried for name in block.names)
 
     def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
         """The same layout with the tensors that are carried whole."""
@@ -228,6 +242,11 @@ class Layout:
         if grid in self._grids:
             return
         self.chunk_layers(grid)
+        if not self.num_experts and (grid.ep > 1 or grid.etp not in (None, 1, grid.tp)):
+            raise ValueError(
+                f"ep={grid.ep} and etp={grid.etp} divide experts, and this {self.family.name} model has none; leave "
+                "them out"
+            )
         rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
         rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
         places = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agreement import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json, require_same
 from ckpt.boxio import view_of
 from ckpt.holdings import Holdings, Tensors, take_stock
 from ckpt.layout import Layout
@@ -86,6 +86,9 @@ def redistribute(
     Raises:
         ValueError: the layouts are of different models, or the tensors do not fit; on every rank.
     """
+    require_same(
+        group, layout=layout.fingerprint, to_layout=to_layout.fingerprint, bucket_bytes=bucket_bytes, dtype=dtype
+    )
     holdings = take_stock(tensors, layout, place, group)
     mine = [to_place] if isinstance(to_place, Place) else list(to_place)
 

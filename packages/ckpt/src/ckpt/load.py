@@ -10,10 +10,11 @@ from torch.distributed import ProcessGroup
 from ckpt.agreement import agree
 from ckpt.boxio import IOCounter, view_of
 from ckpt.checksums import check_share
+from ckpt.dtypes import check_cast
 from ckpt.folder import Checkpoint, open_checkpoint
 from ckpt.layout import Layout
 from ckpt.match import Sources, match
-from ckpt.parts import on_this_rank
+from ckpt.parts import on_this_rank, require_memory
 from ckpt.pieces import Block, shared
 from ckpt.place import Place
 from ckpt.reading import Read, read_all
@@ -69,6 +70,8 @@ def load_hf(
     def prepare() -> tuple[Checkpoint, Sources, dict[str, Block], dict[str, Tensor]]:
         if threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
+        check_cast(dtype)
+        require_memory("device", torch.device(device))
         checkpoint = open_checkpoint(path)
         count.header_bytes += checkpoint.header_bytes
         if check:
@@ -78,7 +81,7 @@ def load_hf(
         if into is None:
             tensors = _allocate(checkpoint, layout, sources, blocks, torch.device(device), dtype)
         else:
-            tensors, blocks = _destinations(blocks, into)
+            tensors, blocks = _destinations(blocks, into, layout)
         return checkpoint, sources, blocks, tensors
 
     checkpoint, sources, blocks, tensors = agree(prepare, group)
@@ -117,13 +120,18 @@ def _allocate(
     return tensors
 
 
-def _destinations(blocks: dict[str, Block], into: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Block]]:
+def _destinations(
+    blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
+) -> tuple[dict[str, Tensor], dict[str, Block]]:
     """The tensors of `into` that are to be filled, of DTensors their parts, and the blocks of these."""
     missing = [name for name in blocks if name not in into]
     if missing:
         raise ValueError(
             f"into lacks {', '.join(missing[:3])} ({len(missing)} of {len(blocks)}); it has {list(into)[:3]}..."
         )
+    integers = [name for name in blocks if not into[name].is_floating_point() and not layout.is_carried(blocks[name])]
+    if integers:
+        raise ValueError(f"into[{integers[0]!r}] is of type {into[integers[0]].dtype}, which cannot hold weights")
     held = {name: on_this_rank(f"into[{name!r}]", into[name], block.shape) for name, block in blocks.items()}
     parts = {name: blocks[name].part(box) for name, (_, box) in held.items()}
     return {name: tensor for name, (tensor, _) in held.items()}, parts

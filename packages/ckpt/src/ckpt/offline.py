@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.dtypes import check_cast
 from ckpt.families import Role, Target
 from ckpt.files import FilePlan, create_files, plan_files, write_companions, write_json
+from ckpt.folder import LAYOUT
 from ckpt.header import TensorInfo
 from ckpt.pieces import Block, Copy, Shape, carried_over, extents, full_box, shared, volume
 from ckpt.place import Grid, LayerPlacement
-from ckpt.shards import LAYOUT, WEIGHTS, layout_json, open_shards, shard_name
+from ckpt.shards import WEIGHTS, layout_json, open_shards, shard_name
 from ckpt.sources import Source, open_source
 
 Progress = Callable[[int, int], None]
@@ -59,6 +61,7 @@ def reshard(
         ValueError: the source is broken, or the model does not fit the grid.
         OSError: the disk is full; what was at `destination` is intact.
     """
+    check_cast(dtype)
     opened = open_source(source, role)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
@@ -92,6 +95,7 @@ def merge(
         ValueError: the source is broken.
         OSError: the disk is full; what was at `destination` is intact.
     """
+    check_cast(dtype)
     opened = open_source(source)
     layout = opened.layout
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}

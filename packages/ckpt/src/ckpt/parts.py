@@ -1,9 +1,20 @@
 """What data parallelism leaves on a rank: of a DTensor, as FSDP2 makes of a place's tensors, one box."""
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.pieces import Box, Shape, full_box
+
+
+def require_memory(what: str, device: torch.device) -> None:
+    """Refuse the meta device, whose tensors take any number and keep none.
+
+    Raises:
+        ValueError: names what was to lie there.
+    """
+    if device.type == "meta":
+        raise ValueError(f"{what} is on the meta device, which holds no numbers; make it real first, as by to_empty()")
 
 
 def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
@@ -13,11 +24,12 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
     `torch.chunk` does. Nothing is communicated, and no memory is copied.
 
     Raises:
-        ValueError: the tensor has another shape, this rank is not in its mesh, or a placement is neither `Shard` nor
-            `Replicate`; names the tensor.
+        ValueError: the tensor has another shape or no memory, this rank is not in its mesh, or a placement is neither
+            `Shard` nor `Replicate`; names the tensor.
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
+    require_memory(name, tensor.device)
     box = list(full_box(shape))
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(box)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agreement import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json, require_same
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
 from ckpt.checksums import share_of_checksums
@@ -64,13 +64,25 @@ def save_hf(
 
     Raises:
         ValueError: tensors are missing, unexpected, of another shape or type than on other ranks, or the ranks together
-            lack a part of the model; names them; on every rank.
+            lack a part of the model; or the ranks differ in `layout`, `dtype`, `max_shard_size`, `metadata` or
+            `checksums`; names them; on every rank.
         OSError: the disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
+    require_same(
+        group,
+        layout=layout.fingerprint,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        metadata=sorted((metadata or {}).items()),
+        checksums=checksums,
+    )
     holdings = take_stock(tensors, layout, place, group)
 
     def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
         stored = holdings.stored_dtypes(dtype)
+        for name, kind in stored.items():
+            if not kind.is_floating_point and not layout.canonical[name].carried:
+                raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
         shapes = {name: (stored[name], layout.canonical[name].shape) for name in stored}
         owners = assign_owners(holdings)
         return plan_files(shapes, max_shard_size, metadata or {}, checksums), owners
@@ -163,11 +175,8 @@ def _send(
     errors: list[OSError] = []
 
     with contextlib.ExitStack() as stack:
-        fds = {
-            file: stack.enter_context(FileForWriting(folder / file))
-            for file in files
-            if writer_of[file] == holdings.rank
-        }
+        mine = [file for file in files if writer_of[file] == holdings.rank]
+        fds = agree(lambda: {file: stack.enter_context(FileForWriting(folder / file)) for file in mine}, group)
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
@@ -181,8 +190,9 @@ def _send(
         for _ in exchange(holdings, owners, wants, group, deliver):
             pass
 
-    def report() -> None:
-        if errors:
-            raise errors[0]
+        def end() -> None:
+            if errors:
+                raise errors[0]
+            stack.close()  # syncs every file
 
-    agree(report, group)
+        agree(end, group)

@@ -6,6 +6,7 @@ places in the order of `Grid.places()`. A file's tensors are `weights/LOCAL` and
 each of its slots.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +24,14 @@ from ckpt.boxio import IOCounter, StagingPool, read_box
 from ckpt.config import load_config, read_json_file
 from ckpt.families import family_of
 from ckpt.files import write_json
+from ckpt.folder import LAYOUT
 from ckpt.header import Header, TensorInfo, read_header
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
-from ckpt.pieces import full_box
+from ckpt.pieces import Box, distinct_cover_problem, full_box
 from ckpt.place import Grid, Place
 from ckpt.relay import write_own_file
 
-LAYOUT = "layout.json"
 WEIGHTS = "weights"
 _VERSION = 1
 
@@ -121,20 +122,44 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
     )
     for index, place in enumerate(places):
         _check_place(shards, index, place)
+    for slot in shards.slots:
+        _check_whole(shards, slot)
     return shards
 
 
 def _check_place(shards: Shards, index: int, place: Place) -> None:
     blocks = shards.layout.at(place)
-    held = shards.tensors(index, WEIGHTS)
-    missing = [name for name, block in blocks.items() if name not in held and not shards.layout.is_optional(block)]
-    unexpected = [name for name in held if name not in blocks]
-    wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
+    weights = shards.tensors(index, WEIGHTS)
+    missing = [name for name, block in blocks.items() if name not in weights and not shards.layout.is_optional(block)]
+    unexpected, wrong = [], []
+    for key, info in shards.headers[index].tensors.items():
+        slot, _, name = key.partition("/")
+        if name not in blocks:
+            unexpected.append(key)
+        # An optimizer's slot may be one element for a whole parameter.
+        elif info.shape != blocks[name].shape and (slot == WEIGHTS or math.prod(info.shape) != 1):
+            wrong.append(key)
     if missing or unexpected or wrong:
         raise ValueError(
             f"{shards.file(index)} does not hold the tensors of {place}: missing {missing[:3]}, unexpected "
             f"{unexpected[:3]}, wrong shape {wrong[:3]}"
         )
+
+
+def _check_whole(shards: Shards, slot: str) -> None:
+    """What some places hold of a canonical tensor, all together hold all of: a moment, say, that one has not saved."""
+    boxes: dict[str, set[Box]] = {}
+    for index, place in enumerate(shards.grid.places()):
+        blocks = shards.layout.at(place)
+        for local, info in shards.tensors(index, slot).items():
+            if info.shape == blocks[local].shape:
+                for piece in blocks[local].pieces:
+                    if piece.canonical_range is not None:
+                        boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+    for name, held in boxes.items():
+        problem = distinct_cover_problem(held, shards.layout.canonical[name].shape)
+        if problem:
+            raise ValueError(f"{shards.path} does not hold all of {slot}/{name}: {problem}; a place has not saved it")
 
 
 def save_shards(

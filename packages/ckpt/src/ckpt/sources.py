@@ -11,7 +11,7 @@ from ckpt.folder import open_checkpoint
 from ckpt.header import TensorInfo
 from ckpt.layout import Layout, layout_for
 from ckpt.match import detect_role, match
-from ckpt.pieces import Box, Piece
+from ckpt.pieces import Box, Piece, Shape
 from ckpt.shards import WEIGHTS, is_sharded, open_shards
 
 Index = dict[str, list[tuple[str, Piece]]]
@@ -19,19 +19,29 @@ Index = dict[str, list[tuple[str, Piece]]]
 
 @dataclass
 class Source:
-    """What files hold, without replicas.
+    """What files hold.
 
     Attributes:
         layout: of the model.
         tensors: key -> (file, where it lies in it).
-        slots: slot -> canonical name -> [(key, piece)]; "weights" first.
+        slots: slot -> canonical name -> [(key, piece)], each element once; "weights" first.
+        copies: the same for what other places hold again.
         scalars: slot -> canonical name -> key, for slots of one element a parameter.
     """
 
     layout: Layout
     tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
     slots: dict[str, Index] = field(default_factory=dict)
+    copies: dict[str, Index] = field(default_factory=dict)
     scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    def holds(self, slot: str, name: str) -> bool:
+        """Whether there is a canonical tensor in a slot."""
+        return name in self.slots.get(slot, {}) or name in self.scalars.get(slot, {})
+
+    def shape(self, slot: str, name: str) -> Shape:
+        """The shape of a canonical tensor in a slot: the weight's, or none for one element a parameter."""
+        return self.layout.canonical[name].shape if name in self.slots.get(slot, {}) else ()
 
     def dtype(self, slot: str, names: tuple[str, ...], local: str) -> torch.dtype:
         """The one type of the canonical tensors that a local tensor joins.
@@ -78,9 +88,9 @@ def _sharded(path: str | os.PathLike[str]) -> Source:
                         source.scalars.setdefault(slot, {}).setdefault(name, []).append(key)
                     continue
                 for piece in block.pieces:
-                    if piece.canonical_range is not None and piece.canonical_range not in boxes.setdefault(
-                        piece.name, set()
-                    ):
-                        boxes[piece.name].add(piece.canonical_range)
-                        source.slots.setdefault(slot, {}).setdefault(piece.name, []).append((key, piece))
+                    if piece.canonical_range is not None:
+                        seen = boxes.setdefault(piece.name, set())
+                        held = source.copies if piece.canonical_range in seen else source.slots
+                        held.setdefault(slot, {}).setdefault(piece.name, []).append((key, piece))
+                        seen.add(piece.canonical_range)
     return source

@@ -15,7 +15,7 @@ from ckpt.boxio import view_of
 from ckpt.dcp import BoxOf, stored_tensors
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
-from ckpt.parts import on_this_rank
+from ckpt.parts import on_this_rank, require_memory
 from ckpt.pieces import Block, extents
 from ckpt.place import Place
 
@@ -124,6 +124,7 @@ def wanted_state(
     Raises:
         ValueError: the checkpoint is of another model, or `into` does not fit; names the tensor.
     """
+    require_memory("device", device)
     stored = stored_tensors(folder)
     slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
     wanted = WantedState()

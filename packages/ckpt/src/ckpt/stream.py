@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agreement import agree
+from ckpt.agreement import agree, require_same
 from ckpt.holdings import Tensors, take_stock
 from ckpt.layout import Layout
 from ckpt.owners import assign_owners
@@ -44,11 +44,15 @@ def stream_hf(
         bucket_bytes: communicate about this much at once.
 
     Raises:
-        ValueError: as `save_hf`; on every rank.
+        ValueError: as `save_hf`; `to` names no rank of the group; on every rank.
     """
+    size = 1 if group is None else group.size()
+    receivers = range(size) if to is None else sorted(set(to))
+    require_same(group, layout=layout.fingerprint, to=list(receivers), dtype=dtype, bucket_bytes=bucket_bytes)
+    if any(not 0 <= rank < size for rank in receivers):
+        raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
     holdings = take_stock(tensors, layout, place, group)
     owners = agree(lambda: assign_owners(holdings), group)
-    receivers = range(len(holdings.ranks)) if to is None else sorted(set(to))
     types = holdings.stored_dtypes(dtype)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device

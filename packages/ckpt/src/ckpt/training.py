@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckpt.agreement import agree, all_gather_json
+from ckpt.agreement import agree, all_gather_json, require_same
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter
 from ckpt.config import read_json_file
@@ -35,6 +35,9 @@ from ckpt.live import OptimizerState
 from ckpt.rng import capture_rng
 from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.state_boxes import Places, held_boxes, wanted_state
+
+# What `state.json` holds.
+_FACTS = {"step", "extra", "rng"}
 
 
 @dataclass
@@ -133,6 +136,7 @@ def save_training(
         return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {})
 
     boxes, copied = agree(prepare, group)
+    require_same(group, layout=layout.fingerprint, step=step, keep=keep)
     state = {"step": step, "extra": copied, "rng": all_gather_json(capture_rng(), group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
@@ -264,6 +268,8 @@ def load_training(
     """
     rank = 0 if group is None else group.rank()
     folder, state = agree(lambda: _open(Path(root), step), group)
+    # On a network file system ranks may see different pointers.
+    require_same(group, step=state["step"])
     wanted = agree(lambda: wanted_state(folder, layout, place, into, torch.device(device)), group)
     with _torch_checkpoint(group):
         load(
@@ -283,4 +289,12 @@ def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     if chosen is None or chosen not in saved_steps(root):
         raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
     folder = root / f"step-{chosen:08d}"
-    return folder, read_json_file(folder / STATE)
+    state = read_json_file(folder / STATE)
+    if (
+        not isinstance(state, dict)
+        or not state.keys() >= _FACTS
+        or not isinstance(state["rng"], list)
+        or not state["rng"]
+    ):
+        raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
+    return folder, state

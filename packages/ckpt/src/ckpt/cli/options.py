@@ -45,11 +45,11 @@ def read_dtype(text: str | None) -> torch.dtype | None:
     """The type that `--dtype` names.
 
     Raises:
-        ValueError: torch has no such type.
+        ValueError: torch has no such type, or weights cannot be of it.
     """
     if text is None:
         return None
     dtype = getattr(torch, text.removeprefix("torch."), None)
-    if dtype not in DTYPES.values():
-        raise ValueError(f"--dtype={text!r} is not a type of torch; use one such as bfloat16 or float32")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values() or not dtype.is_floating_point:
+        raise ValueError(f"--dtype={text!r} is no type of weights; use one such as bfloat16 or float32")
     return dtype
