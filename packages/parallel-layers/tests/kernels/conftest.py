@@ -1,4 +1,7 @@
-"""Where kernels are tested: on a GPU, and on a CPU in Triton's interpreter (`TRITON_INTERPRET=1`, Triton installed)."""
+"""Where kernels are tested: on a GPU, and on a CPU in the interpreter of an installed Triton (`TRITON_INTERPRET=1`).
+
+The interpreter of Triton 3.6 wants a NumPy before 2.4.
+"""
 
 from __future__ import annotations
 
