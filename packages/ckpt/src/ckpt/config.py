@@ -56,6 +56,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def classifies_sequences(config: Mapping[str, Any]) -> bool:
+    """Whether its class is transformers' for sequence classification, a reward model's, whose head has no bias."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
 def read_json_file(path: Path) -> Any:
     """Parse a JSON file; a broken one is a ValueError that names it."""
     try:

@@ -16,7 +16,7 @@ import torch
 
 from ckpt.boxio import FileForWriting
 from ckpt.checksums import checksum_entry, reserved
-from ckpt.config import Config
+from ckpt.config import Config, classifies_sequences
 from ckpt.families import Role
 from ckpt.folder import INDEX, SINGLE
 from ckpt.header import TensorInfo, build_header
@@ -190,12 +190,14 @@ def copy_companions(source: Path, destination: Path) -> None:
 def saved_config(layout: Layout, config: Config, dtype: torch.dtype) -> Config:
     """The config.json of a save: the type that is stored, and where there is a value head transformers' one label; the
     class is that of token classification for a value model, and of a causal language model where there are both heads.
+    A value model that came as one for sequence classification stays one.
     """
     saved = dict(config)
     field = "torch_dtype" if "torch_dtype" in saved and "dtype" not in saved else "dtype"
     saved[field] = str(dtype).removeprefix("torch.")
     if layout.role in CLASSES:
-        saved["architectures"] = [layout.family.class_prefix + CLASSES[layout.role]]
+        if not (layout.role == "value" and classifies_sequences(config)):
+            saved["architectures"] = [layout.family.class_prefix + CLASSES[layout.role]]
         saved["id2label"] = {"0": "LABEL_0"}
         saved["label2id"] = {"LABEL_0": 0}
         saved.pop("num_labels", None)

@@ -136,10 +136,9 @@ class Layout:
     def fingerprint(self) -> str:
         """What ranks that act together must agree on, as a short text."""
         shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())
-        return (
-            f"{self.family.name} for {self.target} as {self.role}, layers={self.layers}, "
-            f"vocab_multiple={self.vocab_multiple}, shapes {shapes:08x}"
-        )
+        # A subclass for models without a table has no target.
+        options = {name: getattr(self, name, None) for name in ("target", "role", "layers", "vocab_multiple")}
+        return f"{self.config.get('model_type')}, {options}, shapes {shapes:08x}"
 
     def at(self, place: Place) -> dict[str, Block]:
         """The local tensors of `place`: name -> shape and pieces; checked, and the grid with it, once.
