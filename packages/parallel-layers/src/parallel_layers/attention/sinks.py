@@ -7,6 +7,7 @@ share of the softmax that the keys keep,
 
 d_sink is a sum of both signs over all tokens, so it is taken from o, which the kernel has rounded once, and not from
 `out`, which is rounded again. Over a query's only key o is its value to the bit, and such queries have most of the sum.
+So o is kept for the backward beside `out`: one more `[T, Q, D]`, where the sinks get a gradient.
 
 Shape legend: T tokens, Q query heads, D head size.
 """
