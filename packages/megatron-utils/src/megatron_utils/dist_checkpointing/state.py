@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import MegatronOptimizer
@@ -74,12 +75,16 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
 
 
 def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """What of the optimizer's state is no tensor of the model's shape: its step, and the loss scale."""
-    steps = [get_steps(inner) for inner in chained(optimizer.inner)]
-    scalers = [getattr(inner, "grad_scaler", None) for inner in chained(optimizer.inner)]
-    state = scalers[0].state_dict() if scalers and scalers[0] is not None else {}
+    """What of the optimizer's state is no tensor of the model's shape: its step, and the loss scale.
+
+    Collective over the default group: a rank whose parameters are all frozen knows no step.
+    """
+    step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=torch.cuda.current_device())
+    dist.all_reduce(step, op=dist.ReduceOp.MAX)
+    scalers = optimizer.scalers()
+    state = scalers[0].state_dict() if scalers else {}
     plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
-    return {"step": max(steps, default=0), "grad_scaler": plain}
+    return {"step": int(step), "grad_scaler": plain}
 
 
 def _metadata(grid: MegatronGrid) -> dict[str, Any]:
@@ -89,7 +94,9 @@ def _metadata(grid: MegatronGrid) -> dict[str, Any]:
 
 def _described(inner: Any, model: dict[str, Any], grid: MegatronGrid, *, loading: bool) -> Any:
     """What one of the chained optimizers says its state is."""
-    with _padding_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext():
+    if not isinstance(inner, DistributedOptimizer):
+        return inner.sharded_state_dict(model, is_loading=loading, metadata=_metadata(grid))
+    with _padding_kept(inner), _step_known(inner):
         return inner.sharded_state_dict(model, is_loading=loading, metadata=_metadata(grid))
 
 
@@ -111,6 +118,20 @@ def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
     finally:
         for (holder, _), size in zip(sizes, before, strict=True):
             holder.numel_unpadded = size
+
+
+@contextlib.contextmanager
+def _step_known(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Have a count of steps also where this rank holds no parameter: Megatron-Core 0.16 asserts that there is one."""
+    state = optimizer.optimizer.state
+    if state or counts_by_group(optimizer):
+        yield
+        return
+    state["nothing"] = {"step": torch.zeros(())}
+    try:
+        yield
+    finally:
+        optimizer.optimizer.state.pop("nothing", None)
 
 
 def _sharded_leaves(value: Any, path: str = "") -> Iterator[tuple[str, ShardedBase]]:

@@ -167,23 +167,23 @@ class Optimizer:
 
         A run that goes on may set it to what it was; a constant one (`OptimizerConfig.loss_scale`) stays.
         """
-        scalers = self._scalers()
+        scalers = self.scalers()
         return float(scalers[0].scale) if scalers else None
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        for scaler in self._scalers():
+        for scaler in self.scalers():
             if isinstance(scaler, DynamicGradScaler):
                 scaler._scale = torch.full_like(scaler.scale, scale)
 
-    def _scalers(self) -> list[Any]:
+    def scalers(self) -> list[Any]:
         """The loss scale of each chained optimizer, also of those without parameters on this rank."""
         parts = self.inner.chained_optimizers if isinstance(self.inner, ChainedOptimizer) else [self.inner]
         return [scaler for part in parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
 
     def _agree_on_loss_scale(self) -> None:
         """One scale for all: each of the chained optimizers moves its own, by what it found in its own gradients."""
-        scalers = self._scalers()
+        scalers = self.scalers()
         if len(scalers) > 1 and isinstance(scalers[0], DynamicGradScaler):
             least = min(scalers, key=lambda scaler: float(scaler.scale)).state_dict()
             for scaler in scalers:
