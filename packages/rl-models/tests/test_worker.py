@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -234,34 +237,66 @@ def test_replicated_parameters_stay_equal_to_the_bit_and_a_critic_is_saved_for_t
     torch.testing.assert_close(first["values"], expected, rtol=1e-5, atol=1e-5)
 
 
-def reward(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) -> tuple[list[int], Tensor]:
+def reward_learn_and_save(
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, out: Path
+) -> tuple[list[int], Tensor, Tensor]:
+    """Rewards of this rank's part, before and after a step."""
+    from megatron_utils.testing import cpu_stand_in
+
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
-    critic = Critic.from_pretrained(
-        path, backend=backend, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=20
-    )
     indices = my_part(group, dims)
-    return indices, critic.rewards(make_batch().select(indices))
+    part = make_batch().select(indices)
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        critic = Critic.from_pretrained(
+            path,
+            backend=backend,
+            dims=dims,
+            mesh=mesh,
+            device="cpu",
+            max_tokens_per_micro_batch=20,
+            optimizer=OptimizerOptions(learning_rate=0.01),
+        )
+        before = critic.rewards(part)
+        critic.update(part, lambda values, _: losses.LossTerms((values - 3).square()))
+        critic.save_pretrained(out)
+        return indices, before, critic.rewards(part)
 
 
-def test_a_reward_model_of_transformers_gives_its_rewards(ranks: RankPool, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1, pad_token_id=0)).eval()
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        # Without padding, its reward is the score of the last token.
-        states = [
-            model.model(tokens[None]).last_hidden_state[0, -1] if len(tokens) else None
-            for tokens in make_batch().split()
-        ]
-        expected = torch.stack([torch.zeros(()) if s is None else model.score(s)[0] for s in states])
-    assert expected.abs().max() > 0.1
-    for backend, dims in (
+@pytest.mark.parametrize(
+    ("backend", "dims"),
+    [
         ("parallel", ParallelDims()),
         ("parallel", ParallelDims(dp=2, tp=2)),
+        ("megatron", ParallelDims(tp=2)),
         ("transformers", ParallelDims(dp=2)),
-    ):
-        for indices, rewards in ranks.run(reward, tmp_path, backend, dims, world=dims.world_size):
-            torch.testing.assert_close(rewards, expected[indices], rtol=1e-5, atol=1e-5)
+    ],
+)
+def test_a_reward_model_gives_transformers_rewards_and_stays_one(
+    ranks: RankPool, tmp_path: Path, backend: str, dims: ParallelDims
+) -> None:
+    torch.manual_seed(3)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1, pad_token_id=0))
+    model.save_pretrained(tmp_path / "in")
+    found = ranks.run(reward_learn_and_save, tmp_path / "in", backend, dims, tmp_path / "out", world=dims.world_size)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    after, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for number, rewards in enumerate((rewards_of(model.eval()), rewards_of(after.eval()))):
+        assert rewards.abs().max() > 0.1
+        for indices, *given in found:
+            torch.testing.assert_close(given[number], rewards[indices], rtol=1e-5, atol=1e-5)
+    # transformers takes the same weights for token classification, with a new bias.
+    as_tokens = AutoModelForTokenClassification.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(as_tokens.score.weight, after.score.weight)
+
+
+@torch.no_grad()
+def rewards_of(model: Any) -> Tensor:
+    """Of the sequences of the batch, each by itself; 0 for one without tokens."""
+    rows = [model(tokens[None]).logits[0, 0] if len(tokens) else torch.zeros(()) for tokens in make_batch().split()]
+    return torch.stack(rows)
 
 
 def test_save_is_bit_identical_to_what_was_loaded(model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from ckpt.config import classifies_sequences
 from parallel_layers import DecoderLayer, LogProbs, PackedSequence, invariant, linear_log_probs, next_token_labels
 from parallel_layers.collectives import (
     copy_to_tensor_parallel,
@@ -242,14 +243,16 @@ class CausalLM(PackedModel):
 class ValueModel(PackedModel):
     """A value model: one number per token from its hidden state, `score` being a linear map with a bias.
 
-    In Hugging Face's terms a model for token classification with one label. The head is replicated over the
+    In Hugging Face's terms a model for token classification with one label. Where the config is that of a model for
+    sequence classification, a reward model, the head has no bias, as in transformers. The head is replicated over the
     tensor-parallel group and computed in fp32; under sequence parallelism each rank computes the values of its own
     tokens, and the head's gradients are summed over the group, so that its copies stay equal.
     """
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         super()._add_head(dtype, device)
-        self.score = nn.Linear(self.config.decoder.hidden_size, 1, dtype=dtype, device=device)
+        bias = not classifies_sequences(self.config.hf)
+        self.score = nn.Linear(self.config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=device)
 
     def values(
         self,
@@ -265,13 +268,15 @@ class ValueModel(PackedModel):
     def _values(self, states: Tensor) -> Tensor:
         states = states.float()
         weight: Tensor = self.score.weight
-        bias: Tensor = self.score.bias
+        bias: Tensor | None = self.score.bias
         if self.sequence_parallel:
-            weight, bias = copy_to_tensor_parallel(weight, self.group), copy_to_tensor_parallel(bias, self.group)
+            weight = copy_to_tensor_parallel(weight, self.group)
+            bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
         if self.tp_invariant:
-            values = invariant.linear(states, weight.float(), bias.float())[:, 0]
+            values = invariant.linear(states, weight.float(), None if bias is None else bias.float())[:, 0]
         else:
-            values = states @ weight[0].float() + bias.float()
+            values = states @ weight[0].float()
+            values = values if bias is None else values + bias.float()
         if self.sequence_parallel:
             # Every rank computes the same loss from all values: backward each takes its own tokens' gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)

@@ -7,6 +7,7 @@ rank reads the rows that it keeps, unless the type is cast or the checkpoint has
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 import ckpt
 from ckpt import FolderWriter, agree, copy_companions
+from ckpt.config import classifies_sequences
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.collectives import gather_from_sequence_parallel
@@ -151,6 +153,8 @@ class TransformersEngine:
             writer = FolderWriter(Path(path))
             try:
                 save_model(self.model, writer.path, tensors)
+                if self.role == "value" and self.model.score.bias is None:
+                    _name_sequence_classifier(writer.path / "config.json")
                 copy_companions(Path(self.source), writer.path)
                 for file in writer.path.iterdir():
                     with open(file, "rb") as written:
@@ -161,6 +165,15 @@ class TransformersEngine:
                 raise
 
         agree(write, group)
+
+
+def _name_sequence_classifier(config: Path) -> None:
+    """Have a saved reward model loaded as what it was: transformers has written the class that computes here."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["architectures"] = [
+        name.replace("ForTokenClassification", "ForSequenceClassification") for name in values["architectures"]
+    ]
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> TransformersEngine:
@@ -179,6 +192,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         kind = KINDS[role]
         # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
         model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
+        if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
+            # A reward model: its head has no bias, and is saved without one again.
+            model.score.bias = None
+            lacked = [name for name in lacked if name != "score.bias"]
         patched = patch(
             model,
             value_head=kind.value_head,

@@ -79,8 +79,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             module.reset_parameters()  # a checkpoint may lack the activation's constants
     if isinstance(model, ValueModel) and model.chunks[-1].last:
         # What a causal language model's checkpoint does not have: a value head starts with the value 0 everywhere.
-        torch.nn.init.zeros_(model.score.weight)
-        torch.nn.init.zeros_(model.score.bias)
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
     state = model.state_dict()
     for place in places:
         ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)

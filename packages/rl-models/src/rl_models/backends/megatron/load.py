@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.agreement import agree
+from ckpt.config import classifies_sequences
 from ckpt.families import Target
 from megatron_utils import megatron_grid
 from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
@@ -74,8 +75,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             if dims.cp > 1:
                 extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
             chunks = build_gpt(
-                # The bias that a critic's checkpoint may have.
-                {**config, "score_bias": True},
+                # The bias that a critic's checkpoint may have, and a reward model's has not.
+                {**config, "score_bias": not classifies_sequences(config)},
                 megatron,
                 role=role,
                 dtype=dtype,
