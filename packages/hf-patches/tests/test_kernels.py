@@ -64,7 +64,7 @@ def everywhere():
 
 
 def sequences_of(model):
-    return random_sequences(LENGTHS, model.config.get_text_config().vocab_size)
+    return [ids.to(model.device) for ids in random_sequences(LENGTHS, model.config.get_text_config().vocab_size)]
 
 
 def score(model, **call):
@@ -388,6 +388,41 @@ def test_kernels_on_cuda_equal_transformers(model_type, count):
     assert probe.kernels == count
     assert probe.leak <= probe.allowed
     assert_at_most_as_wrong(model_type, (130, 1, 200, 66), "cuda", seeds=8, **SHAPE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_every_family_on_cuda(model_type):
+    # In fp32, where kernels and transformers differ by the order of sums alone; experts' choices are those of a replay.
+    model = tiny_model(model_type).cuda()
+    replay = RouterReplay()
+    options = {"router_replay": None}
+    plain = patch(model, kernels=False, **options)
+    routed = {"router_replay": replay} if plain.routers else {}
+    expected, expected_gradients = score(model, **routed)
+    plain.remove()
+    patched = patch(model, **options)
+    replaced = [change for change in patched.report().changes if change.what.endswith("in one kernel on CUDA")]
+    # Layers without positions never call their rotation.
+    without_positions = {"cohere2": 1, "smollm3": 1}.get(model_type, 0)
+    assert patched.probe_result.kernels == len(replaced) - without_positions >= 2
+    output, ours = score(model, **{name: replay.replaying() for name in routed})
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+    assert_gradients_equal(ours, expected_gradients, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "glm4"])
+def test_padded_batches_on_cuda(model_type):
+    model = tiny_model(model_type, **SHAPE).cuda()
+    ids, mask = torch.randint(3, 515, (3, 90), device="cuda"), torch.ones(3, 90, dtype=torch.int64, device="cuda")
+    mask[1, :30] = 0
+    scores = []
+    for use in (False, True):
+        patched = patch(model, packed=False, kernels=use)
+        scores.append(model(input_ids=ids, attention_mask=mask).log_probs.detach() * mask)
+        patched.remove()
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,12 @@
 """One model patched: the same numbers and gradients as transformers one by one, and nothing else changed."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from hf_patches import Patch, patch
@@ -169,6 +172,79 @@ def test_a_deep_copy_is_patched_on_its_own():
     twin(input_ids=packed.input_ids[None])
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_implementation_of_attention_and_tied_heads(implementation, tied):
+    model = tiny_model("qwen2", tie_word_embeddings=tied)
+    model.set_attn_implementation(implementation)
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    expected = one_by_one(model, sequences)
+    scalar_loss(expected).backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    patched = patch(model)
+    output = model(packed=PackedSequence.from_sequences(sequences))
+    scalar_loss(output).backward()
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    assert_gradients_equal(gradients(model), expected_gradients)
+    patched.remove()
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+def test_a_patched_model_is_saved_as_what_it_was(tmp_path, value_head):
+    model = tiny_model("qwen2")
+    model.save_pretrained(tmp_path / "plain")
+    patch(model, value_head=value_head)
+    model.save_pretrained(tmp_path / "patched")
+    plain, saved = ({file.name: file for file in (tmp_path / name).iterdir()} for name in ("plain", "patched"))
+    assert plain.keys() == saved.keys()
+    assert saved["config.json"].read_text() == plain["config.json"].read_text()
+    before, after = (load_file(files["model.safetensors"]) for files in (plain, saved))
+    assert after.keys() - before.keys() == ({"score.weight"} if value_head else set())
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_under_torch_compile(whole):
+    model = tiny_model("qwen3")
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    scalar_loss(model(packed=packed)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for module in [model] if whole else model.model.layers:
+        module.compile(backend="eager")
+    scalar_loss(model(packed=packed)).backward()
+    assert_gradients_equal(gradients(model), expected)
+
+
+def test_one_thread_at_a_time():
+    model = tiny_model("llama")
+    patch(model)
+    first, second = (
+        PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size, seed)) for seed in range(2)
+    )
+    expected = model(packed=first).log_probs
+    inside, go_on = threading.Event(), threading.Event()
+
+    def stop(*_):
+        inside.set()
+        assert go_on.wait(60)
+
+    hook = model.model.layers[1].register_forward_pre_hook(stop)
+    with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
+        running = pool.submit(lambda: model(packed=first).log_probs)
+        assert inside.wait(60)
+        hook.remove()
+        with pytest.raises(ValueError, match="MainThread called this model while rollout_0 was inside it"):
+            model(packed=second)
+        go_on.set()
+        # The call that was there first ends as if alone.
+        assert torch.equal(running.result(60), expected)
+    assert not torch.equal(model(packed=second).log_probs, expected)
+
+
 def test_calls_that_packing_cannot_mean_are_refused():
     model = tiny_model("llama")
     patch(model)
@@ -183,6 +259,12 @@ def test_calls_that_packing_cannot_mean_are_refused():
         model(packed=packed, labels=packed.input_ids[1:])
     with pytest.raises(ValueError, match="got 3 temperatures for 4 sequences"):
         model(packed=packed, temperature=[1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"temperatures \[1\.0, 0\.0, 1\.0, 1\.0\] must be positive"):
+        model(packed=packed, temperature=[1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="labels is a list, the packed batch has 35 tokens"):
+        model(packed=packed, labels=packed.input_ids.tolist())
+    with pytest.raises(ValueError, match="patched for packed batches"):
+        model.generate(input_ids=packed.input_ids[None], max_new_tokens=2)
     with pytest.raises(ValueError, match=r"temperature arrived as torch\.bfloat16"):
         model(packed=packed, temperature=torch.ones(35, dtype=torch.bfloat16))
     model(packed=packed)

@@ -64,6 +64,25 @@ def test_only_one_tiles_activations_live_at_a_time():
     loss.backward()
 
 
+class Adapted(nn.Module):
+    """What peft makes of a linear: a module around it, and no nn.Linear itself."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_an_mlp_with_an_adapter_is_tiled_too():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.down_proj = Adapted(model.model.layers[1].mlp.down_proj)
+    report = patch(model, tiled_mlp=2).report()
+    tiled = [change.where for change in report.changes if change.what == "MLP in 2 tiles of tokens"]
+    assert tiled == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="tiled_mlp=0 must be at least 1"):
         patch(tiny_model("llama"), tiled_mlp=0)

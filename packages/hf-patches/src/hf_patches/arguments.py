@@ -87,6 +87,8 @@ def local_temperature(
         return rows.take(precise(temperature), fill=1.0)
     if len(temperature) != num_sequences:
         raise ValueError(f"got {len(temperature)} temperatures for {num_sequences} sequences; give one each")
+    if not all(value > 0 for value in temperature):
+        raise ValueError(f"temperatures {list(temperature)} must be positive")
     each = [*temperature, *[1.0] * (len(lengths) - num_sequences)]
     each_segment = torch.tensor(each, dtype=torch.float32).to(lengths.device)
     return rows.take(each_segment.repeat_interleave(lengths, output_size=rows.count), fill=1.0)
@@ -103,11 +105,9 @@ def precise(temperature: Tensor) -> Tensor:
 
 
 def _require_entries(name: str, value: Tensor, rows: Rows) -> None:
-    if value.shape != (rows.count,):
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}, the packed batch has {rows.count} tokens; give one a token: "
-            f"[{rows.count}]"
-        )
+    if not isinstance(value, Tensor) or value.shape != (rows.count,):
+        found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        raise ValueError(f"{name} {found}, the packed batch has {rows.count} tokens; give one a token: [{rows.count}]")
 
 
 def next_tokens(ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:

@@ -1,14 +1,19 @@
 """One forward pass of a patched model: what it was called with, and what it returns."""
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_patches.batch import BatchPlan, Trace
+
+# Held for the instant in which a call begins.
+_BEGINNING = threading.Lock()
 
 
 class PackedOutput(NamedTuple):
@@ -45,6 +50,7 @@ class Call:
     decoding: bool = False
     columns: tuple[str, ...] = ()
     head_output: Tensor | None = None
+    thread: threading.Thread | None = None
 
 
 @dataclass
@@ -63,6 +69,33 @@ class CallState:
     can_decode: bool = False
     # The numbers of the layers whose routing may be recorded and replayed.
     routed_layers: tuple[int, ...] = ()
+
+    @torch.compiler.disable
+    def begin(self, call: Call) -> None:
+        """Make a call the one in progress.
+
+        Raises:
+            ValueError: another thread is inside the model: its numbers would be mixed with this call's.
+        """
+        mine = threading.current_thread()
+        with _BEGINNING:
+            other = None if self.current is None else self.current.thread
+            if other is not None and other is not mine and other.is_alive():
+                raise ValueError(
+                    f"{mine.name} called this model while {other.name} was inside it; a patched model serves one "
+                    "thread at a time: take a lock around its forward passes, or patch a copy for each thread"
+                )
+            call.thread = mine
+            self.current = call
+
+    @torch.compiler.disable
+    def end(self) -> Call | None:
+        """Leave the call in progress; None where there is none of this thread."""
+        call = self.current
+        if call is None or call.thread is not threading.current_thread():
+            return None
+        self.current = None
+        return call
 
     def require(self) -> Call:
         """The call in progress; raises when a part of the model is called around the model itself."""

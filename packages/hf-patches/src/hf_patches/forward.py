@@ -25,6 +25,9 @@ from parallel_layers.moe import RouterReplay
 # What packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
 
+# What continues or cuts sequences, as generate() does; padded batches are whole.
+_WHOLE_ONLY = ("past_key_values", "logits_to_keep")
+
 # Arguments of a text backbone with one entry for each token, and which dim counts the tokens: [1, T], [1, T, H],
 # and positions [1, T] or [rows, 1, T].
 _TOKEN_DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1}
@@ -34,6 +37,10 @@ def _refuse_decided(kwargs: dict[str, Any]) -> None:
     given = [name for name in _REFUSED if kwargs.get(name) is not None]
     if given := given + ["use_cache"] * bool(kwargs.pop("use_cache", False)):
         raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and not (isinstance(value, int) and value == 0)
 
 
 class CallHooks:
@@ -75,7 +82,7 @@ class CallHooks:
         if replay is not None:
             plan = replace(plan, replay=padded_replay(replay, plan.num_tokens - plan.num_given))
         labels = next_token_labels(packed) if labels is None else labels
-        self.state.current = Call(
+        call = Call(
             plan=plan,
             labels=local_labels(labels, rows, self.vocab_size),
             temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
@@ -84,6 +91,7 @@ class CallHooks:
             rows=rows.local,
             has_images=has_images(kwargs),
         )
+        self.state.begin(call)
         return (), self._model_inputs(plan, packed, packed.position_ids if positions is None else positions, kwargs)
 
     def _model_inputs(
@@ -105,7 +113,7 @@ class CallHooks:
         _refuse_decided(kwargs)
         assert isinstance(batch, PackedSequence)
         assert call.plan is not None
-        self.state.current = call
+        self.state.begin(call)
         return (), self._model_inputs(call.plan, batch, continued_positions(batch, cache), kwargs)
 
     def _check_length(self, batch: PackedSequence | SharedPrefixes) -> None:
@@ -146,14 +154,24 @@ class CallHooks:
         """Pre-hook of a model that keeps its padded batches: takes what is the head's out of the arguments."""
         kwargs |= dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if not isinstance(ids, Tensor):
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise ValueError("call a model patched with packed=False as model(input_ids=[B, S], ...)")
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; give one entry a token, {tuple(ids.shape)}: the head "
+                "takes its labels from it, too"
+            )
+        if given := [name for name in _WHOLE_ONLY if _is_given(kwargs.get(name))]:
+            raise ValueError(
+                f"a patched model scores whole sequences; leave {', '.join(given)} out, and to generate() take the "
+                "patch away with Patch.remove()"
+            )
         labels = kwargs.pop("labels", None)
         temperature = kwargs.pop("temperature", 1.0)
         labels = next_tokens(ids, mask) if labels is None else labels
         if labels.shape != ids.shape or (isinstance(temperature, Tensor) and temperature.shape != ids.shape):
             raise ValueError(f"labels and temperatures must have the shape {tuple(ids.shape)} of input_ids")
-        self.state.current = Call(
+        call = Call(
             plan=None,
             labels=labels.flatten(),
             temperature=precise(temperature).flatten() if isinstance(temperature, Tensor) else float(temperature),
@@ -161,11 +179,12 @@ class CallHooks:
             collect=lambda columns: columns.view(*ids.shape, -1),
             has_images=has_images(kwargs),
         )
+        self.state.begin(call)
         return (), kwargs | {"use_cache": False}
 
     def leave(self, model: nn.Module, args: object, kwargs: object, output: Any) -> PackedOutput | None:
         """Hook of the model, run after an exception as well: ends the call and makes its output."""
-        call, self.state.current = self.state.current, None
+        call = self.state.end()
         if call is None or output is None:
             return None
         if call.plan is not None and call.plan.cache is not None:

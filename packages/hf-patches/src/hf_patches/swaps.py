@@ -36,12 +36,14 @@ def rebound(module: nn.Module, name: str, function: Callable[..., Any]) -> Metho
     """The module's `forward`, calling `function` where its code calls `name`.
 
     A global of the model's file is shared by all models of the family. So the code of `forward` is bound to this
-    instance over a copy of those globals in which only the one name differs.
+    instance over a copy of those globals in which only the one name differs; and they have no `__name__`, by which
+    torch.compile would look globals up in the file itself.
     """
     forward = type(module).forward
+    copied_globals = {key: value for key, value in forward.__globals__.items() if key != "__name__"}
     copied = FunctionType(
         forward.__code__,
-        {**forward.__globals__, name: function},
+        copied_globals | {name: function},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,

@@ -34,5 +34,5 @@ def find_mlps(backbone: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in backbone.modules()
-        if type(module).__name__.endswith("MLP") and isinstance(getattr(module, "down_proj", None), nn.Linear)
+        if type(module).__name__.endswith("MLP") and isinstance(getattr(module, "down_proj", None), nn.Module)
     ]
