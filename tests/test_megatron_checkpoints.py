@@ -5,7 +5,7 @@ transformers', under the names of the checkpoint: of the local layers and of Tra
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.testing import MIXTURES, tiny_config
+from megatron_utils.testing import MIXTURES, tiny_models
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": tiny_config("llama"),
-    "llama-biased": tiny_config("llama", attention_bias=True, mlp_bias=True),
-    "deepseek-v3": tiny_config("deepseek_v3"),
-    "mistral": tiny_config("mistral"),
-    "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
-    "qwen3": tiny_config("qwen3"),
-    "qwen3-moe": tiny_config("qwen3_moe"),
-    "mixtral": tiny_config("mixtral"),
-}
+MODELS = tiny_models("llama", "llama-biased", "deepseek-v3", "mistral", "qwen2-tied", "qwen3", "qwen3-moe", "mixtral")
 # Kernels of Transformer Engine want sides that are multiples of 16, also of a rank's part.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 WIDE |= {"q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
@@ -52,12 +43,6 @@ EVERY_EXPERT = {
 # fp32, relative to the largest element. NCCL and CUDA kernels add in other orders than the CPU; Transformer Engine
 # multiplies fp32 as TF32, whose operands have 11 bits: 5e-4 each, growing over four layers.
 TOLERANCES = {"local": 1e-4, "transformer_engine": 2e-2}
-
-
-@pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[RankPool]:
-    with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
-        yield pool
 
 
 def sequences() -> list[Tensor]:

@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.testing import MIXTURES, tiny_config
+from megatron_utils.testing import MIXTURES, tiny_models
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": tiny_config("llama", initializer_range=0.2),
-    "qwen3": tiny_config("qwen3", initializer_range=0.2, tie_word_embeddings=True),
-    "qwen3-moe": tiny_config("qwen3_moe", initializer_range=0.2),
-    "deepseek-v3": tiny_config("deepseek_v3", initializer_range=0.2, n_shared_experts=1),
+MODELS = tiny_models("llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", initializer_range=0.2)
+REFERENCES = {
+    "llama": "parallel",
+    "qwen3-tied": "transformers",
+    "qwen3-moe": "transformers",
+    "deepseek-v3": "parallel",
 }
-REFERENCES = {"llama": "parallel", "qwen3": "transformers", "qwen3-moe": "transformers", "deepseek-v3": "parallel"}
 PLACES: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "one": (ParallelDims(), {}),
     "tp2": (ParallelDims(tp=2), {}),
@@ -42,7 +42,7 @@ PLACES: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "tp2 pp2": (ParallelDims(tp=2, pp=2), {}),
     "tp2 dp2": (ParallelDims(tp=2, dp=2), {}),
 }
-PLAIN = {("llama", "tp2"), ("llama", "dp2"), ("qwen3", "pp2"), ("qwen3-moe", "ep2")}
+PLAIN = {("llama", "tp2"), ("llama", "dp2"), ("qwen3-tied", "pp2"), ("qwen3-moe", "ep2")}
 ALL_CASES = [
     (name, place)
     for name, config in MODELS.items()
@@ -71,12 +71,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             auto.from_config(config).save_pretrained(folder / name / kind)
     return folder
-
-
-@pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[RankPool]:
-    with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
-        yield pool
 
 
 @contextlib.contextmanager

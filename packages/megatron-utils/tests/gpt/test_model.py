@@ -8,44 +8,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.testing import MIXTURES, tiny_config
+from megatron_utils.testing import MIXTURES, tiny_config, tiny_models
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
 LENGTHS = [11, 1, 17, 6, 5, 9]
 MICRO_BATCHES = [[0, 1], [2], [3, 4], [5]]
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 16,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": tiny_config("llama"),
-    "llama3-biased": tiny_config(
-        "llama", rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True, head_dim=6, rms_norm_eps=1e-5
-    ),
-    "deepseek-v3": tiny_config("deepseek_v3", rope_parameters=YARN_ROPE, rms_norm_eps=1e-5),
-    "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
-    "mistral-window": tiny_config("mistral"),
-    "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
-    "qwen3": tiny_config("qwen3"),
-    "qwen3-moe-hybrid": tiny_config("qwen3_moe", mlp_only_layers=[0]),
-    "qwen3-moe-unnormed": tiny_config("qwen3_moe", norm_topk_prob=False),
-    "mixtral": tiny_config("mixtral"),
-}
+MODELS = tiny_models(
+    "llama",
+    "llama3-biased",
+    "deepseek-v3-yarn",
+    "deepseek-v3-full-query",
+    "mistral",
+    "qwen2-tied",
+    "qwen3",
+    "qwen3-moe-hybrid",
+    "qwen3-moe-unnormed",
+    "mixtral",
+)
 VOCABULARY, HIDDEN = MODELS["llama"]["vocab_size"], MODELS["llama"]["hidden_size"]
 
 
@@ -144,7 +124,7 @@ PLAIN = [
     ("qwen3", ParallelDims(tp=2, pp=2), None),
     ("llama", ParallelDims(pp=2), 2),
     ("qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), None),
-    ("deepseek-v3", ParallelDims(tp=2), None),
+    ("deepseek-v3-yarn", ParallelDims(tp=2), None),
     ("llama", ParallelDims(cp=2), None),
     *((name, ParallelDims(), None) for name in MODELS),
 ]
@@ -194,7 +174,7 @@ GPU_GRIDS = [
     ("name", "dims", "virtual_stages"),
     [
         pytest.param(name, dims, stages, marks=pytest.mark.gpu(dims.world_size))
-        for name in ("llama", "qwen3", "qwen3-moe-hybrid", "deepseek-v3")
+        for name in ("llama", "qwen3", "qwen3-moe-hybrid", "deepseek-v3-yarn")
         for dims, stages in GPU_GRIDS
         if dims.ep == 1 or MODELS[name]["model_type"] in MIXTURES
     ],

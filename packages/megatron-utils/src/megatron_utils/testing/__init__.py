@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_utils.testing.models import MIXTURES, tiny_config
+from megatron_utils.testing.models import MIXTURES, tiny_config, tiny_models
 
 if TYPE_CHECKING:
     from megatron_utils.testing.cpu import cpu_stand_in, stand_in_is_active
 
-__all__ = ["MIXTURES", "cpu_stand_in", "stand_in_is_active", "tiny_config"]
+__all__ = ["MIXTURES", "cpu_stand_in", "stand_in_is_active", "tiny_config", "tiny_models"]
 
 
 def __getattr__(name: str) -> Any:

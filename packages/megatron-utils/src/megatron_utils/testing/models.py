@@ -1,4 +1,4 @@
-"""Hugging Face configs of models small enough for tests: one of each family that `build_gpt` knows."""
+"""Hugging Face configs of models small enough for tests: of each family that `build_gpt` knows, and their variants."""
 
 from __future__ import annotations
 
@@ -64,3 +64,52 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type not in _FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not one of {', '.join(_FAMILIES)}")
     return {"model_type": model_type, **_SIZES, **_FAMILIES[model_type], **changes}
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama-biased": tiny_config("llama", attention_bias=True, mlp_bias=True),
+    "llama3-biased": tiny_config(
+        "llama", rope_parameters=_LLAMA3_ROPE, attention_bias=True, mlp_bias=True, head_dim=6, rms_norm_eps=1e-5
+    ),
+    "deepseek-v3": tiny_config("deepseek_v3"),
+    "deepseek-v3-yarn": tiny_config("deepseek_v3", rope_parameters=_YARN_ROPE, rms_norm_eps=1e-5),
+    "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
+    "mistral": tiny_config("mistral"),
+    "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3-tied": tiny_config("qwen3", tie_word_embeddings=True),
+    "qwen3-moe": tiny_config("qwen3_moe"),
+    "qwen3-moe-hybrid": tiny_config("qwen3_moe", mlp_only_layers=[0]),
+    "qwen3-moe-unnormed": tiny_config("qwen3_moe", norm_topk_prob=False),
+    "mixtral": tiny_config("mixtral"),
+}
+
+
+def tiny_models(*names: str, **changes: Any) -> dict[str, dict[str, Any]]:
+    """Some variants of the small models by name, each with the same fields changed.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if unknown := [name for name in names if name not in _VARIANTS]:
+        raise ValueError(f"{', '.join(unknown)} not among {', '.join(_VARIANTS)}")
+    return {name: _VARIANTS[name] | changes for name in names}
