@@ -292,6 +292,7 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
         (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
+        (["--virtual-stages", "2"], "needs pp > 1"),
         (["--model", str(model / "none")], "config.json"),
     ):
         result = CliRunner().invoke(app, [*command, *arguments])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForTokenClassification
 from typer.testing import CliRunner
 
+from parallel_layers import ParallelDims
 from rl_models.cli import app
 from rl_models.prompts import read_prompts
 from rl_models.quickstart.task import MODEL, make_checkpoint
+from rl_models.score import ScoreOptions, score
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +92,9 @@ def test_prompts_are_for_models_of_any_family(tmp_path: Path) -> None:
     for config in ({"architectures": ["Gemma2ForCausalLM"], "vocab_size": 100}, {"text_config": {"vocab_size": 100}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert [prompt.tokens for prompt in read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)] == [[99]]
-    for text in ("{", "[]", "{}"):
+    for text, message in (("{", "is not valid JSON: "), ("[]", "states no vocab_size"), ("{}", "states no vocab_size")):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config.json states no vocab_size"):
+        with pytest.raises(ValueError, match=rf"config.json {message}"):
             read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)
 
 
@@ -117,9 +120,41 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         assert message in result.stderr
         assert "Traceback" not in result.stderr
         assert not out.exists()
+    for out, message in ((empty, "must be a file in a folder"), (empty / "a" / "b", "must be a file in a folder")):
+        arguments = ["score", "--model", str(model), "--data", str(data), "--out", str(out)]
+        assert message in runner.invoke(app, arguments).stderr
     data.write_text("\n")
     result = runner.invoke(app, ["score", "--model", str(model), "--data", str(data)])
     assert "has no lines" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_is", "dims", "message"),
+    [
+        ("whole", "tp=64", "num_attention_heads=4 is not divisible by tp=64"),
+        ("whole", "pp=64", "is fewer than pp"),
+        ("whole", "ep=2,tp=2", "are for a mixture of experts"),
+        ("without weights", "", "has neither model.safetensors nor"),
+        ("of other sizes", "", "the sizes in config.json and the files disagree"),
+        ("cut off", "", "model.safetensors"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_any_rank_starts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_is: str, dims: str, message: str
+) -> None:
+    monkeypatch.setattr("rl_models.score.run_on_ranks", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    if model_is == "without weights":
+        (broken / "model.safetensors").unlink()
+    if model_is == "of other sizes":
+        config = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    if model_is == "cut off":
+        whole = (broken / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=message):
+        score(ScoreOptions(broken, dims=ParallelDims.parse(dims), device="cpu"), [[1, 2]], lambda record: None)
 
 
 def test_scores_that_no_grid_and_batch_changes(model: Path, critic: Path, tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path} must be a file in a folder that exists")
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(partial, "w", encoding="utf-8") as file:

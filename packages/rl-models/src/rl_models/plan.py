@@ -114,6 +114,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
         ValueError: the family is unknown, or the grid does not divide the model.
     """
     dims, pipeline = options.dims, options.pipeline
+    pipeline.require_pipeline(dims.pp)
     model = ModelConfig.from_hf(config)
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")

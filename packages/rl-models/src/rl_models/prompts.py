@@ -107,6 +107,9 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")
     try:
         values = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    try:
         return int((values.get("text_config") or values)["vocab_size"])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} states no vocab_size") from None

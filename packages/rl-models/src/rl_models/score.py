@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from parallel_layers import ParallelDims
 from rl_models.actor import Actor
+from rl_models.backends import EngineOptions, Role
 from rl_models.batch import Batch
 from rl_models.critic import Critic
 from rl_models.launch import Devices, run_on_ranks
+from rl_models.preflight import check_native_model
 from rl_models.spmd import WholeBatches
 from rl_models.worker import Worker
 
@@ -56,9 +58,14 @@ def score(
 
     Raises:
         RankFailed: a rank failed.
-        ValueError: there are fewer devices than ranks.
+        ValueError: there are fewer devices than ranks, or a model does not fit the grid.
     """
     devices = Devices.find(options.device)
+    engine = EngineOptions(tp_invariant=options.tp_invariant, deterministic=options.deterministic)
+    models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
+    for path, role in models:
+        if path is not None:
+            check_native_model(path, role, options.dims, engine, options.max_tokens)
 
     def on_event(event: tuple[int, dict[str, list[list[float]]]]) -> None:
         start, columns = event

@@ -41,6 +41,11 @@ class PipelineOptions:
         if self.split is not None and min(self.split, default=0) < 1:
             raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
 
+    def require_pipeline(self, pp: int) -> None:
+        """Raise ValueError for chunks of a model that is not divided: virtual stages or a split where pp is 1."""
+        if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
+            raise ValueError(f"{self} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLosses:

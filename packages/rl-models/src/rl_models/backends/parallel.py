@@ -9,6 +9,7 @@ import torch
 
 import ckpt
 from ckpt import agree
+from parallel_layers import ParallelDims
 from parallel_layers.activations import XIELU
 from rl_models.backends.engine import Role
 from rl_models.backends.options import EngineOptions, RouterLosses
@@ -26,6 +27,19 @@ MODELS: dict[Role, type[PackedModel]] = {
 }
 
 
+def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions) -> None:
+    """Raise ValueError for an option that means nothing on this grid, or nothing to this model."""
+    if options.sequence_parallel and dims.tp == 1:
+        raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
+    losses = options.router_losses
+    options.pipeline.require_pipeline(dims.pp)
+    if not any(config.moe) and (dims.ep > 1 or losses != RouterLosses()):
+        raise ValueError(
+            f"ep={dims.ep} and router_losses={losses} are for a mixture of experts, which {config.family} is not; "
+            "leave them out"
+        )
+
+
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
     """Load a checkpoint; each rank reads only its own slices.
 
@@ -35,25 +49,17 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     """
     group = grid.group("tp")
     sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
-    if sequence_parallel and group is None:
-        raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
     pipeline = options.pipeline
-    if grid.dims.pp == 1 and (pipeline.virtual_stages > 1 or pipeline.split is not None):
-        raise ValueError(f"{pipeline} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
     places = _places(grid, pipeline.virtual_stages)
 
     def build() -> tuple[PackedModel, ckpt.Layout]:
         config = ModelConfig.from_hf(path)
+        require_fit(config, grid.dims, options)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
         losses = options.router_losses
         config = config.with_router_losses(
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
-        if not any(config.moe) and (grid.dims.ep > 1 or losses != RouterLosses()):
-            raise ValueError(
-                f"ep={grid.dims.ep} and router_losses={losses} are for a mixture of experts, which {config.family} is "
-                "not; leave them out"
-            )
         split = "balanced" if pipeline.split is None else list(pipeline.split)
         layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=split)
         model_options: ModelOptions = {
