@@ -107,6 +107,16 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"pipeline_split": "3,0"}, r"split=\[3, 0\] must give every chunk at least one layer"),
         ({"critic_dims": "tp=2"}, "grpo has no critic; leave critic_dims=tp=2 out"),
         ({"algorithm": "ppo", "critic_dims": "tp=2"}, "critic_dims=tp=2 has 2 ranks, but the critic .* the 1 of"),
+        ({"share_backbone": True}, "grpo has no critic; leave share_backbone=True out, or use ppo"),
+        (
+            {"algorithm": "ppo", "share_backbone": True, "critic": Path("c")},
+            "share_backbone=True has no critic=c; leave one of them out",
+        ),
+        (
+            {"algorithm": "ppo", "share_backbone": True, "critic_learning_rate": 1e-4},
+            "share_backbone=True has no critic_learning_rate=0.0001",
+        ),
+        ({"algorithm": "ppo", "value_coefficient": 0.1}, "share_backbone=False has no value_coefficient=0.1"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4' is unknown; known: k1, k2, k3"),
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
         ({"aggregation": "mean"}, "aggregation='mean' is unknown; known: token-mean, sequence-mean"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from rl_models.cli import app
@@ -69,6 +69,26 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     assert (out / "critic" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_ppo_learns_on_a_shared_backbone(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = {"algorithm": "ppo", "dims": "tp=2", "steps": 20, "prompts_per_step": 32, "epochs": 2, "mini_batch": 32}
+    options |= {"kl_coefficient": 0.001, "eval_every": 10, "eval_prompts": prompts}
+    result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), "--share-backbone"])
+    assert result.exit_code == 0, result.output
+    records = lines(out)
+    assert records[-1]["reward"] > 3 * records[0]["reward"]
+    for name in METRICS:
+        assert all(math.isfinite(record[name]) for record in records), name
+    # A head that still said 0 would be off by the mean square of the reward, which is no less than this.
+    assert records[-1]["critic_value_error"] < 0.5 * records[-1]["reward"] ** 2
+    assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
+    values = AutoModelForTokenClassification.from_pretrained(out / "actor").score.weight
+    assert values.any()
+    assert not (out / "critic").exists()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +171,13 @@ def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_ray")
 @pytest.mark.parametrize(
-    ("algorithm", "dims", "flag"), [("ppo", "dp=2", "--no-ray"), ("grpo", "tp=2", "--no-ray"), ("ppo", "", "--ray")]
+    ("algorithm", "dims", "flag"),
+    [
+        ("ppo", "dp=2", "--no-ray"),
+        ("ppo", "tp=2", "--share-backbone"),
+        ("grpo", "tp=2", "--no-ray"),
+        ("ppo", "", "--ray"),
+    ],
 )
 def test_a_killed_run_goes_on_with_the_same_curve(
     model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path, algorithm: str, dims: str, flag: str
@@ -160,7 +186,8 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     options = {"algorithm": algorithm, "dims": dims, "steps": 8, "save_every": 2, "schedule": "cosine"}
     options |= {"mini_batch": 4, "temperature": 1.2, "seed": 3}
     whole, killed = (arguments(model, prompts, tmp_path / name, **options) for name in ("whole", "killed"))
-    assert CliRunner().invoke(app, whole, catch_exceptions=False).exit_code == 0
+    shared = [flag] * (flag == "--share-backbone")
+    assert CliRunner().invoke(app, [*whole, *shared], catch_exceptions=False).exit_code == 0
     # The alphabet's reward, slowed down, so that there is a moment to be killed in.
     slow = [argument.replace("rewards:alphabet", "rewards:slow_alphabet") for argument in killed]
     process = launch([*slow, flag], folder_of_rewards)
@@ -184,7 +211,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     for one, other in zip(first, second, strict=True):
         assert one == pytest.approx(other, **tolerance)
     # Once more: there is nothing left to do, and nothing is lost.
-    assert CliRunner().invoke(app, killed[:3] + slow[3:], catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(app, killed[:3] + slow[3:] + shared, catch_exceptions=False).exit_code == 0
     assert [timeless(record) for record in lines(tmp_path / "killed")] == second
 
 
@@ -201,6 +228,13 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     assert plan["responses_per_step"] == 64
     assert plan["passes_over_prompts"] == 2
     assert not out.exists()
+    given_ppo = [*arguments(model, prompts, out, algorithm="ppo"), "--share-backbone", "--dry-run", "--json"]
+    plan = json.loads(CliRunner().invoke(app, given_ppo).stdout)
+    expected = {"share_backbone": True, "critic": f"a head on {model}", "value_coefficient": 0.5}
+    assert expected.items() <= plan.items()
+    refused = CliRunner().invoke(app, [*given_ppo, "--backend=transformers"])
+    assert refused.exit_code == 2
+    assert "does not offer the role 'causal_lm_with_value'" in refused.stderr
     assert "dapo" in CliRunner().invoke(app, given).stdout
 
 
@@ -268,15 +302,16 @@ def test_mistakes_are_one_line_and_named(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards", "quiet_ray")
-def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--share-backbone"]], ids=["two models", "one backbone"])
+def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path, flags: list[str]) -> None:
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
         options = {"algorithm": "ppo", "steps": 3, "save_every": 2}
-        command = [*arguments(model, prompts, tmp_path / name, **options), flag]
+        command = [*arguments(model, prompts, tmp_path / name, **options), flag, *flags]
         process = launch(command, Path.cwd())
         _, said = process.communicate(timeout=280)
         assert process.returncode == 0, said
         curves.append([timeless(record) for record in lines(tmp_path / name)])
-        assert (tmp_path / name / "critic" / "model.safetensors").is_file()
+        assert (tmp_path / name / "critic" / "model.safetensors").is_file() != bool(flags)
     for one, other in zip(*curves, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)

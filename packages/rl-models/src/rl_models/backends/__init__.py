@@ -24,6 +24,7 @@ __all__ = [
     "Role",
     "RouterLosses",
     "load_engine",
+    "offered",
 ]
 
 
@@ -61,12 +62,11 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
-    """Load a checkpoint onto a backend.
+def offered(backend: str, role: Role, grid: Grid) -> Backend:
+    """The row of a backend that offers a role on a grid.
 
     Raises:
-        ValueError: the backend is unknown, or does not offer the role, a form of parallelism or an option; says what it
-            offers.
+        ValueError: it is unknown, or does not offer the role or a form of parallelism; says what it offers.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
@@ -78,6 +78,16 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
             f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use {others}, "
             "or a model for each"
         )
+    return entry
+
+
+def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
+    """Load a checkpoint onto a backend.
+
+    Raises:
+        ValueError: as `offered`, or the backend does not offer an option.
+    """
+    entry = offered(backend, role, grid)
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
             raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")

@@ -28,6 +28,7 @@ class Rules:
         entropy: coefficient of the bonus.
         dual_clip: see `losses.ppo_clip`; None: none.
         value_clip: of the critic's loss; None: none.
+        value_coefficient: of the critic's loss beside the policy's, where they share a backbone.
         importance_cap: of `losses.importance_weights`, the policy against the engine that drew; None: no weights.
         aggregation: how the policy's terms are averaged, a key of `rl_models.aggregation.AGGREGATIONS`.
         gamma, lam: of the advantages over time.
@@ -45,6 +46,7 @@ class Rules:
     entropy: float = 0.0
     dual_clip: float | None = None
     value_clip: float | None = 0.2
+    value_coefficient: float = 0.5
     importance_cap: float | None = None
     aggregation: str = "token-mean"
     gamma: float = 1.0
@@ -211,3 +213,11 @@ def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) 
 def value_loss(rules: Rules, values: Tensor, batch: Batch) -> LossTerms:
     """The critic's."""
     return losses.value_clip(values, batch["old_values"], batch["returns"], clip=rules.value_clip)
+
+
+def joint_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
+    """The policy's and the critic's on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
+    of_critic = value_loss(rules, values, batch)
+    metrics = {f"critic_{name}": metric for name, metric in of_critic.metrics.items()}
+    metrics["critic_loss"] = of_critic.loss.detach()
+    return policy_loss(rules, log_probs, entropy, batch) + rules.value_coefficient * LossTerms(of_critic.loss, metrics)

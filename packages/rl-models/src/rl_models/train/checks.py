@@ -20,7 +20,9 @@ AT_LEAST_ONE = (
     "top_k",
 )
 NOT_NEGATIVE = ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps", "value_clip")
-ABOVE_ZERO = ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps")
+ABOVE_ZERO = ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps", "value_coefficient")
+OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
+OF_A_SHARED_BACKBONE = ("value_coefficient",)
 
 
 def check(options: TrainOptions) -> None:
@@ -36,11 +38,14 @@ def check(options: TrainOptions) -> None:
         raise ValueError(
             f"overlong_buffer={options.overlong_buffer} is more than max_new_tokens={options.max_new_tokens}"
         )
-    for name in ("critic", "critic_dims"):
-        if getattr(options, name) is not None and not options.rule.critic:
+    for name in ("critic", "critic_dims", "share_backbone"):
+        if getattr(options, name) not in (None, False) and not options.rule.critic:
             raise ValueError(
                 f"{options.algorithm} has no critic; leave {name}={getattr(options, name)} out, or use ppo"
             )
+    for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
+        if (value := getattr(options, name)) != getattr(TrainOptions, name):
+            raise ValueError(f"share_backbone={options.share_backbone} has no {name}={value}; leave one of them out")
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(

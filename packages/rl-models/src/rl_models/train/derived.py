@@ -87,6 +87,7 @@ def loss_rules(options: TrainOptions) -> Rules:
         entropy=options.entropy_coefficient,
         dual_clip=options.dual_clip,
         value_clip=options.value_clip or None,
+        value_coefficient=options.value_coefficient,
         importance_cap=options.importance_cap,
         aggregation=options.aggregation or rule.aggregation,
         gamma=options.gamma,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,14 @@ import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_models.prompts import Prompt, TextCodec
-from rl_models.train.algorithms import policy_loss, value_loss
 from rl_models.train.derived import loss_rules
+from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import Metrics
 from rl_models.train.reward import Reward, load_reward, score
 
 # A step of dynamic sampling gives up the search for prompts with something to learn after so many batches.
 _MOST_BATCHES = 10
-
-
-@dataclass(frozen=True)
-class Models:
-    """What a run trains and asks; each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
-
-    Attributes:
-        actor: the policy.
-        critic: where the algorithm has one.
-        reference: where there is a KL penalty.
-    """
-
-    actor: Any
-    critic: Any = None
-    reference: Any = None
-
-    @property
-    def trained(self) -> dict[str, Any]:
-        """Those with a training checkpoint, by the name of its folder."""
-        named = {"actor": self.actor, "critic": self.critic}
-        return {name: model for name, model in named.items() if model is not None}
 
 
 @dataclass
@@ -250,21 +228,14 @@ class Loop:
             "response_length": float(lengths.mean()),
             "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
         }
-        found = models.actor.log_probs(
-            batch, temperature=options.temperature, **({"record_routing": True} if options.router_replay else {})
-        )
-        if options.router_replay:
-            batch = batch.with_fields(routing=found.routing)
-        old = found.log_probs
+        batch = models.estimate(batch, temperature=options.temperature, record_routing=options.router_replay)
+        old = batch["old_log_probs"]
         # What generation said against what training says of the same tokens.
         values["rollout_difference"] = float((old - batch["log_probs"]).abs()[batch.mask].max())
-        batch = batch.with_fields(old_log_probs=old)
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        if models.critic is not None:
-            batch = batch.with_fields(old_values=models.critic.values(batch))
         return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
 
     def _truncated(self, response: Tensor) -> bool:
@@ -283,16 +254,7 @@ class Loop:
                 random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
             for start in range(0, len(order), size):
                 part = batch.select(order[start : start + size])
-                found = models.actor.update(
-                    part,
-                    partial(policy_loss, rules),
-                    temperature=options.temperature,
-                    aggregation=rules.aggregation,
-                )
-                if models.critic is not None:
-                    of_critic = models.critic.update(part, partial(value_loss, rules))
-                    found |= {f"critic_{name}": value for name, value in of_critic.items()}
-                for name, value in found.items():
+                for name, value in models.update(part, rules, temperature=options.temperature).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
         return {name: total / updates for name, total in sums.items()}

@@ -47,6 +47,9 @@ class TrainOptions:
     out: Annotated[Path, Says("Folder for metrics, training checkpoints and the result.", free=True)] = Path("run")
     algorithm: Annotated[str, Says("ppo, grpo, rloo, reinforce++, gspo or dapo.")] = "grpo"
     critic: Annotated[Path | None, Says("Checkpoint folder of the critic that ppo needs; default the policy's.")] = None
+    share_backbone: Annotated[
+        bool, Says("The critic is a head on the policy's layers, and both learn by one loss (backend parallel).")
+    ] = False
     reference: Annotated[
         Path | None, Says("Checkpoint folder of the reference for the KL penalty; default the policy's.")
     ] = None
@@ -112,6 +115,7 @@ class TrainOptions:
     clip_high: Annotated[float | None, Says("How far a ratio may rise above 1; default the algorithm's.")] = None
     dual_clip: Annotated[float | None, Says("The most of a ratio that counts where an advantage is negative.")] = None
     value_clip: Annotated[float, Says("How far the critic's values may move at once; 0: as far as they like.")] = 0.2
+    value_coefficient: Annotated[float, Says("Of the critic's loss beside the policy's, on a shared backbone.")] = 0.5
     importance_cap: Annotated[
         float | None, Says("The largest weight of truncated importance sampling, generation against training.")
     ] = None
@@ -154,6 +158,11 @@ class TrainOptions:
         from parallel_layers import ParallelDims
 
         return self.grid if self.critic_dims is None else ParallelDims.parse(self.critic_dims)
+
+    @property
+    def separate_critic(self) -> bool:
+        """Whether there is a critic that is a model of its own."""
+        return self.rule.critic and not self.share_backbone
 
     @property
     def responses(self) -> int:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from parallel_layers import ParallelDims
-from rl_models.actor import Actor
-from rl_models.backends import BACKENDS, Role
+from rl_models.actor import Actor, Policy
+from rl_models.actor_critic import ActorCritic
+from rl_models.backends import Role, offered
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
@@ -25,7 +26,8 @@ from rl_models.plan import MemoryOptions, plan_memory
 from rl_models.prompts import Prompt, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
-from rl_models.train.loop import Loop, Models
+from rl_models.train.loop import Loop
+from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.reward import load_reward
 from rl_models.train.turns import Turns
@@ -57,7 +59,7 @@ class Plan:
         return options.to_json() | {
             "samples": options.responses,
             "stop_ids": list(self.stop_ids),
-            "critic": str(options.critic or options.model) if rule.critic else None,
+            "critic": self._critic(),
             "reference": str(options.reference or options.model) if options.kl_coefficient else None,
             "clip_low": rules.clip_low,
             "clip_high": rules.clip_high,
@@ -71,6 +73,12 @@ class Plan:
             "updates_per_step": options.updates_per_step,
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
+
+    def _critic(self) -> str | None:
+        options = self.options
+        if options.share_backbone:
+            return f"a head on {options.model}"
+        return str(options.critic or options.model) if options.rule.critic else None
 
 
 def plan(options: TrainOptions) -> Plan:
@@ -103,17 +111,19 @@ def plan(options: TrainOptions) -> Plan:
 
 def _check_models(options: TrainOptions, folder: Path) -> None:
     """Refuse now what the ranks would refuse later: a backend, a grid, or layers that do not divide."""
-    if options.backend not in BACKENDS:
-        raise ValueError(f"backend={options.backend!r} is not available; available: {', '.join(BACKENDS)}")
-    models: list[tuple[Role, Path, ParallelDims]] = [("causal_lm", folder, options.grid)]
-    if options.rule.critic:
-        models.append(("value", options.critic or folder, options.critic_grid))
+    models: list[tuple[Role, Path, ParallelDims]] = [(_policy(options).role, folder, options.grid)]
+    if options.separate_critic:
+        models.append((Critic.role, options.critic or folder, options.critic_grid))
     for role, path, dims in models:
-        Grid(dims, torch.device("cpu")).require(BACKENDS[options.backend].axes, options.backend)
+        offered(options.backend, role, Grid(dims, torch.device("cpu")))
         if options.backend == "parallel":
             engine = engine_options(options, dims)
             memory = MemoryOptions(dims, options.max_tokens, recompute=engine.recompute, pipeline=engine.pipeline)
             plan_memory(path, memory, role=role, trained=True)
+
+
+def _policy(options: TrainOptions) -> type[Policy]:
+    return ActorCritic if options.share_backbone else Actor
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
@@ -169,13 +179,13 @@ def _models(options: TrainOptions, make: Make) -> Models:
         made = make(kind, path, arguments)
         return turns.add(made) if options.offload else made
 
-    actor = model(Actor, options.model, options.grid, options.learning_rate)
+    actor = model(_policy(options), options.model, options.grid, options.learning_rate)
     critic = reference = None
-    if options.rule.critic:
+    if options.separate_critic:
         critic = model(Critic, options.critic or options.model, options.critic_grid, options.critic_learning_rate)
     if options.kl_coefficient:
         reference = model(Actor, options.reference or options.model, options.grid, 0.0)
-    return Models(actor, critic, reference)
+    return Models(actor, critic, reference, options.share_backbone)
 
 
 def _loop(planned: Plan, models: Models, **how: Any) -> Loop:
@@ -202,7 +212,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
     options = dataclasses.replace(planned.options, out=planned.options.out.absolute())
     planned = dataclasses.replace(planned, options=options)
-    count = 1 + options.rule.critic + (options.kl_coefficient > 0)
+    count = 1 + options.separate_critic + (options.kl_coefficient > 0)
     with ExitStack() as stack:
         resources = Resources() if options.device is None else Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
