@@ -21,11 +21,15 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.mlp import ParallelMLP
 from parallel_layers.moe import MoEConfig
 from parallel_layers.sharding import blocks_of, full_shape
 from parallel_layers.testing import RankPool
 
-EXPERTS = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=8, router_bias=True)
+EXPERTS = MoEConfig(
+    num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=8, router_bias=True,
+    correction_bias=True,
+)  # fmt: skip
 ORDINARY = DecoderConfig(
     hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=8, attention_bias=True, attention_sinks=True,
     qk_norm="full", moe=replace(EXPERTS, expert_bias=True),
@@ -132,10 +136,53 @@ def test_distributions() -> None:
     assert (torch.corrcoef(tiles) - torch.eye(len(tiles))).abs().max() < 0.02
 
 
-def test_meta_parameters_wait() -> None:
-    layer = ColumnParallelLinear(4, 4, device="meta")
-    initialize_(layer, 1)
-    layer = layer.to_empty(device="cpu")
-    initialize_(layer, 1)
-    assert layer.weight is not None
-    assert layer.weight.abs().max() < 1
+def materialised(model: nn.Module) -> nn.Module:
+    """A model from the meta device, with nothing but NaN in it: what `to_empty` leaves can be anything."""
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.fill_(torch.nan)
+    return model
+
+
+def test_a_model_from_the_meta_device_is_like_any_other() -> None:
+    with torch.device("meta"):
+        model = build(None, 1)
+        model["xielu"] = ParallelMLP(16, 8, activation="xielu", gated=False)
+    expected = build(None, None)
+    expected["xielu"] = ParallelMLP(16, 8, activation="xielu", gated=False)
+    initialize_(expected, 1)
+    assert all(p.is_meta for p in model.parameters())
+    model = materialised(model)
+    before = torch.get_rng_state()
+    initialize_(model, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", [1, None])
+def test_numbers_do_not_depend_on_torchs_default_dtype(dtype: torch.dtype, seed: int | None) -> None:
+    def weight() -> Tensor:
+        torch.manual_seed(0)
+        layer = ColumnParallelLinear(12, 8, dtype=torch.float32)
+        if seed is not None:
+            initialize_(layer, seed)
+        assert layer.weight is not None
+        return layer.weight.detach()
+
+    expected = weight()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(weight(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.gpu
+def test_numbers_do_not_depend_on_torchs_default_device() -> None:
+    with torch.device("cuda"):
+        model = build(None, 1)
+    torch.testing.assert_close(
+        {name: p.cpu() for name, p in full_parameters(model).items()}, full_parameters(build(None, 1)), rtol=0, atol=0
+    )

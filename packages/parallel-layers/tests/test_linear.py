@@ -233,6 +233,13 @@ def test_main_grad_accumulates_and_leaves_grad_alone(ranks: RankPool) -> None:
         torch.testing.assert_close(main_grad, torch.full((OUT // 2, IN), 4.0))
 
 
+def test_main_grad_refuses_a_computed_weight() -> None:
+    """What it was computed from would get no gradient, without a word."""
+    layer = ColumnParallelLinear(IN, OUT, allocate_weight=False, accumulate_main_grad=True)
+    with pytest.raises(ValueError, match="the result of a computation"):
+        layer(torch.ones(2, IN), torch.ones(OUT, IN, requires_grad=True) * 2)
+
+
 COUNTS = [
     ("column", False, [], ["all_reduce"]),
     ("row", False, ["all_reduce"], []),

@@ -194,3 +194,22 @@ def saved_sizes(group: ProcessGroup) -> list[int]:
 
 def test_the_whole_argument_is_not_held(ranks: RankPool) -> None:
     assert ranks.run(saved_sizes, world=2) == [[0], [0]]
+
+
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_a_second_run_is_under_the_autocast_of_the_first(backward_too: bool) -> None:
+    """Not under that of the backward, which is usually called outside."""
+
+    def gradients(drop: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, up, down = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8, 8), (8, 8)))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not backward_too):
+            with recomputed(lambda t: F.gelu(F.linear(t, up)), x) if drop else contextlib.nullcontext() as activation:
+                out = F.linear(F.gelu(F.linear(x, up)) if activation is None else activation, down)
+            del activation
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward_too):
+            return list(torch.autograd.grad(out.float().square().sum(), (x, up, down)))
+
+    for got, expected in zip(gradients(True), gradients(False), strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.collectives import copy_to_tensor_parallel
+from parallel_layers.module import ParallelModule
 
 _INITIAL = 0.8
 
@@ -37,7 +38,7 @@ class ClampedSwiGLU:
         return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
 
 
-class XIELU(nn.Module):
+class XIELU(ParallelModule):
     """The expanded integral of the exponential linear unit (https://arxiv.org/abs/2411.13010), Apertus' activation.
 
         f(x) = a_p x² + βx  for x > 0,   a_n (e^min(x, ε) - 1 - x) + βx  otherwise,

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from parallel_layers.collectives import reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from parallel_layers.initialization import fill_parameter_, normal, shared_seed
+from parallel_layers.module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ParallelModule):
     """Rows of a table `[V, H]`, which is divided over the group by rows.
 
     Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`; rows from V on are padding, zero, and no

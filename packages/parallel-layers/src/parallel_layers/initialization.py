@@ -13,30 +13,40 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from parallel_layers.sharding import blocks_of, full_shape, is_dtensor
 
+
+class _Drawn(TypedDict):
+    dtype: torch.dtype
+    device: str
+
+
 # Large enough that Python's part in drawing a tile does not matter, small enough that a shard wastes little.
 _TILE = (128, 1024)
+_DRAWN: _Drawn = {"dtype": torch.float32, "device": "cpu"}
 
 Fill = Callable[[Tensor, torch.Generator], object]
 Range = tuple[int, int]
 
 
 def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str = "") -> None:
-    """Fill a model's parameters in place: matrices from N(0, std^2), biases with 0; norm weights stay as they are.
+    """Fill a model in place: matrices from N(0, std^2), biases with 0; the rest (norms, sinks) as their modules begin.
 
     A parameter's numbers depend on `seed`, on `prefix` + its name and on its full shape alone. Give each pipeline stage
-    the `prefix` that makes its names the whole model's.
+    the `prefix` that makes its names the whole model's. Parameters on the meta device are left; after `to_empty` they
+    become what they would have been.
 
     Raises:
         ValueError: A parameter is already sharded by FSDP2; initialise before `fully_shard`.
     """
     seen: set[int] = set()
     for path, owner in module.named_modules():
+        _reset_the_rest(owner)
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -46,6 +56,15 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 fill_parameter_(owner, name, seed, zeros, canonical=canonical)
             elif parameter.dim() >= 2:
                 fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
+
+
+def _reset_the_rest(owner: nn.Module) -> None:
+    """Let a module set anew what is neither a matrix nor a bias: its vectors and buffers, which `to_empty` spoils."""
+    vectors = (p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias"))
+    reset = getattr(owner, "reset_parameters", None)
+    if reset is not None and any(True for _ in itertools.chain(vectors, owner.buffers(recurse=False))):
+        with torch.random.fork_rng(devices=[]):  # what it draws besides is drawn again
+            reset()
 
 
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:
@@ -82,13 +101,15 @@ def draw(shape: Sequence[int], ranges: Sequence[Range], seed: int, name: str, fi
         missing = 2 - len(shape)
         matrix = draw([1] * missing + list(shape), [(0, 1)] * missing + list(ranges), seed, name, fill)
         return matrix.reshape([stop - start for start, stop in ranges])
-    out = torch.empty([stop - start for start, stop in ranges])
+    # Whatever default dtype and device the model is built with.
+    out = torch.empty([stop - start for start, stop in ranges], **_DRAWN)
     generator = torch.Generator()
     *leading, rows, columns = ranges
     for index in itertools.product(*(range(start, stop) for start, stop in leading)):
         matrix = out[tuple(i - start for i, (start, _) in zip(index, leading, strict=True))]
         for row, column in itertools.product(_tiles(rows, _TILE[0]), _tiles(columns, _TILE[1])):
-            tile = torch.empty(min(_TILE[0], shape[-2] - row * _TILE[0]), min(_TILE[1], shape[-1] - column * _TILE[1]))
+            size = min(_TILE[0], shape[-2] - row * _TILE[0]), min(_TILE[1], shape[-1] - column * _TILE[1])
+            tile = torch.empty(size, **_DRAWN)
             fill(tile, generator.manual_seed(_hash(seed, name, *index, row, column)))
             (inner_rows, outer_rows) = _overlap(rows, row * _TILE[0], tile.shape[0])
             (inner_columns, outer_columns) = _overlap(columns, column * _TILE[1], tile.shape[1])
@@ -113,7 +134,7 @@ def zeros(tile: Tensor, generator: torch.Generator) -> None:
 
 def shared_seed() -> int:
     """A seed from torch's default CPU generator: ranks that were seeded alike and have drawn alike agree on it."""
-    return int(torch.randint(2**62, ()))
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def linear_bound(in_features: int) -> float:

@@ -19,6 +19,7 @@ from parallel_layers.collectives import (
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.module import ParallelModule
 from parallel_layers.overlap import Overlap, check_overlap
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
@@ -39,7 +40,7 @@ class LinearOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(ParallelModule):
     """The parameters and the options that column- and row-parallel layers share."""
 
     weight: nn.Parameter | None
@@ -118,6 +119,11 @@ class _ParallelLinear(nn.Module):
 def _main_grad(parameter: Tensor) -> Tensor | None:
     if not parameter.requires_grad:
         return None
+    if not parameter.is_leaf:
+        raise ValueError(
+            "accumulate_main_grad=True keeps gradients in weight.main_grad, and this weight is the result of a "
+            "computation, whose own inputs would get none; pass a parameter, or build the layer without it"
+        )
     if getattr(parameter, "main_grad", None) is None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]
     main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from parallel_layers.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
+from parallel_layers.module import ParallelModule
 from parallel_layers.norm_backends import TransformerEngineNorm, check_norm_backend, choose_norm_backend
 
 
@@ -47,7 +48,7 @@ def rms_norm(
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ParallelModule):
     """RMSNorm whose weight is replicated over the tensor-parallel group.
 
     Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`,
@@ -141,7 +142,7 @@ class RMSNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}{unit_offset}{backend}"
 
 
-class HeadShardedRMSNorm(nn.Module):
+class HeadShardedRMSNorm(ParallelModule):
     """RMSNorm over all heads of a token at once, while the heads are sharded over the tensor-parallel group (OLMo-2).
 
         y = x / sqrt(sum over the heads of all ranks of x² / (num_heads · D) + eps) · weight[this rank's heads]

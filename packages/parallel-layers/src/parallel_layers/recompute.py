@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -107,6 +107,7 @@ class _Recomputation:
         self._fn, self._args = fn, args
         self._rng: Streams = _DefaultStreams(args) if rng is None else rng
         self._snapshot = self._rng.state_dict()
+        self._autocast = [_Autocast.now(device) for device in ("cpu", "cuda")]
         self._saved = 0
         self._values: dict[int, Tensor] = {}
         self._output: Tensor | None = None
@@ -138,16 +139,36 @@ class _Recomputation:
         values: list[Tensor] = []
         detached = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in self._args]
         with (
+            contextlib.ExitStack() as modes,
             torch.enable_grad(),
             self._rng.replay(self._snapshot),
             saved_tensors_hooks(lambda tensor: values.append(tensor.detach()), lambda _: None),  # type: ignore[arg-type, return-value]
         ):
+            for autocast in self._autocast:
+                modes.enter_context(autocast.again())
             self._output = self._fn(*detached).detach()
         if len(values) != self._saved:
             raise RuntimeError(
                 f"the second run saved {len(values)} tensors, the first {self._saved}: not the same function"
             )
         self._values = dict(enumerate(values))
+
+
+class _Autocast(NamedTuple):
+    """What torch.autocast does to a device's operations."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    caches: bool
+
+    @classmethod
+    def now(cls, device: str) -> _Autocast:
+        dtype = torch.get_autocast_dtype(device)
+        return cls(device, torch.is_autocast_enabled(device), dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        return torch.autocast(self.device, self.dtype, self.enabled, self.caches)
 
 
 class _DefaultStreams:

@@ -22,6 +22,7 @@ from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
+from parallel_layers.module import ParallelModule
 from parallel_layers.norm import RMSNorm
 from parallel_layers.overlap import Overlap
 from parallel_layers.rotary import rotate_queries_and_keys
@@ -63,7 +64,7 @@ class _Placement(TypedDict):
     device: torch.device | str | None
 
 
-class _ReplicatedLinear(nn.Module):
+class _ReplicatedLinear(ParallelModule):
     """`y = x Wᵀ + b`, whole on every rank: weight `[O, I]`, bias `[O]`.
 
     With `sequence_parallel` each rank has other rows of x, and the backward all-reduces the parameters' gradients;
@@ -92,7 +93,7 @@ class _ReplicatedLinear(nn.Module):
         return F.linear(x, copy_to_tensor_parallel(self.weight, self.group), bias)
 
 
-class ParallelLatentAttention(nn.Module):
+class ParallelLatentAttention(ParallelModule):
     """Causal self-attention over packed sequences whose keys and values are made from one short latent a token.
 
         [c, k_R] = kv_a_proj_with_mqa(x),   [k_N, v] of each head = kv_b_proj(norm(c))

@@ -16,6 +16,7 @@ from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.context_parallel.ring import ring_attention
 from parallel_layers.context_parallel.ulysses import ulysses_attention
 from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
+from parallel_layers.module import ParallelModule
 from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm
 from parallel_layers.overlap import Overlap
 from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
@@ -81,7 +82,7 @@ def attention_over(context_group: ProcessGroup | None, context_parallel: Context
     return partial(CONTEXT_PARALLEL[context_parallel], group=context_group)
 
 
-class ParallelAttention(nn.Module):
+class ParallelAttention(ParallelModule):
     """Causal self-attention over packed sequences, with rotary positions and grouped key-value heads.
 
     Rank r of n computes heads [r Q/n, (r+1) Q/n) and the key-value heads that they read; key-value heads are replicated
@@ -184,6 +185,11 @@ class ParallelAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(self.num_heads_local, dtype=dtype, device=device))
             if group is not None:
                 set_sharding(self, "sinks", shard_evenly([num_heads], group, 0, "num_heads"))
+
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0; projections and norms have methods of their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -201,7 +201,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if len(q) and len(k):
         scoring = Scoring(causal, window or None, scale, softcap or None)
-        out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
+        with torch.autocast(q.device.type, enabled=False):  # a kernel chooses the dtypes of its products itself
+            out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
     else:  # nothing to do, which not every kernel takes
         out, lse, _ = _outputs(q, v, None)
         out, lse = out.zero_(), lse.fill_(-math.inf)
@@ -244,7 +245,8 @@ def _attention_backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     scoring = Scoring(causal, window or None, scale, softcap or None)
     segments = Segments(cu_q, cu_k, None, max_q, max_k)
-    return _kernel(backend).backward(d_out, Forward(q, k, v, out, lse), segments, scoring)
+    with torch.autocast(q.device.type, enabled=False):
+        return _kernel(backend).backward(d_out, Forward(q, k, v, out, lse), segments, scoring)
 
 
 @_attention_backward.register_fake

@@ -84,7 +84,8 @@ def ring_attention(
     )
     kernel = BACKENDS[name].kernel
     kv = torch.stack((widened(k_TKD, size), widened(v_TKD, size)))
-    out: Tensor = _Ring.apply(widened(q_TQD, size), kv, sinks, cu_seqlens, max_seqlen, group, scoring, kernel)
+    with torch.autocast(q_TQD.device.type, enabled=False):  # as `packed_attention`
+        out: Tensor = _Ring.apply(widened(q_TQD, size), kv, sinks, cu_seqlens, max_seqlen, group, scoring, kernel)
     return out[..., :value_dim]
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.mlp import GatedActivation, check_gated, gated
+from parallel_layers.module import ParallelModule
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.grouped import grouped_bias, grouped_linear
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
@@ -29,7 +30,7 @@ class _EqualShare(torch.autograd.Function):
         return gradient, None
 
 
-class GroupedExperts(nn.Module):
+class GroupedExperts(ParallelModule):
     """Gated experts: a rank of the expert group has E / ranks of them, a rank of the tensor-parallel group I/n of each.
 
     Parameters: `gate_up_proj [e, 2 I/n, H]` (gate, then up) and `down_proj [e, H, I/n]`; with `bias` also

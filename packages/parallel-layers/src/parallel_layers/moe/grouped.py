@@ -20,7 +20,14 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
         x_MK: Rows, in order of expert.
         weight_eNK: The experts' weights.
         counts_e: How many rows each expert has; they add up to M.
+
+    Returns:
+        `[M, N]` in x's dtype; under torch.autocast in its dtype, as a linear layer's.
     """
+    device = x_MK.device.type
+    if torch.is_autocast_enabled(device) and x_MK.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x_MK, weight_eNK = x_MK.to(dtype), weight_eNK.to(dtype)
     whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
     if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
         return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))

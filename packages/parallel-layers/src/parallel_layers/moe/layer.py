@@ -20,6 +20,7 @@ from parallel_layers.collectives import (
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
 from parallel_layers.mlp import ParallelMLP
+from parallel_layers.module import ParallelModule
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
@@ -27,7 +28,7 @@ from parallel_layers.moe.router import Routing, TopKRouter
 from parallel_layers.overlap import Overlap
 
 
-class MoE(nn.Module):
+class MoE(ParallelModule):
     """Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
 
     Submodules by Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
@@ -142,7 +143,7 @@ class MoE(nn.Module):
         return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group, reduce_dtype=dtype)
 
 
-class _SharedExpertGate(nn.Module):
+class _SharedExpertGate(ParallelModule):
     """sigmoid(x wᵀ): `[T', H]` -> `[T', 1]`, weight `[1, H]` replicated."""
 
     def __init__(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from parallel_layers import comm
 from parallel_layers.collectives import copy_to_tensor_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.module import ParallelModule
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.losses import (
@@ -91,7 +92,7 @@ def route(
     return Routing(logits, scores, experts, weights * config.routed_scaling_factor)
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(ParallelModule):
     """logits = x Wᵀ (+ b) in fp32, then `route`; auxiliary losses with a weight in the config join the backward.
 
     Parameters, replicated: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` the fp32 buffer
@@ -154,7 +155,8 @@ class TopKRouter(nn.Module):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = copy_to_tensor_parallel(self.weight, self.group).to(wide)
         bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group).to(wide)
-        logits = F.linear(hidden.to(wide), weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):  # near a tie, rounding would choose other experts
+            logits = F.linear(hidden.to(wide), weight, bias)
         select = None
         if context is not None and context.replay is not None:
             select = self._selection(context.replay, layer_number)

@@ -1,0 +1,108 @@
+"""Copies of layers, and layers under torch.autocast: what a model is put through besides training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import (
+    DecoderConfig,
+    DecoderLayer,
+    LatentConfig,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+)
+from parallel_layers.moe import MoEConfig
+from parallel_layers.testing import RankPool
+
+HIDDEN, TOKENS = 16, 8
+EXPERTS = MoEConfig(
+    num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=8, shared_expert_gate=True, expert_bias=True
+)
+CONFIGS = {
+    "ordinary": DecoderConfig(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=8, qk_norm="full", attention_sinks=True
+    ),
+    "xielu": DecoderConfig(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=8, qk_norm="head", gated_mlp=False,
+        activation="xielu",
+    ),
+    "latent": DecoderConfig(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, intermediate_size=8,
+        latent=LatentConfig(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=3, q_lora_rank=5),
+    ),
+    "experts": DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=8, moe=EXPERTS),
+}  # fmt: skip
+
+
+class Model(torch.nn.Module):
+    def __init__(self, name: str, group: ProcessGroup | None, context_group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(11, HIDDEN, group=group, sequence_parallel=True)
+        self.layer = DecoderLayer(CONFIGS[name], group=group, sequence_parallel=True, context_group=context_group)
+        self.rotary = RotaryEmbedding(4)
+
+    def forward(self, tokens: int = TOKENS) -> Tensor:
+        bounds = torch.tensor([0, 3, tokens], dtype=torch.int32)
+        return self.layer(self.embed(torch.arange(tokens) % 11), self.rotary(torch.arange(tokens)), bounds, tokens)
+
+
+def step(model: Model, group: ProcessGroup | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    out = model()
+    out.square().sum().backward()
+    norm = clip_grad_norm_(model, 1.0, groups=[group])
+    return out.detach(), norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def copied(group: ProcessGroup, name: str) -> None:
+    model = Model(name, group)
+    twin = copy.deepcopy(model)
+    assert twin.embed.group is group
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
+    torch.testing.assert_close(step(twin, group), step(model, group), rtol=0, atol=0)
+    assert {type(module) for module in twin.modules()} == {type(module) for module in model.modules()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_copy_works_over_the_same_group(ranks: RankPool, name: str) -> None:
+    """A reference policy, or a moving average."""
+    ranks.run(copied, name, world=2)
+
+
+def copied_over_contexts(group: ProcessGroup) -> None:
+    model = Model("ordinary", None, group)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+
+
+def test_a_copy_shares_the_context_group(ranks: RankPool) -> None:
+    ranks.run(copied_over_contexts, world=2)
+
+
+def autocast_gradients(group: ProcessGroup | None, name: str, *, enabled: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Model(name, group)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        out = model()
+    out.float().square().sum().backward()
+    return {"out": out.detach().float()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_autocast_rounds_products_alone(ranks: RankPool, name: str) -> None:
+    """A decoder of fp32 parameters under autocast to bf16: gradients in fp32, and near those without it."""
+    for group_of in (
+        lambda **k: [autocast_gradients(None, name, **k)],
+        lambda **k: ranks.run(autocast_gradients, name, world=2, **k),
+    ):
+        for rounded, exact in zip(group_of(enabled=True), group_of(enabled=False), strict=True):
+            assert rounded.keys() == exact.keys()
+            for key, value in exact.items():
+                assert rounded[key].dtype == torch.float32
+                error = (rounded[key] - value).abs().max() / value.abs().max().clamp(min=1e-3)
+                assert error < 0.05, f"{key}: {error}"
