@@ -227,6 +227,7 @@ def indivisible(group: ProcessGroup) -> list[str]:
     for sizes in (
         {"input_sizes": [1, 1]},
         {"input_sizes": [3]},
+        {"input_sizes": [4, -1], "output_sizes": [1, 1]},
         {"split_dim": 1, "input_sizes": [4, 1], "output_sizes": [1, 1]},
     ):
         with pytest.raises(ValueError, match="output_sizes=") as caught:
@@ -239,7 +240,7 @@ def test_what_does_not_divide_is_refused(ranks: RankPool) -> None:
     first, second = ranks.run(indivisible, world=2)
     assert first[0].startswith("dim 1 of a tensor of shape (3, 5)")
     assert first[2].startswith("dim 0 of a tensor of shape (3, 5)")
-    assert len(first) == len(second) == 8
+    assert len(first) == len(second) == 9
 
 
 @pytest.mark.gpu(2)

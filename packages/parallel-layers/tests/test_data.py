@@ -56,10 +56,44 @@ def send_wrong(group: ProcessGroup, data: object) -> str:
     return str(caught.value)
 
 
-def test_every_rank_learns_of_a_mistake(ranks: RankPool) -> None:
-    assert ranks.run(send_wrong, None, world=2) == ["broadcast_data: the source was given data=None"] * 2
-    for message in ranks.run(send_wrong, {"a": 1}, world=2):
-        assert message == "broadcast_data: data must hold tensors only, the source's holds {'a': 'int'}"
+HOLDS = "data must hold dense tensors by name, the source's holds "
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "the source was given data=None"),
+        ([torch.ones(1)], "data must be a mapping of names to tensors, the source's is a list"),
+        ({"a": 1}, HOLDS + "{'a': 'int'}"),
+        ({1: torch.ones(1)}, HOLDS + "{'1': 'int as a name'}"),
+        ({"a": torch.ones(2, device="meta")}, HOLDS + "{'a': 'on meta'}"),
+        ({"a": torch.eye(2).to_sparse()}, HOLDS + "{'a': 'sparse_coo'}"),
+    ],
+    ids=["None", "list", "int", "name", "meta", "sparse"],
+)
+def test_every_rank_learns_of_a_mistake(ranks: RankPool, data: object, message: str) -> None:
+    assert ranks.run(send_wrong, data, world=2) == [f"broadcast_data: {message}"] * 2
+
+
+def send_from_nowhere(group: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"source=2 is no rank of the group, which has 0\.\.1"):
+        broadcast_data({}, group, source=2)
+
+
+def test_a_source_that_is_no_rank(ranks: RankPool) -> None:
+    ranks.run(send_from_nowhere, world=2)
+    with pytest.raises(ValueError, match="source=1 is no rank"):
+        broadcast_data({}, None, source=1)
+
+
+def needs_gradient(group: ProcessGroup | None) -> bool:
+    return broadcast_data({"a": torch.ones(2, requires_grad=True) * 2}, group)["a"].requires_grad
+
+
+def test_no_result_needs_a_gradient(ranks: RankPool) -> None:
+    """Else the source's would, and no other rank's."""
+    assert ranks.run(needs_gradient, world=2) == [False, False]
+    assert not needs_gradient(None)
 
 
 @pytest.mark.gpu(2)

@@ -164,10 +164,12 @@ def all_to_all(
         input_sizes = [x.shape[split_dim] // size] * size
     if output_sizes is None:
         output_sizes = input_sizes if split_dim == concat_dim else [x.shape[concat_dim]] * size
-    if len(input_sizes) != size or len(output_sizes) != size or sum(input_sizes) != x.shape[split_dim]:
+    fits = len(input_sizes) == len(output_sizes) == size and sum(input_sizes) == x.shape[split_dim]
+    if not fits or min(*input_sizes, *output_sizes) < 0:
         raise ValueError(
             f"input_sizes={list(input_sizes)} and output_sizes={list(output_sizes)} must have one entry for each of "
-            f"{size} ranks, and input_sizes must add up to {x.shape[split_dim]} (dim {split_dim} of {tuple(x.shape)})"
+            f"{size} ranks, none below 0, and input_sizes must add up to {x.shape[split_dim]} (dim {split_dim} of "
+            f"{tuple(x.shape)})"
         )
     if split_dim != concat_dim and output_sizes[group.rank()] != x.shape[concat_dim]:
         raise ValueError(

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.sharding import is_dtensor
+
 # Each tensor begins at a multiple of this in the common buffer, so that any dtype can be viewed there.
 _ALIGNMENT = 16
 
@@ -27,33 +29,37 @@ def broadcast_data(
     Args:
         data: On the source, tensors by name; on the other ranks it is not looked at and may be None.
         group: The ranks; None returns the source's tensors.
-        source: The source's rank in `group`.
+        source: The source's rank in `group`; without a group 0.
         device: Where the results lie, and what is sent over: default CUDA's current device for an `nccl` group, else
             the CPU. The source's own tensors may lie elsewhere.
 
     Returns:
-        A dict in the source's order, of tensors that share no memory with the source's.
+        A dict in the source's order, of tensors that share no memory with the source's and need no gradient.
 
     Communication: three broadcasts, however many tensors: the size of a header, the header (JSON: names, dtypes,
     shapes; nothing is pickled), and all the tensors in one buffer.
 
     Raises:
-        ValueError: The source was given no data; on every rank alike.
+        ValueError: The source's data is not a mapping of strings to dense tensors with numbers, or there is no such
+            source; on every rank alike.
     """
+    size = 1 if group is None else group.size()
+    if not 0 <= source < size:
+        raise ValueError(f"broadcast_data: source={source} is no rank of the group, which has 0..{size - 1}")
     if device is None:
         on_cuda = group is not None and dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     if group is None:
         header, tensors = _describe(data)
         _check(header)
-        return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+        return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
     is_source = group.rank() == source
     header, tensors = _describe(data) if is_source else ({}, {})
     encoded = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([encoded.numel()], device=device)
-    dist.broadcast(size, group=group, group_src=source)
+    length = torch.tensor([encoded.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=source)
     if not is_source:
-        encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
+        encoded = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(encoded, group=group, group_src=source)
     header = json.loads(bytes(encoded.tolist()))
     _check(header)
@@ -62,7 +68,7 @@ def broadcast_data(
     offset = 0
     for name, dtype, shape, nbytes in header["tensors"]:
         part = buffer[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
-        results[name] = part.copy_(tensors[name]) if is_source else part
+        results[name] = part.copy_(tensors[name].detach()) if is_source else part
         offset += _padded(nbytes)
     if buffer.numel():
         dist.broadcast(buffer, group=group, group_src=source)
@@ -70,15 +76,30 @@ def broadcast_data(
 
 
 def _describe(data: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """The header and the tensors; raises nothing, for the other ranks wait for the header."""
     if data is None:
         return {"error": "the source was given data=None"}, {}
-    wrong = {name: type(value).__name__ for name, value in data.items() if not isinstance(value, Tensor)}
+    if not isinstance(data, Mapping):
+        return {"error": f"data must be a mapping of names to tensors, the source's is a {type(data).__name__}"}, {}
+    wrong = {str(name): found for name, value in data.items() if (found := _why_not_sent(name, value))}
     if wrong:
-        return {"error": f"data must hold tensors only, the source's holds {wrong}"}, {}
+        return {"error": f"data must hold dense tensors by name, the source's holds {wrong}"}, {}
     tensors = [
         (n, str(t.dtype).removeprefix("torch."), list(t.shape), t.numel() * t.element_size()) for n, t in data.items()
     ]
     return {"tensors": tensors}, data
+
+
+def _why_not_sent(name: object, value: object) -> str | None:
+    """What an entry is instead of a tensor of numbers with a name; None when it is one."""
+    if not isinstance(name, str):
+        return f"{type(name).__name__} as a name"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_meta or value.layout != torch.strided or value.is_quantized or is_dtensor(value):
+        kinds = {"on meta": value.is_meta, "quantized": value.is_quantized, "a DTensor": is_dtensor(value)}
+        return next((kind for kind, is_so in kinds.items() if is_so), str(value.layout).removeprefix("torch."))
+    return None
 
 
 def _check(header: dict[str, Any]) -> None:
