@@ -133,7 +133,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     [
         ("whole", "tp=64", "num_attention_heads=4 is not divisible by tp=64"),
         ("whole", "pp=64", "is fewer than pp"),
-        ("whole", "ep=2,tp=2", "are for a mixture of experts"),
+        ("whole", "ep=2,tp=2", "ep=2 is for a mixture of experts"),
         ("without weights", "", "has neither model.safetensors nor"),
         ("of other sizes", "", "the sizes in config.json and the files disagree"),
         ("cut off", "", "model.safetensors"),

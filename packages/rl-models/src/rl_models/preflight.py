@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ckpt
@@ -28,3 +29,14 @@ def check_native_model(path: Path, role: Role, dims: ParallelDims, options: Engi
     memory = MemoryOptions(dims, max_tokens, recompute=options.recompute, pipeline=options.pipeline)
     plan_memory(Path(folder), memory, role=role, trained=True)
     match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be written into `folder`, or into the one that it would be made in."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{existing} cannot be written to; choose another folder than {folder}")

@@ -31,13 +31,13 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     """Raise ValueError for an option that means nothing on this grid, or nothing to this model."""
     if options.sequence_parallel and dims.tp == 1:
         raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
-    losses = options.router_losses
     options.pipeline.require_pipeline(dims.pp)
-    if not any(config.moe) and (dims.ep > 1 or losses != RouterLosses()):
-        raise ValueError(
-            f"ep={dims.ep} and router_losses={losses} are for a mixture of experts, which {config.family} is not; "
-            "leave them out"
-        )
+    for given, text in (
+        (dims.ep > 1, f"ep={dims.ep} is"),
+        (options.router_losses != RouterLosses(), f"router_losses={options.router_losses} is"),
+    ):
+        if given and not any(config.moe):
+            raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rl_models.train.algorithms import ALGORITHMS
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
 from rl_models.train.options import TrainOptions
@@ -19,7 +21,17 @@ AT_LEAST_ONE = (
     "mini_batch",
     "top_k",
 )
-NOT_NEGATIVE = ("save_every", "overlong_buffer", "kl_coefficient", "warmup_steps", "value_clip")
+NOT_NEGATIVE = (
+    "save_every",
+    "overlong_buffer",
+    "kl_coefficient",
+    "warmup_steps",
+    "value_clip",
+    "weight_decay",
+    "router_balance",
+    "router_sequence_balance",
+    "router_z",
+)
 ABOVE_ZERO = ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps", "value_coefficient")
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
@@ -57,6 +69,9 @@ def check(options: TrainOptions) -> None:
 
 
 def _check_ranges(options: TrainOptions) -> None:
+    for name, value in vars(options).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be a finite number")
     for name in AT_LEAST_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -22,7 +22,7 @@ from rl_models.backends import Role, offered
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
-from rl_models.plan import MemoryOptions, plan_memory
+from rl_models.preflight import check_native_model, check_writable
 from rl_models.prompts import Prompt, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
@@ -96,6 +96,7 @@ def plan(options: TrainOptions) -> Plan:
     prompts = read_prompts(options.prompts, folder, room, limit=limit)
     eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
     load_reward(options.reward)
+    check_writable(options.out)
     if not options.ray:
         Devices.find(options.device).require(options.grid.world_size)
     _check_models(options, folder)
@@ -117,9 +118,7 @@ def _check_models(options: TrainOptions, folder: Path) -> None:
     for role, path, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         if options.backend == "parallel":
-            engine = engine_options(options, dims)
-            memory = MemoryOptions(dims, options.max_tokens, recompute=engine.recompute, pipeline=engine.pipeline)
-            plan_memory(path, memory, role=role, trained=True)
+            check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens)
 
 
 def _policy(options: TrainOptions) -> type[Policy]:

@@ -1,0 +1,42 @@
+"""What a run refuses before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_models.train.options import TrainOptions
+from rl_models.train.run import plan
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be a finite number"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 must not be negative"),
+        ({"virtual_stages": 2}, "needs pp > 1"),
+        ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
+        ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
+        ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
+        ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(
+    model: Path,
+    prompts: Path,
+    folder_of_rewards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
+    with pytest.raises(ValueError, match=message):
+        plan(TrainOptions(**given | options))
