@@ -505,6 +505,7 @@ def refused(group: ProcessGroup) -> list[str]:
         lambda: QKVParallelLinear(4, 14, 2, 4, group=group),
         lambda: QKVParallelLinear(4, 12, 6, 4, group=group),
         lambda: QKVParallelLinear(4, 12, 5, 4, group=group),
+        lambda: QKVParallelLinear(4, 12, 0, 4, group=group),
         lambda: ColumnParallelLinear(4, 8, group=group, sequence_parallel=True, reduce_gradient=False)(
             torch.ones(1, 4)
         ),
@@ -517,15 +518,16 @@ def refused(group: ProcessGroup) -> list[str]:
 
 def test_what_does_not_divide_is_refused_by_name(ranks: RankPool) -> None:
     for messages in ranks.run(refused):
-        assert messages[:6] == [
+        assert messages[:7] == [
             "out_features=10 is not divisible by tp=4; use tp in {1, 2, 5, 10}",
             "in_features=10 is not divisible by tp=4; use tp in {1, 2, 5, 10}",
             "out_features=6 is not divisible by tp=4; use tp in {1, 2, 3, 6}",
             "num_attention_heads=14 is not divisible by tp=4; use tp in {1, 2, 7, 14}",
             "num_key_value_heads=6 neither divides tp=4 nor is divisible by it; use tp in {1, 2, 3, 6, 12}",
             "num_attention_heads=12 is not a multiple of num_key_value_heads=5",
+            "num_attention_heads=12 is not a multiple of num_key_value_heads=0",
         ]
-        assert "gather x with gather_from_sequence_parallel" in messages[6]
+        assert "gather x with gather_from_sequence_parallel" in messages[7]
 
 
 def shared_heads(group: ProcessGroup) -> tuple[int, int, int, list[bool]]:

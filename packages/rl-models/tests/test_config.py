@@ -77,6 +77,7 @@ def test_qwen3_norms_its_heads_and_mistral_has_one_window() -> None:
         ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not known"),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number above 0"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer"),
     ],
 )

@@ -291,6 +291,12 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
         ),
         (LLAMA, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
         (tiny_config("qwen2", mlp_bias=True), ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),
+        (
+            {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"},
+            ParallelDims(),
+            {},
+            "the config has no rms_norm_eps; add it as transformers writes it",
+        ),
         (LLAMA | {"hidden_act": "gelu"}, ParallelDims(), {}, "hidden_act='gelu' is not supported"),
         (LLAMA, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
         (

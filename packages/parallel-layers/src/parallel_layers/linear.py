@@ -308,7 +308,7 @@ class QKVParallelLinear(_ColumnLinear):
     ) -> None:
         group = options.get("group")
         tp = 1 if group is None else group.size()
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         heads = divide(num_heads, tp, "num_attention_heads")
         if num_kv_heads % tp and tp % num_kv_heads:

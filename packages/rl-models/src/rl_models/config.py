@@ -104,7 +104,7 @@ class ModelConfig:
             num_kv_heads=_integer(values, "num_key_value_heads", heads),
             head_dim=head_dim,
             intermediate_size=_integer(values, "intermediate_size"),
-            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            norm_eps=_positive(values, "rms_norm_eps"),
             activation=str(values.get("hidden_act", "silu")),
             gated_mlp=family.gated_mlp,
             qk_norm=family.qk_norm,
@@ -163,3 +163,11 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"the config's {name}={value!r} must be a positive integer")
     return value
+
+
+def _positive(config: Mapping[str, Any], name: str) -> float:
+    """Without a default: the families' differ."""
+    value = config.get(name)
+    if not isinstance(value, float | int) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"the config's {name}={value!r} must be a number above 0")
+    return float(value)

@@ -18,6 +18,10 @@ from rl_models.train.run import plan
         ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be a finite number"),
         ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0 must not be negative"),
+        (
+            {"reference": Path("elsewhere")},
+            "reference=elsewhere is for the KL penalty, and kl_coefficient=0.0 has none",
+        ),
         ({"virtual_stages": 2}, "needs pp > 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),

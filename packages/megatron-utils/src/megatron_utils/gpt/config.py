@@ -35,18 +35,25 @@ class Family:
     moe: Callable[[HfConfig], dict[str, Any]] | None = None
 
 
+class _Fields(dict[str, Any]):
+    """A config's fields; one that is needed and missing is a ValueError."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"the config has no {name}; add it as transformers writes it")
+
+
 def hf_config(config: Any) -> dict[str, Any]:
-    """A Hugging Face config as a plain mapping: from a mapping, an object with `.to_dict()`, or a checkpoint folder.
+    """A Hugging Face config's fields: from a mapping, an object with `.to_dict()`, or a checkpoint folder.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these; later, when a field is read that is missing.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return _Fields(config)
     if isinstance(config, str | Path):
-        return dict(json.loads((Path(config) / "config.json").read_text()))
+        return _Fields(json.loads((Path(config) / "config.json").read_text()))
     if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+        return _Fields(config.to_dict())
     raise ValueError(
         f"config must be a mapping, have .to_dict(), or be a checkpoint folder; got {type(config).__name__}"
     )

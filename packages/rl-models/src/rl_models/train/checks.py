@@ -55,6 +55,11 @@ def check(options: TrainOptions) -> None:
             raise ValueError(
                 f"{options.algorithm} has no critic; leave {name}={getattr(options, name)} out, or use ppo"
             )
+    if options.reference is not None and not options.kl_coefficient:
+        raise ValueError(
+            f"reference={options.reference} is for the KL penalty, and kl_coefficient={options.kl_coefficient} has "
+            "none; set a coefficient above 0 or leave the reference out"
+        )
     for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
         if (value := getattr(options, name)) != getattr(TrainOptions, name):
             raise ValueError(f"share_backbone={options.share_backbone} has no {name}={value}; leave one of them out")
