@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 # Its functions keep the default group of the moment when it is first imported as a default argument. Other parts of
-# torch import it late: after `init_process_group` it then holds that group for ever, `destroy_process_group` leaves
-# gloo's threads running, and they can abort the interpreter as it ends.
+# torch import it late: after `init_process_group` it then holds that group for ever, and `destroy_process_group` leaves
+# gloo's threads running.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+import parallel_layers.gloo_exit  # noqa: F401  # a process that starts collectives here ends well
 
 _ops = torch.ops._c10d_functional
 
