@@ -21,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
