@@ -1,13 +1,10 @@
-"""The parallel linears against torch.nn.functional.linear with the full weight: outputs and every gradient.
-
-All four layers share one set of cases and one reference, so they stand in one long file.
-"""
+"""The parallel linears against torch.nn.functional.linear with the full weight: outputs and every gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch.distributed import ProcessGroup, new_group
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers import overlap
 from parallel_layers.collectives import reduce_from_tensor_parallel
 from parallel_layers.linear import (
     ColumnParallelLinear,
@@ -256,84 +252,6 @@ def test_how_often_it_communicates(
         assert result.calls == {"forward": forward, "backward": backward}
 
 
-class Order(TorchDispatchMode):
-    """Products, sums and communication, in the order in which they are begun; `wait`: the result is needed."""
-
-    NAMES: ClassVar = {
-        "mm": "product",
-        "all_reduce_": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "wait_tensor": "wait",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        self.names += [self.NAMES[name]] if name in self.NAMES else []
-        return func(*args, **(kwargs or {}))
-
-
-def order_of_backward(group: ProcessGroup, sp: bool) -> list[str]:
-    layer = ColumnParallelLinear(IN, OUT, group=group, sequence_parallel=sp)
-    y = layer(torch.randn(TOKENS, IN, requires_grad=True))
-    with Order() as order:
-        y.backward(torch.ones_like(y))
-    return order.names
-
-
-def test_backward_communicates_under_the_products(ranks: RankPool) -> None:
-    """Each communication is begun before the product that hides it, and waited for after: nothing is left to luck."""
-    assert ranks.run(order_of_backward, False, world=2)[0] == ["product", "all_reduce", "product", "wait"]
-    gather_under_dx = ["all_gather", "product"]
-    scatter_under_dw = ["reduce_scatter", "wait", "product", "wait"]  # the first wait is for what was gathered
-    assert ranks.run(order_of_backward, True, world=2)[0] == gather_under_dx + scatter_under_dw
-
-
-def order_of_overlap(group: ProcessGroup, kind: str, rows: int) -> tuple[list[str], list[str]]:
-    size = group.size()
-    layer = LAYERS[kind](group=group, sequence_parallel=True, overlap="collectives")
-    x = torch.randn(rows * (size if kind == "row" else 1), IN // (size if kind == "row" else 1), requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "CHUNK_ROWS", 2)
-        with Order() as forward:
-            y = layer(x)
-        with Order() as backward:
-            y.backward(torch.ones_like(y))
-    return forward.names, backward.names
-
-
-def test_forward_communication_runs_under_the_products(ranks: RankPool) -> None:
-    """What is sent, how often, and that each product is begun when something is on its way."""
-    own_first = ["all_gather", "product", "wait", "product"]
-    under_the_gradients = ["all_gather", "product", "reduce_scatter", "wait", "product", "wait"]
-    assert ranks.run(order_of_overlap, "column", 9, world=2)[0] == (own_first, under_the_gradients)
-    forward, backward = ranks.run(order_of_overlap, "column", 9, world=4)[0]
-    assert forward == ["all_gather"] * 3 + ["product"] + ["wait", *["product"] * 3] * 3  # n - 1 chunks
-    assert backward == under_the_gradients
-    for rows, chunks in ((3, 2), (6, 3), (100, overlap.MAX_SCATTERED)):
-        forward, backward = ranks.run(order_of_overlap, "row", rows, world=2)[0]
-        assert forward == ["product", "product", "reduce_scatter"] * chunks
-        assert backward == [*own_first, "product"]
-
-
-def saved_bytes(group: ProcessGroup) -> int:
-    layer = ColumnParallelLinear(IN, OUT, group=group, sequence_parallel=True)
-    saved: list[Tensor] = []
-    x = torch.randn(TOKENS // group.size(), IN, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        layer(x)
-    return sum(t.numel() for t in saved if t is not layer.weight)
-
-
-def test_sequence_parallel_saves_only_its_own_tokens(ranks: RankPool) -> None:
-    assert ranks.run(saved_bytes, world=4) == [TOKENS // 4 * IN] * 4
-
-
 def low_rank_adapter(group: ProcessGroup, full: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """A frozen layer and a trained adapter beside it: two partial input gradients, reduced once together."""
     base = ColumnParallelLinear(IN, OUT, group=group, reduce_gradient=False, dtype=torch.float64)
@@ -422,78 +340,6 @@ def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, sp: bool) ->
     for pairs in ranks.run(compile_two_lengths, kind, sp, world=4 if kind == "qkv" else 2):
         for eager, compiled in pairs:
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-
-
-def mlp(
-    group: ProcessGroup, full: dict[str, Tensor], dtype: torch.dtype, sp: bool, reduce_dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    wide, narrow = full["up"].shape
-    options = {"bias": True, "group": group, "sequence_parallel": sp, "dtype": dtype, "reduce_dtype": reduce_dtype}
-    up, down = ColumnParallelLinear(narrow, wide, **options), RowParallelLinear(wide, narrow, **options)
-    load_full_(up, {"weight": full["up"], "bias": full["up_bias"]})
-    load_full_(down, {"weight": full["down"], "bias": full["down_bias"]})
-    x = (full["x"].chunk(group.size())[group.rank()] if sp else full["x"]).to(dtype).detach().requires_grad_()
-    y = down(F.gelu(up(x)))
-    (y * (full["dy"].chunk(group.size())[group.rank()] if sp else full["dy"])).sum().backward()
-    assert up.weight is not None
-    assert up.bias is not None
-    assert down.weight is not None
-    assert down.bias is not None
-    assert x.grad is not None
-    results = {"y": y, "x": x.grad, "up": up.weight.grad, "up_bias": up.bias.grad, "down": down.weight.grad}
-    whole = {name: t for name, t in results.items() if t is not None} | {"down_bias": down.bias.grad}
-    return whole  # type: ignore[return-value]
-
-
-def dense_mlp(full: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    p = {name: t.to(dtype).detach().requires_grad_() for name, t in full.items() if name != "dy"}
-    y = F.linear(F.gelu(F.linear(p["x"], p["up"], p["up_bias"])), p["down"], p["down_bias"])
-    (y * full["dy"]).sum().backward()
-    return {"y": y.detach()} | {name: t.grad for name, t in p.items() if t.grad is not None}
-
-
-def gathered(results: list[dict[str, Tensor]], sp: bool) -> dict[str, Tensor]:
-    dims = {"up": 0, "up_bias": 0, "down": 1, **({"x": 0, "y": 0} if sp else {})}
-    return {
-        name: torch.cat([r[name] for r in results], dims[name]) if name in dims else results[0][name]
-        for name in results[0]
-    }
-
-
-def mlp_tensors(tokens: int, narrow: int = IN, wide: int = OUT, seed: int = 3) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "x": (tokens, narrow),
-        "up": (wide, narrow),
-        "up_bias": (wide,),
-        "down": (narrow, wide),
-        "down_bias": (narrow,),
-        "dy": (tokens, narrow),
-    }
-    return {n: torch.randn(s, generator=generator).bfloat16().double() for n, s in shapes.items()}
-
-
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_column_gelu_row(ranks: RankPool, world: int, sp: bool) -> None:
-    full = mlp_tensors(TOKENS)
-    got = gathered(ranks.run(mlp, full, torch.float32, sp, world=world), sp)
-    torch.testing.assert_close(got, dense_mlp(full, torch.float32), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_bf16_error_is_like_dense_bf16(ranks: RankPool, world: int, sp: bool) -> None:
-    """Of every output and gradient, by norm and by the largest element; sums in bf16, on request, cost some of it."""
-    full = mlp_tensors(128, 64, 128)
-    truth = dense_mlp(full, torch.float64)
-    dense = dense_mlp(full, torch.bfloat16)
-    for reduce_dtype, order, times in ((None, 2, 1.05), (None, torch.inf, 1.5), (torch.bfloat16, 2, 1.6)):
-        got = gathered(ranks.run(mlp, full, torch.bfloat16, sp, reduce_dtype, world=world), sp)
-        for name, exact in truth.items():
-            error = torch.linalg.vector_norm(got[name].double() - exact, order)
-            error_of_dense = torch.linalg.vector_norm(dense[name].double() - exact, order)
-            assert error <= times * error_of_dense, f"{name}: {error / error_of_dense:.2f} times, {reduce_dtype}"
 
 
 def refused(group: ProcessGroup) -> list[str]:
