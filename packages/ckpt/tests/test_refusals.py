@@ -1,0 +1,58 @@
+"""A config field that would change the layout is refused by name, never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import layout_for
+from ckpt.config import NEUTRAL_VALUES
+
+Checkpoints = Callable[..., Path]
+
+# Every field with a value that changes which tensors exist, or their shapes; the mistral table reads none of them.
+CHANGING: dict[str, Any] = {
+    "quantization_config": {"quant_method": "fp8"},
+    "compression_config": {"format": "pack-quantized"},
+    "attention_bias": True,
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "use_bias": True,
+    "lm_head_bias": True,
+    "qk_layernorm": True,
+    "use_qk_norm": True,
+    "qk_norm": True,
+    "attn_output_gate": True,
+    "layer_norm_type": "layernorm",
+    "num_experts": 8,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 2,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "num_kv_shared_layers": 1,
+    "cross_attention_layers": [1],
+}
+
+
+def test_every_field_has_a_case() -> None:
+    assert CHANGING.keys() == NEUTRAL_VALUES.keys()
+
+
+@pytest.mark.parametrize("field", CHANGING)
+def test_a_field_that_would_change_the_layout_is_refused_by_name(field: str, checkpoint: Checkpoints) -> None:
+    config = json.loads((checkpoint("mistral") / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"the config's {field}=.* the mistral table does not describe it"):
+        layout_for({**config, field: CHANGING[field]})
+    for neutral in NEUTRAL_VALUES[field]:
+        layout_for({**config, field: neutral})
