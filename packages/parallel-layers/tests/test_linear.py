@@ -151,7 +151,7 @@ def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *[(kind, {"sequence_parallel": sp}) for kind in LAYERS for sp in (False, True)],
-    *[(kind, {"sequence_parallel": sp, "defer_bias": True}) for kind in ("column", "row") for sp in (False, True)],
+    *[(kind, {"sequence_parallel": sp, "defer_bias": True}) for kind in LAYERS for sp in (False, True)],
     ("column", {"gather_output": True}),
     ("column", {"gather_output": True, "defer_bias": True}),
     ("column", {"gather_output": True, "sequence_parallel": True}),
@@ -237,18 +237,21 @@ def test_main_grad_refuses_a_computed_weight() -> None:
 
 
 COUNTS = [
-    ("column", False, [], ["all_reduce"]),
-    ("row", False, ["all_reduce"], []),
-    ("column", True, ["all_gather_into_tensor"], ["all_gather_into_tensor", "reduce_scatter_tensor"]),
-    ("row", True, ["reduce_scatter_tensor"], ["all_gather_into_tensor"]),
+    ("column", 2, False, [], ["all_reduce"]),
+    ("merged", 2, False, [], ["all_reduce"]),
+    ("qkv", 2, False, [], ["all_reduce"]),
+    ("qkv", 4, False, [], ["all_reduce"] * 3),  # x, and the weight's and the bias's rows of shared heads
+    ("row", 2, False, ["all_reduce"], []),
+    ("column", 2, True, ["all_gather_into_tensor"], ["all_gather_into_tensor", "reduce_scatter_tensor"]),
+    ("row", 2, True, ["reduce_scatter_tensor"], ["all_gather_into_tensor"]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "sp", "forward", "backward"), COUNTS)
+@pytest.mark.parametrize(("kind", "world", "sp", "forward", "backward"), COUNTS)
 def test_how_often_it_communicates(
-    ranks: RankPool, kind: str, sp: bool, forward: list[str], backward: list[str]
+    ranks: RankPool, kind: str, world: int, sp: bool, forward: list[str], backward: list[str]
 ) -> None:
-    for result in ranks.run(run_layer, kind, full_tensors(kind), {"sequence_parallel": sp}, world=2):
+    for result in ranks.run(run_layer, kind, full_tensors(kind), {"sequence_parallel": sp}, world=world):
         assert result.calls == {"forward": forward, "backward": backward}
 
 

@@ -18,7 +18,7 @@ from parallel_layers.collectives import (
     scatter_to_tensor_parallel,
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear, sum_gradients_of_shared_rows
 from parallel_layers.module import ParallelModule
 from parallel_layers.overlap import Overlap, check_overlap
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
@@ -173,8 +173,13 @@ class _ColumnLinear(_ParallelLinear):
         )
 
     def deferred_bias(self) -> Tensor | None:
-        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias."""
-        return self.bias
+        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias.
+
+        Backward: where rows are on several ranks (KV heads), their gradients are summed over these, as in `forward`.
+        """
+        if self.bias is None or self.shared_rows is None:
+            return self.bias
+        return sum_gradients_of_shared_rows(self.bias, self.group, self.shared_rows)
 
 
 class ColumnParallelLinear(_ColumnLinear):
@@ -234,9 +239,8 @@ class ColumnParallelLinear(_ColumnLinear):
 
         With `gather_output` an all-gather (backward: split).
         """
-        if self.bias is None or not self.gather_output:
-            return self.bias
-        return gather_from_tensor_parallel(self.bias, self.group)
+        bias = super().deferred_bias()
+        return bias if bias is None or not self.gather_output else gather_from_tensor_parallel(bias, self.group)
 
 
 class MergedColumnParallelLinear(_ColumnLinear):

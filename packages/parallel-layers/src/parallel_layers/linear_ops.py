@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import comm
+from parallel_layers.collectives import copy_to_tensor_parallel
 from parallel_layers.overlap import (
     Overlap,
     check_overlap,
@@ -69,7 +70,8 @@ def column_parallel_linear(
 
     Forward: none; sequence parallel: all-gather of x, overlapped with the product of this rank's own tokens.
     Backward: `dx = dy W` all-reduced under the computation of `dW = dy^T x`. Sequence parallel: all-gather of x under
-    that of dx, reduce-scatter of dx under that of dW. Shared rows: one more all-reduce, of their gradients.
+    that of dx, reduce-scatter of dx under that of dW. Shared rows: one more all-reduce of their
+    gradients for the weight, and one for the bias.
 
     Raises:
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
@@ -284,6 +286,23 @@ def _column_sum(
         shared = _start_sum_of_shared(db[first:], group, replicas)
         db = torch.cat([db[:first], _finish_sum_of_shared(shared, group, replicas)])
     return _add_to(main_grad, db if main_grad is not None else db.to(dy.dtype))
+
+
+def sum_gradients_of_shared_rows(bias: Tensor, group: ProcessGroup | None, shared_rows: tuple[int, int]) -> Tensor:
+    """The bias itself; backward, the gradients of its shared rows are summed over the ranks that have them.
+
+    Args:
+        bias: `[O/tp]`.
+        group: The tensor-parallel group.
+        shared_rows: As in `column_parallel_linear`.
+    """
+    if group is None:
+        return bias
+    first, replicas = shared_rows
+    own, shared = bias[:first], bias[first:]
+    mine = group.rank() // replicas
+    slots = [shared if slot == mine else torch.zeros_like(shared) for slot in range(group.size() // replicas)]
+    return torch.cat((own, copy_to_tensor_parallel(torch.stack(slots), group)[mine]))
 
 
 def _start_sum_of_shared(part: Tensor, group: ProcessGroup, replicas: int) -> Tensor:
