@@ -91,7 +91,9 @@ def test_values_depend_on_seed_name_and_prefix() -> None:
         return model[name].weight.detach()
 
     assert torch.equal(weight(1, "a"), weight(1, "a"))
-    assert torch.equal(weight(1, "1", "layers."), weight(1, ["layers", "1"][1], "layers."))
+    nested = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.Linear(8, 8)})})
+    initialize_(nested, 1)
+    assert torch.equal(weight(1, "1", "layers."), nested.get_parameter("layers.1.weight"))
     for other in (weight(2, "a"), weight(1, "b"), weight(1, "a", "x.")):
         assert not torch.equal(weight(1, "a"), other)
 

@@ -177,6 +177,18 @@ def test_ignored_labels_have_no_log_prob_gradient_but_an_entropy() -> None:
     assert grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_label_may_be_the_ignored_one(ranks: RankPool, world: int) -> None:
+    hidden, weight, labels, *grads = problem(12, 8, 20)
+    inputs = (hidden, weight, labels.masked_fill(labels == IGNORE, 3), *grads)
+    results = ranks.run(_sharded, inputs, {"ignore_index": 3}, 20, False, world=world)
+    merged = results[0] | {"weight": torch.cat([result["weight"] for result in results])}
+    assert_same(merged, run(reference, *inputs, ignore_index=3), 2e-6)
+    assert not merged["log_probs"][inputs[2] == 3].any()
+    with pytest.raises(ValueError, match="label -100 at position 0"):
+        linear_log_probs(hidden, weight, labels, ignore_index=3)
+
+
 def test_entropy_on_request() -> None:
     hidden, weight, labels, grad, _ = problem(6, 4, 10)
     hidden.requires_grad_()
@@ -299,11 +311,16 @@ def test_compiles_without_a_graph_break() -> None:
 def test_inputs_are_not_modified_and_need_not_be_contiguous() -> None:
     hidden, weight, labels, *grads = problem(9, 8, 33)
     strided_hidden, strided_weight = hidden.T.contiguous().T, weight.T.contiguous().T
-    copies = [x.clone() for x in (strided_hidden, strided_weight, labels)]
+    inputs = (strided_hidden, strided_weight, labels, *grads)
+    copies = [x.clone() for x in inputs]
     expected = run(linear_log_probs, hidden, weight, labels, *grads)
-    actual = run(linear_log_probs, strided_hidden, strided_weight, labels, *grads)
-    assert_same(actual, expected, 1e-6)
-    for before, after in zip(copies, (strided_hidden, strided_weight, labels), strict=True):
+    assert not strided_hidden.requires_grad_().is_contiguous()
+    assert not strided_weight.requires_grad_().is_contiguous()
+    out = linear_log_probs(strided_hidden, strided_weight, labels)
+    torch.autograd.backward(out, grads)
+    actual = {"log_probs": out.log_probs, "entropy": out.entropy}
+    assert_same(actual | {"hidden": strided_hidden.grad, "weight": strided_weight.grad}, expected, 1e-6)
+    for before, after in zip(copies, inputs, strict=True):
         assert torch.equal(before, after)
 
 
