@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,12 @@ def test_shard_reshard_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["files"] == 4
     assert run("reshard", tmp_path / "a", tmp_path / "b", "--pp", 3, "--target", "parallel").exit_code == 0
-    assert run("merge", tmp_path / "b", tmp_path / "c", "--max-shard-size", "30KB").exit_code == 0
+    result = run("merge", tmp_path / "b", tmp_path / "c", "--max-shard-size", "30KB", "--json")
+    assert result.exit_code == 0, result.output
+    written = list((tmp_path / "c").glob("*.safetensors"))
+    assert len(written) > 1
+    size = sum(file.stat().st_size for file in written)
+    assert json.loads(result.stdout) == {"folder": str(tmp_path / "c"), "files": len(written), "bytes": size}
     result = run("verify", source, tmp_path / "c")
     assert result.exit_code == 0
     assert "the same: " in result.stdout
@@ -141,3 +148,33 @@ def test_mistakes_are_one_line_and_exit_code_2(
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "shard", "merge", "reshard", "verify", "diff"])
+def test_a_missing_folder_is_one_line_and_exit_code_2(command: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    none, source, out = tmp_path / "none", checkpoint("llama"), tmp_path / "out"
+    cases: list[tuple[Path, ...]] = [(none,)]
+    if command in ("shard", "merge", "reshard"):
+        cases = [(none, out)]
+    elif command in ("verify", "diff"):
+        # There, 1 says that the checkpoints differ.
+        cases = [(none, source), (source, none)]
+    for folders in cases:
+        result = run(command, *folders)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {none} does not exist")
+        assert result.stderr.count("\n") == 1
+        assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_installed_command_explains_itself_and_returns_the_exit_code(tmp_path: Path) -> None:
+    def ckpt(*args: object) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "ckpt"), *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    shown = ckpt("--help")
+    assert shown.returncode == 0, shown.stderr
+    for command in ("inspect", "plan", "shard", "merge", "reshard", "verify", "diff"):
+        assert command in shown.stdout
+    assert ckpt("verify", tmp_path / "none", tmp_path / "none").returncode == 2
