@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ckpt import Grid, Place, layout_for
+from ckpt import Block, Grid, Place, layout_for
+from ckpt.blocks import local_block
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,3 +181,44 @@ def test_all_places_together_hold_every_tensor(target: Any, grid: Grid) -> None:
     layout = layout_for(LLAMA, target)
     held = {name for place in grid.places() for block in layout.at(place).values() for name in block.names}
     assert held == set(layout.canonical)
+
+
+MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "where"),
+    [
+        (LLAMA, "model.layers.{i}.self_attn.o_proj.weight", "everywhere"),
+        (LLAMA, "model.layers.{i}.self_attn.o_proj.weight", "tp rank 1"),
+        (LLAMA, "model.norm.weight", "everywhere"),
+        (LLAMA, "lm_head.weight", "tp rank 1"),
+        (MOE, "model.layers.{i}.mlp.experts.3.gate_proj.weight", "everywhere"),
+        (MOE, "model.layers.{i}.mlp.experts.3.gate_proj.weight", "tp rank 1"),
+    ],
+)
+@pytest.mark.parametrize("target", ["parallel", "megatron"])
+def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
+    target: Any, config: dict[str, Any], missing: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def incomplete(row: Any, model: Any, place: Place) -> Iterator[tuple[str, Block]]:
+        for name, block in local_block(row, model, place):
+            if missing not in block.names or (where == "tp rank 1" and place.tp[0] != 1):
+                yield name, block
+
+    layout_for(config, target).at(Place(tp=(0, 2)))
+    monkeypatch.setattr("ckpt.layout.local_block", incomplete)
+    # The whole block goes, and with it the experts that are stacked with this one; the first of them is named.
+    first = missing.replace("experts.3", "experts.0") if target == "parallel" else missing
+    with pytest.raises(ValueError, match=rf"not hold every element of {re.escape(first)} \(.* is covered 0 times"):
+        layout_for(config, target).at(Place(tp=(0, 2)))
+
+
+def test_a_tensor_that_the_row_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(row: Any, model: Any, place: Place) -> Iterator[tuple[str, Block]]:
+        for name, block in local_block(row, model, place):
+            yield name, Block.whole("odd", block.shape) if name == "model.norm.weight" else block
+
+    monkeypatch.setattr("ckpt.layout.local_block", odd)
+    with pytest.raises(ValueError, match=r"holds odd, which is none of the tensors of its row \['model.norm.weight'\]"):
+        layout_for(LLAMA).at(Place())

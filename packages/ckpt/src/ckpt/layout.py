@@ -226,6 +226,12 @@ class Layout:
                 if not (row.tied == "yes" and first):
                     yield from self._row_local(row, place, None, 0)
 
+    def _all_shapes(self, row: Row) -> dict[str, Shape]:
+        """The shape of every canonical tensor of a row, `{i}` left in the names: one for each source and expert."""
+        shapes = row_shapes(row, self.family, self._text)
+        experts = range(self.num_experts) if any("{e}" in name for name in shapes) else (0,)
+        return {name.replace("{e}", str(e)): shape for name, shape in shapes.items() for e in experts}
+
     def _row_local(self, row: Row, place: Place, layer: int | None, index: int) -> Iterator[tuple[str, Block]]:
         for name, block in local_block(row, self, place):
             pieces = tuple(
@@ -236,8 +242,8 @@ class Layout:
             yield local, dataclasses.replace(block, pieces=pieces)
 
     def _check(self, grid: Grid) -> None:
-        """Every canonical element lies on at least one place; the layers of one kind are alike, so one of each is
-        looked at."""
+        """Every element of every canonical tensor lies on at least one place; the layers of one kind are alike, so one
+        of each is looked at."""
         if grid in self._grids:
             return
         self.chunk_layers(grid)
@@ -259,18 +265,18 @@ class Layout:
                     for piece in block.pieces:
                         if piece.canonical_range is not None:
                             boxes.setdefault(piece.name, set()).add(piece.canonical_range)
-            shapes = row_shapes(row, self.family, self._text)
-            for name, held in boxes.items():
-                template = next(t for t in shapes if _matches(t, name))
-                problem = distinct_cover_problem(held, shapes[template])
+            shapes = self._all_shapes(row)
+            unknown = next((name for name in boxes if name not in shapes), None)
+            if unknown is not None:
+                raise ValueError(
+                    f"{grid} holds {unknown}, which is none of the tensors of its row {[*shapes][:3]} ({len(shapes)}); "
+                    f"correct the row in the table of {self.family.name}"
+                )
+            for name, shape in shapes.items():
+                problem = distinct_cover_problem(boxes.get(name, ()), shape)
                 if problem:
-                    raise ValueError(f"{grid} does not hold every element of {name} {shapes[template]}: {problem}")
+                    raise ValueError(f"{grid} does not hold every element of {name} {shape}: {problem}")
         self._grids.add(grid)
-
-
-def _matches(template: str, name: str) -> bool:
-    head, experts, tail = template.partition("{e}")
-    return name == template if not experts else name.startswith(head) and name.endswith(tail)
 
 
 def layout_for(
