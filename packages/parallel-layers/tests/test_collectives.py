@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +126,9 @@ def check(
     results = ranks.run(differentiate, case_index, x, g, v, transposed, world=world)
     torch.testing.assert_close([r["forward"] for r in results], expected, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close([r["second"] for r in results], case.expected(v), rtol=1e-14, atol=1e-14)
+    if case.replicated_input:
+        for result in results:
+            assert torch.equal(result["backward"], results[0]["backward"])
     forward = inner([r["forward"] for r in results], g, case.replicated_output)
     backward = inner(x, [r["backward"] for r in results], case.replicated_input)
     assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
@@ -159,6 +163,30 @@ def test_any_shape_dtype_and_group(
     check(ranks, case_index, world, (first * world, *middle, last * world), transposed, dtype)
 
 
+def differentiate_compiled(group: ProcessGroup, inputs: list[list[Ranks]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """(compiled, eager) outputs and gradients of every case at each length; one compilation serves all lengths."""
+    pairs = []
+    for case_index, lengths in enumerate(inputs):
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(apply, group, case_index), fullgraph=True, backend="aot_eager")
+        for ranks in lengths:
+            results = []
+            for function in (compiled, partial(apply, group, case_index)):
+                x = ranks[group.rank()].clone().requires_grad_()
+                y = function(x)
+                results.append([y.detach(), *torch.autograd.grad(y, x, y.detach().cos())])
+            pairs.append((results[0], results[1]))
+    return pairs
+
+
+def test_compiled_at_two_lengths(ranks: RankPool) -> None:
+    inputs = [[random_ranks(2, (n, 3, 4), case.replicated_input, n) for n in (8, 12)] for case in CASES]
+    for pairs in ranks.run(differentiate_compiled, inputs, world=2):
+        assert len(pairs) == 2 * len(CASES)
+        for compiled, eager in pairs:
+            torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
 def exchange_unevenly(group: ProcessGroup, counts: list[list[int]], split_dim: int, x: Ranks) -> tuple[Tensor, Tensor]:
     """Row r of `counts`: what rank r sends to each rank; along one dim."""
     mine = x[group.rank()].clone().requires_grad_()
@@ -176,13 +204,23 @@ def exchange_unevenly(group: ProcessGroup, counts: list[list[int]], split_dim: i
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_uneven_all_to_all_along_one_dim(ranks: RankPool, dim: int) -> None:
-    counts = [[1, 0, 3], [0, 0, 2], [2, 2, 0]]
+    check_uneven(ranks, [[1, 0, 3], [0, 0, 2], [2, 2, 0]], dim)
+
+
+def check_uneven(ranks: RankPool, counts: list[list[int]], dim: int) -> None:
     x = [torch.randn(sum(row), 3) if dim == 0 else torch.randn(3, sum(row)) for row in counts]
     parts = [t.split(row, dim) for t, row in zip(x, counts, strict=True)]
-    results = ranks.run(exchange_unevenly, counts, dim, x, world=3)
+    results = ranks.run(exchange_unevenly, counts, dim, x, world=len(counts))
     for rank, (y, back) in enumerate(results):
         torch.testing.assert_close(y, torch.cat([p[rank] for p in parts], dim), rtol=0, atol=0)
         torch.testing.assert_close(back, x[rank], rtol=0, atol=0)  # a permutation's transpose is its inverse
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), world=st.integers(1, 4), dim=st.sampled_from([0, 1, -1]))
+def test_any_counts_of_an_all_to_all(ranks: RankPool, data: st.DataObject, world: int, dim: int) -> None:
+    row = st.lists(st.integers(0, 3), min_size=world, max_size=world)
+    check_uneven(ranks, data.draw(st.lists(row, min_size=world, max_size=world)), dim)
 
 
 def ulysses_unevenly(group: ProcessGroup, tokens: list[int], heads: list[int], x: Ranks) -> tuple[Tensor, Tensor]:

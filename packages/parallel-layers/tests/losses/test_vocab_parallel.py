@@ -45,7 +45,10 @@ def _megatron(logits: Tensor, labels: Tensor) -> Tensor:
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "log_probs": (vocab_parallel_log_probs, _log_probs),
-    "entropy": (lambda logits, labels, **options: vocab_parallel_entropy(logits, **options), _entropy),
+    "entropy": (
+        lambda logits, labels, ignore_index=IGNORE, **options: vocab_parallel_entropy(logits, **options),
+        _entropy,
+    ),
     "mean": (vocab_parallel_cross_entropy, _cross_entropy(reduction="mean")),
     "sum": (
         lambda *args, **options: vocab_parallel_cross_entropy(*args, reduction="sum", **options),
@@ -80,11 +83,14 @@ def problem(shape: tuple[int, ...], vocab_size: int, *, seed: int = 0) -> tuple[
 def _derivatives(loss: Callable[..., Tensor], logits: Tensor, labels: Tensor, **options: object) -> list[Tensor]:
     """Value, gradient under fixed upstream weights, and the gradient of a function of that gradient."""
     logits = logits.clone().requires_grad_()
+    before = (logits.detach().clone(), labels.clone())
     value = loss(logits, labels, **options)
-    upstream = torch.linspace(0.5, 3.0, value.numel(), dtype=value.dtype).view(value.shape).requires_grad_()
+    upstream = torch.linspace(0.5, 3.0, value.numel(), dtype=value.dtype).view(value.shape)
+    before, upstream = (*before, upstream.clone()), upstream.requires_grad_()
     (first,) = torch.autograd.grad(value, logits, upstream, create_graph=True)
     direction = _direction(options, logits)
     second, mixed = torch.autograd.grad((first * direction).sum(), (logits, upstream))
+    assert all(torch.equal(was, now) for was, now in zip(before, (logits, labels, upstream), strict=True))
     return [value.detach(), first.detach(), second, mixed]
 
 
@@ -111,13 +117,12 @@ def _columns(logits: Tensor, rank: int, size: int) -> Tensor:
     return padded[..., rank * per_rank : (rank + 1) * per_rank]
 
 
-def _sharded(group: ProcessGroup, logits: Tensor, labels: Tensor, names: list[str]) -> dict[str, list[Tensor]]:
+def _sharded(
+    group: ProcessGroup, logits: Tensor, labels: Tensor, names: list[str], ignore_index: int = IGNORE
+) -> dict[str, list[Tensor]]:
     local = _columns(logits, group.rank(), group.size()).contiguous()
-    before = local.clone()
-    options = {"group": group, "vocab_size": logits.shape[-1]}
-    results = {name: _derivatives(LOSSES[name][0], local, labels, **options) for name in names}
-    assert torch.equal(local, before)
-    return results
+    options = {"group": group, "vocab_size": logits.shape[-1], "ignore_index": ignore_index}
+    return {name: _derivatives(LOSSES[name][0], local, labels, **options) for name in names}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -136,6 +141,22 @@ def test_sharded(ranks: RankPool, world: int, vocab_size: int) -> None:
             gathered = torch.cat([result[name][which] for result in results], dim=-1)
             assert not gathered[..., vocab_size:].any()
             torch.testing.assert_close(gathered[..., :vocab_size], reference, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_label_may_be_the_ignored_one(ranks: RankPool, world: int) -> None:
+    """The references know -100 alone: they are given it in the place of 3."""
+    logits, labels = problem((3, 5), 16)
+    labels[labels == IGNORE] = 3
+    for name, (_, expected) in LOSSES.items():
+        value, first, *_ = _derivatives(expected, logits, labels.masked_fill(labels == 3, IGNORE))
+        results = [result[name] for result in ranks.run(_sharded, logits, labels, [name], 3, world=world)]
+        torch.testing.assert_close(results[0][0], value, rtol=1e-10, atol=1e-12, msg=name)
+        gathered = torch.cat([result[1] for result in results], dim=-1)
+        torch.testing.assert_close(gathered, first, rtol=1e-10, atol=1e-12, msg=name)
+        if name != "entropy":
+            with pytest.raises(ValueError, match="label -100 at position 0"):
+                LOSSES[name][0](logits[0, :1], torch.tensor([IGNORE]), ignore_index=3)
 
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -193,11 +214,27 @@ def test_extreme_logits_stay_finite(name: str) -> None:
     torch.testing.assert_close(actual.grad.double(), reference.grad, rtol=5e-5, atol=7 * 3e-5)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_logits_at_1000_give_what_fp64_does(ranks: RankPool, world: int) -> None:
+    """Also where the smoothing asks for entries with a probability of 0."""
+    logits = torch.tensor([[1000.0, -1000.0, 1000.0, 0.0, 3.0, -1000.0, 999.0], [-1000.0] * 6 + [-999.0]])
+    logits = torch.cat((logits, logits.flip(-1), torch.full((1, 7), 1000.0)))
+    labels = torch.tensor([1, 6, IGNORE, 3, 0])
+    results = ranks.run(_sharded, logits, labels, list(LOSSES), world=world)
+    for name, (_, expected) in LOSSES.items():
+        value, first, *_ = _derivatives(expected, logits.double(), labels)
+        gathered = torch.cat([result[name][1] for result in results], dim=-1)[:, :7]
+        # A smoothed value and every gradient are made of a log-sum-exp near 1000, exact to half its last place in fp32.
+        absolute = 3e-5 if "smooth" in name else 1e-6
+        torch.testing.assert_close(results[0][name][0].double(), value, rtol=1e-6, atol=absolute, msg=name)
+        torch.testing.assert_close(gathered.double(), first, rtol=5e-5, atol=3 * 3e-5, msg=name)
+
+
 def _extreme(group: ProcessGroup, logits: Tensor, labels: Tensor) -> list[Tensor]:
     local = _columns(logits, group.rank(), group.size()).clone().requires_grad_()
     values = [loss(local, labels, group=group) for loss, _ in LOSSES.values() if loss is not LOSSES["entropy"][0]]
     values.append(vocab_parallel_entropy(local, group=group))
-    sum(value.sum() for value in values[:3]).backward()
+    sum(value.sum() for value in (*values[:3], values[-1])).backward()
     return [*(value.detach() for value in values), local.grad]
 
 
@@ -206,8 +243,8 @@ def test_extreme_logits_on_one_rank_only(ranks: RankPool) -> None:
     logits = torch.full((3, 8), -torch.inf)
     logits[:, 4:6], logits[:, 6:] = 1000.0, -1000.0
     for result in ranks.run(_extreme, logits, torch.tensor([4, 5, IGNORE]), world=4):
-        assert result[0].isfinite().all()
-        assert result[-1].isfinite().all()
+        for finite in (*result[:3], *result[-2:]):
+            assert finite.isfinite().all()
         torch.testing.assert_close(result[-2], torch.full((3,), 2.0).log())
 
 
