@@ -18,6 +18,11 @@ OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0
 STEPS = 30
 
 
+def rate(step: int) -> float:
+    """As a schedule would give it: another one at each step, none of them that of `OPTIONS`."""
+    return 2e-3 * (step + 1) / STEPS + 1e-5
+
+
 def make(dtype: torch.dtype) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(5, 3).to(dtype)
@@ -29,13 +34,15 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def reference() -> list[Tensor]:
-    """The parameters after `STEPS` steps of torch's AdamW, in fp32 from what bf16 can hold."""
+    """The parameters after `STEPS` steps of torch's AdamW, each at its `rate`, in fp32 from what bf16 can hold."""
     module = make(torch.bfloat16).float()
     groups = [{"params": [module.weight], "weight_decay": 0.1}, {"params": [module.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.95), 1e-8)
     for step in range(STEPS):
         for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
             parameter.grad = gradient.bfloat16().float()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
         optimizer.step()
     return [parameter.detach() for parameter in module.parameters()]
 
@@ -44,11 +51,12 @@ def reference() -> list[Tensor]:
 def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dtype) -> None:
     module = make(torch.bfloat16).to(dtype)
     optimizer = AdamW(module, OPTIONS)
+    assert optimizer.adamw.defaults["fused"] is True
     for step in range(STEPS):
         for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
             # Autograd would hand over bf16 as well, and add it up in fp32.
             parameter.grad = gradient.bfloat16().float()
-        optimizer.step(1e-3)
+        optimizer.step(rate(step))
     for parameter, expected in zip(module.parameters(), reference(), strict=True):
         torch.testing.assert_close(optimizer.state(parameter).get("master", parameter.detach()), expected)
         assert torch.equal(parameter.detach(), optimizer.state(parameter).get("master", parameter.detach()).to(dtype))
@@ -115,7 +123,7 @@ def step_sharded(group: ProcessGroup) -> list[Tensor]:
             parameter.grad = torch.distributed.tensor.DTensor.from_local(
                 local, parameter.device_mesh, parameter.placements, run_check=False
             )
-        optimizer.step(1e-3)
+        optimizer.step(rate(step))
     return [optimizer.state(parameter)["master"] for parameter in module.parameters()]
 
 

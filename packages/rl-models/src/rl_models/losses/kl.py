@@ -1,4 +1,7 @@
-"""Estimators of the divergence between the policy and a reference, from the chosen tokens alone."""
+"""Estimators of the divergence between the policy and a reference, from the chosen tokens alone.
+
+k1, k2 and k3: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k
 def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
     """Per-token estimates of KL(policy || reference) on tokens drawn from the policy.
 
-    With l = log_probs - reference_log_probs (Schulman 2020, "Approximating KL divergence"):
+    With l = log_probs - reference_log_probs (J. Schulman, "Approximating KL Divergence", 2020,
+    http://joschu.net/blog/kl-approx.html):
 
         k1 = l                     unbiased, may be negative, high variance
         k2 = l^2 / 2               biased, low variance; its gradient is the unbiased gradient of the divergence
