@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
-from ckpt import Grid, Place
+import pytest
+import torch
+
+from ckpt import Grid, Place, layout_for, load_hf
 from ckpt.place import place_layers
 
 
@@ -54,3 +58,18 @@ def test_balanced_gives_the_middle_the_larger_share() -> None:
 def test_a_placement_that_does_not_fit_is_refused(layers: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place_layers(30, 4, layers)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_a_value_model_is_read_from_a_language_models_files_onto_listed_layers(
+    checkpoint: Callable[..., Path], model: str
+) -> None:
+    """Its head is missing there and theirs is not read: what the files hold otherwise is looked for, on no grid."""
+    folder = checkpoint(model, num_hidden_layers=4)
+    layout = layout_for(folder, role="value", layers=[1, 3])
+    held = [load_hf(folder, layout, Place(pp=(stage, 2))) for stage in range(2)]
+    whole = load_hf(folder, layout_for(folder, role="value"))
+    assert held[0].keys() | held[1].keys() == whole.keys()
+    for stage in held:
+        for name, tensor in stage.items():
+            assert torch.equal(tensor, whole[name]), name

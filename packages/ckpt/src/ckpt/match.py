@@ -1,6 +1,7 @@
 """Which file tensors hold which canonical tensors: names compared, shapes checked, nothing missing, nothing
 unexpected."""
 
+import dataclasses
 import re
 
 from ckpt.config import count_or_zero
@@ -71,7 +72,8 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
     if not missing or not unread:
         return missing
     family = layout.family
-    for local, block in layout.on("parallel").at(Place()).items():
+    whole = dataclasses.replace(layout, target="parallel", layers=None)
+    for local, block in whole.at(Place()).items():
         names = (family.canonical_name(local, prefix) for prefix in (family.prefix, *family.other_prefixes))
         found = next((name for name in names if unread.get(name) == block.shape), None)
         if found is not None and not any(name in sources for name in block.names):
