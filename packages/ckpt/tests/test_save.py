@@ -233,6 +233,55 @@ def test_one_process_saves_the_chunks_of_a_whole_grid(
     assert_same(read_all(tmp_path / "saved"), read_all(checkpoint("llama-tied")))
 
 
+def apart(tensors: dict[str, Tensor], value: float) -> dict[str, Tensor]:
+    """The same tensors, with every copy of the embedding filled with a value."""
+    names = {"model.embed_tokens.weight", "lm_head.weight", "embedding.word_embeddings.weight", "output_layer.weight"}
+    return {name: torch.full_like(tensor, value) if name in names else tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("target", ["parallel", "megatron"])
+def test_copies_of_a_tied_embedding_that_differ_are_refused(
+    target: Any, checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    layout = layout_for(checkpoint("llama-tied", vocab_size=51), target)
+    places = [Place(tp=(t, 2), pp=(p, 2)) for p in range(2) for t in range(2)]
+    tensors = [load_hf(checkpoint("llama-tied", vocab_size=51), layout, place) for place in places]
+    differing = [apart(held, 1 + place.pp[0]) for held, place in zip(tensors, places, strict=True)]
+    message = (
+        r"embed_tokens.weight has copies that differ .*at pp=0/2,tp=0/2.*other values on .*at pp=1/2,tp=0/2.*reduce"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_hf(tmp_path / "saved", differing, layout, places)
+    assert list(tmp_path.iterdir()) == []
+    save_hf(tmp_path / "saved", [apart(held, 1) for held in tensors], layout, places)
+    assert torch.equal(read_all(tmp_path / "saved")["model.embed_tokens.weight"], torch.ones(51, 32))
+
+
+def save_stage(group: Any, source: str, target: str, differs: list[int]) -> str:
+    """Save a tied model of two stages, some of the ranks with one element of the embedding changed."""
+    layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2), pp=(group.rank() // 2, 2))
+    tensors = apart(load_hf(source, layout, place), 1)
+    if group.rank() in differs:
+        tensors["lm_head.weight"][-1, -1] += 1
+    try:
+        save_hf(target, tensors, layout, place, group=group)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_stages_whose_tied_copies_differ_are_told_on_every_rank(
+    checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source, target = str(checkpoint("llama-tied")), str(tmp_path / "saved")
+    seen = ranks.run(save_stage, source, target, [3], world=4, timeout=20)
+    assert len(set(seen)) == 1
+    assert "model.embed_tokens.weight has copies that differ in ((25, 50), (0, 32))" in seen[0]
+    assert "rank 1 (model.embed_tokens.weight at pp=0/2,tp=1/2); other values on rank 3 (lm_head.weight" in seen[0]
+    assert list(tmp_path.iterdir()) == []
+    assert ranks.run(save_stage, source, target, [], world=4, timeout=20) == ["saved"] * 4
+
+
 def failing_rank(group: Any, source: str, target: str, fault: str) -> str:
     """Save with one rank's tensors spoilt; returns what this rank saw."""
     layout, place = layout_for(source), Place(tp=(group.rank(), 2))

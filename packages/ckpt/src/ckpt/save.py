@@ -21,6 +21,7 @@ from ckpt.layout import Layout
 from ckpt.owners import Held, assign_owners
 from ckpt.pieces import Box, Piece, intersect
 from ckpt.place import Place
+from ckpt.tied import require_equal_copies
 from ckpt.transfer import Want, exchange
 
 
@@ -64,8 +65,8 @@ def save_hf(
 
     Raises:
         ValueError: tensors are missing, unexpected, of another shape or type than on other ranks, or the ranks together
-            lack a part of the model; or the ranks differ in `layout`, `dtype`, `max_shard_size`, `metadata` or
-            `checksums`; names them; on every rank.
+            lack a part of the model; or the copies of a tied embedding differ between pipeline stages; or the ranks
+            differ in `layout`, `dtype`, `max_shard_size`, `metadata` or `checksums`; names them; on every rank.
         OSError: the disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
     require_same(
@@ -88,6 +89,7 @@ def save_hf(
         return plan_files(shapes, max_shard_size, metadata or {}, checksums), owners
 
     plan, owners = agree(lay_out, group)
+    require_equal_copies(holdings, group)
     writer = agree(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None, group)
     count = IOCounter() if counter is None else counter
     try:
