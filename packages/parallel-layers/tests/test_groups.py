@@ -28,6 +28,7 @@ from parallel_layers import (
     linear_log_probs,
     vocab_parallel_cross_entropy,
 )
+from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN = 11, 8
@@ -101,6 +102,31 @@ def test_a_step_needs_no_group_but_its_own(ranks: RankPool, sp: bool) -> None:
     assert results[0] is results[2] is None
     for result in (results[1], results[3]):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def backward_on_two_grids(group: ProcessGroup, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """A layer on all four ranks, fed alike, and one on each pair of ranks, fed half the tokens, in one backward."""
+    pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    pair = group.rank() // 2
+    options = {"gather_output": True, "dtype": torch.float64}
+    wide = ColumnParallelLinear(HIDDEN, 16, group=group, **options)
+    narrow = ColumnParallelLinear(HIDDEN, 16, group=pairs[pair], sequence_parallel=True, **options)
+    for layer in (wide, narrow):
+        load_full_(layer, {"weight": weight})
+    whole, part = x.clone().requires_grad_(), x.chunk(4)[group.rank()].clone().requires_grad_()
+    loss = (wide(whole) * grad).sum() + (narrow(part) * grad.chunk(2)[pair]).sum()
+    loss.backward()
+    return [whole.grad, part.grad, wide.weight.grad, narrow.weight.grad]
+
+
+def test_two_grids_in_one_backward(ranks: RankPool) -> None:
+    x, weight, grad = (torch.randn(shape, dtype=torch.float64) for shape in ((8, HIDDEN), (16, HIDDEN), (8, 16)))
+    for rank, (whole, part, wide, narrow) in enumerate(ranks.run(backward_on_two_grids, x, weight, grad)):
+        torch.testing.assert_close(whole, grad @ weight)
+        torch.testing.assert_close(part, (grad @ weight).chunk(4)[rank])
+        torch.testing.assert_close(wide, (grad.t() @ x).chunk(4)[rank])
+        of_pair = grad.chunk(2)[rank // 2].t() @ x.chunk(2)[rank // 2]
+        torch.testing.assert_close(narrow, of_pair.chunk(2)[rank % 2])
 
 
 DESTROYED = """

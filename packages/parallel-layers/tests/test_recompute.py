@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from parallel_layers.random import RngStates, checkpoint, recomputed
@@ -194,6 +195,33 @@ def saved_sizes(group: ProcessGroup) -> list[int]:
 
 def test_the_whole_argument_is_not_held(ranks: RankPool) -> None:
     assert ranks.run(saved_sizes, world=2) == [[0], [0]]
+
+
+class AllGathers(TorchDispatchMode):
+    """How many elements the memory of each all-gather's input has: of all that it is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather" in func.__name__:
+            self.sizes.append(args[0].untyped_storage().nbytes() // args[0].element_size())
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_sizes(group: ProcessGroup) -> tuple[list[int], list[int]]:
+    x = torch.randn(8, 4, requires_grad=True) * 2
+    with AllGathers() as forward:
+        out = checkpoint(torch.tanh, x, shard_group=group)
+    with AllGathers() as backward:
+        out.sum().backward()
+    return forward.sizes, backward.sizes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_holds_its_part_of_the_argument(ranks: RankPool, world: int) -> None:
+    assert ranks.run(gathered_sizes, world=world) == [([], [8 * 4 // world])] * world
 
 
 @pytest.mark.parametrize("backward_too", [False, True])
