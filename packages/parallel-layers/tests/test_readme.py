@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import parallel_layers
-from parallel_layers import collectives, context_parallel, inference, moe, testing
+from parallel_layers import collectives, context_parallel, inference, invariant, moe, random, rotary, split, testing
+from parallel_layers.embedding import check_token_ids, vocab_range
+from parallel_layers.norm_backends import available_norm_backends
+from parallel_layers.sharding import load_full_
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -18,6 +21,11 @@ def run(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_mlp_has_as_many_lines_as_it_says() -> None:
+    assert "in 20 lines" in README[: README.index(PROGRAMS[0])]
+    assert len([line for line in PROGRAMS[0].splitlines() if line.strip()]) <= 20
 
 
 def test_the_mlp_learns_on_two_ranks(tmp_path: Path) -> None:
@@ -41,15 +49,20 @@ def test_the_table_lists_every_public_name() -> None:
     }
     functions = {
         name
-        for name, value in vars(collectives).items()
-        if callable(value) and value.__module__ == collectives.__name__
+        for module in (collectives, split)
+        for name, value in vars(module).items()
+        if callable(value) and value.__module__ == module.__name__
     }
     public = {
         *parallel_layers.__all__,
         *(name for name in functions if not name.startswith("_")),
         *context_parallel.__all__,
         *inference.__all__,
+        *invariant.__all__,
         *moe.__all__,
+        *random.__all__,
+        *rotary.__all__,
+        *(one.__name__ for one in (available_norm_backends, check_token_ids, load_full_, vocab_range)),
         *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),
     }
     assert public - listed == set()
