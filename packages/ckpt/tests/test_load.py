@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import IOCounter, Place, layout_for, load_hf
+from ckpt import Grid, IOCounter, Place, layout_for, load_hf, save_hf
+from ckpt.boxio import Staging
 
 Checkpoints = Callable[..., Path]
 
@@ -69,6 +70,30 @@ def test_whole_rows_are_one_read_and_columns_one_read_a_row(checkpoint: Checkpoi
     per_layer = 2 + 3 + 2 + 32 + 32  # norms; q, k, v; gate, up; the rows of o_proj and down_proj
     assert counter.calls == 2 * per_layer + 3
     assert len(tensors) == 2 * 6 + 3
+
+
+@pytest.mark.parametrize("target", ["parallel", "megatron"])
+def test_bytes_go_straight_into_the_tensors(
+    target: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU nothing passes through the staging buffer, whole rows, columns and experts alike, unless it is
+    cast."""
+    staged: list[Any] = []
+    view = Staging.view
+
+    def seen(self: Staging, shape: Any, dtype: torch.dtype) -> Tensor:
+        staged.append(shape)
+        return view(self, shape, dtype)
+
+    monkeypatch.setattr(Staging, "view", seen)
+    folder = checkpoint("qwen3-moe")
+    layout = layout_for(folder, target)
+    for place in (Place(), *Grid(tp=2, ep=2, etp=2).places()):
+        tensors = load_hf(folder, layout, place)
+        load_hf(folder, layout, place, into={name: torch.empty_like(tensor) for name, tensor in tensors.items()})
+    assert not staged
+    load_hf(folder, layout, dtype=torch.bfloat16)
+    assert staged
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -136,12 +161,33 @@ def broken(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint("llama"), tmp_path / "model")
 
 
-@pytest.mark.parametrize("alias", ["score.weight", "v_head.summary.weight", "reward_head.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "alias", ["score.weight", "v_head.summary.weight", "v_head.weight", "reward_head.weight", "lm_head.weight"]
+)
 def test_value_heads_are_found_under_the_names_in_use(alias: str, broken: Path) -> None:
     head = torch.randn(1, 32)
     change(broken, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update({alias: head})))
     tensors = load_hf(broken, layout_for(broken, role="value"), Place(tp=(1, 2)))
     assert torch.equal(tensors["score.weight"], head)
+
+
+@pytest.mark.parametrize("module", ["score", "v_head.summary", "v_head", "reward_head"])
+def test_a_value_heads_bias_is_found_and_saved_under_the_name_of_the_class(
+    module: str, broken: Path, tmp_path: Path, read_all: Callable[[Path], dict[str, Tensor]]
+) -> None:
+    head = {"weight": torch.randn(1, 32), "bias": torch.randn(1)}
+    named = {f"{module}.{kind}": tensor for kind, tensor in head.items()}
+    change(broken, lambda tensors: (tensors.pop("lm_head.weight"), tensors.update(named)))
+    layout = layout_for(broken, role="value")
+    tensors = load_hf(broken, layout)
+    save_hf(tmp_path / "saved", tensors, layout)
+    written = read_all(tmp_path / "saved")
+    for kind, tensor in head.items():
+        assert torch.equal(tensors[f"score.{kind}"], tensor)
+        assert torch.equal(written[f"score.{kind}"], tensor)
+    assert not {name for name in written if "head" in name}
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForTokenClassification"]
 
 
 @pytest.mark.parametrize(
