@@ -360,6 +360,20 @@ def test_random_states_are_restored(saved: tuple[Path, Path]) -> None:
     assert (torch.rand(3).tolist(), random.random()) == drawn
 
 
+def test_more_ranks_than_were_saved_take_the_random_states_in_turn(
+    checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source = str(checkpoint("llama"))
+    ranks.run(save_on, source, str(tmp_path), "parallel", GRIDS["tp2"], world=2)
+    results = ranks.run(load_on, source, str(tmp_path), "parallel", GRIDS["pp2 tp2"], world=4)
+    drawn = []
+    for seed in (100, 101, 100, 101):
+        torch.manual_seed(seed)
+        drawn.append(float(torch.rand(())))
+    assert [result["drawn"] for result in results] == drawn
+    assert all(result["weights"] and result["optimizer"] for result in results)
+
+
 def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path], checkpoint: Checkpoints) -> None:
     root, source = saved
     layout = layout_for(source)
