@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 
 from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
@@ -44,6 +45,36 @@ def test_load_then_save_is_bit_identical(
     assert sum(count["written"] for count in counts) == stored
     assert json.loads((target / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("size", [1, 4096, 10_000, "20KB", "16KiB", 50_000])
+def test_shards_have_at_most_the_chosen_size(
+    size: int | str, checksums: bool, checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    """Only a tensor that is larger by itself makes a larger file, and it is alone there."""
+    source, target = checkpoint("llama"), tmp_path / "saved"
+    layout = layout_for(source)
+    save_hf(target, load_hf(source, layout), layout, max_shard_size=size, checksums=checksums)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    expected = {name: tensor.nbytes for name, tensor in read_all(source).items()}
+    assert index["metadata"]["total_size"] == sum(expected.values())
+    files: dict[str, list[str]] = {}
+    for file in sorted(target.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            files[file.name] = list(opened.keys())
+    assert {name: file for file, names in files.items() for name in names} == index["weight_map"]
+    assert index["weight_map"].keys() == expected.keys()
+    assert sum(len(names) for names in files.values()) == len(expected)
+    held = [sum(expected[name] for name in names) for names in files.values()]
+    for (file, names), data_bytes in zip(files.items(), held, strict=True):
+        header = int.from_bytes((target / file).read_bytes()[:8], "little")
+        assert (target / file).stat().st_size == 8 + header + data_bytes
+        assert data_bytes <= parse_size(size) or len(names) == 1
+    # No file is begun while the one before has room for its first tensor.
+    first = [next(name for name in layout.canonical if name in names) for names in files.values()]
+    assert all(before + expected[name] > parse_size(size) for before, name in zip(held, first[1:], strict=False))
+    assert len(files) > 1
 
 
 def test_replicas_share_the_writing(checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path, ranks: Any) -> None:
