@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ckpt.save
@@ -24,6 +26,8 @@ from ckpt import (
     save_hf,
     stream_hf,
 )
+from ckpt.boxio import FileForWriting
+from ckpt.transfer import exchange
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -219,3 +223,63 @@ def test_pieces_travel_to_one_writer_per_file_where_not_all_reach_it(
     assert [rank for rank, count in enumerate(written) if count] == writers
     load_hf(target, layout_for(target), check=True)
     assert len(open_checkpoint(target).headers) > 1
+
+
+def save_in_buckets(
+    group: Any, source: str, target: str, writers: list[int], bucket_bytes: int
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Save while only some ranks reach the files; returns the bytes of each message to and from this rank, and the
+    files that it opened."""
+    layout = layout_for(source)
+    place = Place(tp=(group.rank(), 4))
+    tensors = load_hf(source, layout, place)
+    messages: list[tuple[int, int]] = []
+    opened: list[str] = []
+    all_to_all = dist.all_to_all_single
+
+    def recording(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+        messages.append((input.nbytes, output.nbytes))
+        return all_to_all(output, input, *args, **options)
+
+    class Recorded(FileForWriting):
+        def __init__(self, path: Path) -> None:
+            opened.append(path.name)
+            super().__init__(path)
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise AssertionError("a tensor travels by another call")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.save._can_write", lambda folder, plan: group.rank() in writers)
+        patch.setattr("ckpt.save.exchange", functools.partial(exchange, bucket_bytes=bucket_bytes))
+        patch.setattr("ckpt.save.FileForWriting", Recorded)
+        patch.setattr(dist, "all_to_all_single", recording)
+        for name in ("send", "isend", "broadcast", "gather", "all_gather_into_tensor"):
+            patch.setattr(dist, name, refused)
+        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB")
+    return messages, opened
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 1000, 4096])
+@pytest.mark.parametrize("writers", [[1], [0, 2]])
+def test_pieces_travel_in_bounded_buckets_and_each_file_has_one_writer(
+    writers: list[int],
+    bucket_bytes: int,
+    checkpoint: Checkpoints,
+    read_all: ReadAll,
+    assert_same: AssertSame,
+    tmp_path: Path,
+    ranks: Any,
+) -> None:
+    source, target = checkpoint("llama"), tmp_path / "saved"
+    results = ranks.run(save_in_buckets, str(source), str(target), writers, bucket_bytes, world=4)
+    assert_same(read_all(target), read_all(source))
+    largest = max(tensor.nbytes for tensor in read_all(source).values())
+    for messages, _ in results:
+        assert len(messages) > largest // bucket_bytes
+        # A bucket, rounded up to the 16 bytes that a piece is aligned to.
+        assert max(max(sizes) for sizes in messages) < bucket_bytes + 16
+    files = [file for _, opened in results for file in opened]
+    assert sorted(files) == sorted(open_checkpoint(target).headers)
+    assert len(files) > 1
+    assert [rank for rank, (_, opened) in enumerate(results) if opened] == writers

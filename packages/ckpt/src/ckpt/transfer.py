@@ -2,7 +2,7 @@
 
 Every rank derives the same list of moves from the layouts, so no move is negotiated. A bucket is one
 `all_to_all_single` of bytes; a box larger than a bucket is cut along its leading dimensions. Extra memory: a send and a
-receive buffer of at most about `bucket_bytes` each.
+receive buffer of at most `bucket_bytes` each, rounded up to the alignment.
 """
 
 import math
@@ -66,7 +66,7 @@ def exchange(
         group: the ranks; None: this process alone.
         deliver: called on the receiving rank with the want, the box of its tensor, and the values, which are valid only
             during the call; their extents equal the box's, apart from leading dimensions of 1.
-        bucket_bytes: what one rank sends or receives at once, about.
+        bucket_bytes: the most that one rank sends or receives at once (rounded up to 16 bytes).
 
     Yields:
         The names that are complete since the last time.
@@ -83,15 +83,16 @@ def exchange(
 
     for name, wanted in wants:
         for move in _moves(owners[name], wanted, holdings.dtypes[name], bucket_bytes):
-            pending.append(move)
-            sent[move.held.rank] += move.nbytes
-            received[move.want.rank] += move.nbytes
-            if max(*sent, *received) >= bucket_bytes:
+            nbytes = _aligned(move.nbytes)
+            if max(sent[move.held.rank], received[move.want.rank]) + nbytes > bucket_bytes:
                 flush()
+                if done:
+                    yield done
+                    done = []
+            pending.append(move)
+            sent[move.held.rank] += nbytes
+            received[move.want.rank] += nbytes
         done.append(name)
-        if not pending:
-            yield done
-            done = []
     flush()
     if done:
         yield done
