@@ -164,7 +164,7 @@ def test_any_shape_dtype_and_group(
 
 
 def differentiate_compiled(group: ProcessGroup, inputs: list[list[Ranks]]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """(compiled, eager) outputs and gradients of every case at each length; one compilation serves all lengths."""
+    """(compiled, eager) outputs and gradients of every case at each length."""
     pairs = []
     for case_index, lengths in enumerate(inputs):
         torch._dynamo.reset()
