@@ -42,6 +42,23 @@ def test_benchmark_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loading_reads_what_a_rank_holds_within_its_memory(tmp_path: Path) -> None:
+    """At the least size, one layer between the embeddings: about 1 GB."""
+    arguments = ["--gb", "0.02", "--rounds", "1", "--folder", str(tmp_path), "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint.py"), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert len(report["loads"]) == 4
+    for name, load in report["loads"].items():
+        assert 0.9 <= load["read_over_held"] <= 1.02, name
+        assert load["peak_extra_mib"] <= load["extra_limit_mib"], name
+    assert report["save"]["bytes_held"] == report["loads"]["tp 1, rank 0"]["bytes_held"]
+    assert len(report["peers"]) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_the_first_row_of_elementwise_is_captured(tmp_path: Path) -> None:
     """Its backward, too, before any other capture has run."""
