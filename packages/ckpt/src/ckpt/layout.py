@@ -159,10 +159,6 @@ class Layout:
         """Whether a rank and a file may lack a local tensor, with all that it is made of."""
         return all(self.canonical[name].optional for name in block.names)
 
-    def on(self, target: Target) -> "Layout":
-        """The same model on another target."""
-        return dataclasses.replace(self, target=target)
-
     def is_carried(self, block: Block) -> bool:
         """Whether a local tensor is carried whole, of no known structure and type."""
         return any(self.canonical[name].carried for name in block.names)
