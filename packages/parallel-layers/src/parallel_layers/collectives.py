@@ -23,8 +23,8 @@ differentiated twice, and are traced by torch.compile. Splits are equal; a size 
 Only `all_to_all` takes uneven sizes. What is gathered or summed must have the same shape on every rank: to find out
 costs a communication of its own and a wait for the device, so it is not checked, and gloo and NCCL fail in ways of
 their own where it does not hold. Those that sum over the ranks, forward or backward, do it in `reduce_dtype`, by
-default at least fp32, and round to the tensor's dtype afterwards; for bf16 that is twice the bytes of a sum in bf16, which
-rounds at each of its steps. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence
+default at least fp32, and round to the tensor's dtype afterwards; for bf16 that is twice the bytes of a sum in bf16,
+which rounds at each of its steps. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence
 parallelism (https://arxiv.org/abs/2205.05198).
 """
 
