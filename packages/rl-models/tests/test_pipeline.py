@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -39,6 +40,9 @@ MODELS: dict[str, Any] = {
     "bf16": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4)).bfloat16(),
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, num_hidden_layers=2)),
 }
+
+
+NO_ZERO_BUBBLE = pytest.mark.skipif(why_no_zero_bubble() is not None, reason=str(why_no_zero_bubble()))
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +85,7 @@ def train(
     "options",
     [
         pytest.param({}, id="1f1b"),
-        pytest.param(
-            {"pipeline": PipelineOptions("zero-bubble")},
-            id="zero-bubble",
-            marks=pytest.mark.skipif(why_no_zero_bubble() is not None, reason=str(why_no_zero_bubble())),
-        ),
+        pytest.param({"pipeline": PipelineOptions("zero-bubble")}, id="zero-bubble", marks=NO_ZERO_BUBBLE),
     ],
 )
 def test_tied_embeddings_of_two_stages_stay_equal(
@@ -114,6 +114,44 @@ def test_an_old_torch_refuses_the_zero_bubble_schedule(ranks: RankPool, models: 
         expected = f"schedule='zero-bubble' needs torch 2.13 or newer, not {version}; use '1f1b'"
         assert ranks.run(zero_bubble_on, models["tied"], version, world=2) == [expected] * 2
     assert ranks.run(zero_bubble_on, models["tied"], "2.13.0", world=2) == ["loaded"] * 2
+
+
+def schedules_run(group: ProcessGroup, path: Path, options: PipelineOptions) -> list[str]:
+    """Names of torch's schedules that an update and a scoring have run, one after the other."""
+    actor = load(group, path, ParallelDims(pp=2), pipeline=options)
+    ran: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (
+            schedules.Schedule1F1B,
+            schedules.ScheduleInterleaved1F1B,
+            schedules.ScheduleInterleavedZeroBubble,
+        ):
+
+            def step(self: Any, *args: Any, inner: Any = kind.step, **named: Any) -> Any:
+                ran.append(type(self).__name__)
+                return inner(self, *args, **named)
+
+            patch.setattr(kind, "step", step)
+        actor.update(make_batch(ParallelDims(), 0), push_up)
+        actor.log_probs(make_batch(ParallelDims(), 0))
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "expected"),
+    [
+        ("1f1b", 1, "Schedule1F1B"),
+        ("1f1b", 2, "ScheduleInterleaved1F1B"),
+        pytest.param("zero-bubble", 1, "ScheduleInterleavedZeroBubble", marks=NO_ZERO_BUBBLE),
+        pytest.param("zero-bubble", 2, "ScheduleInterleavedZeroBubble", marks=NO_ZERO_BUBBLE),
+    ],
+)
+def test_the_schedule_that_runs_is_the_one_asked_for(
+    ranks: RankPool, models: dict[str, Path], schedule: Schedule, virtual_stages: int, expected: str
+) -> None:
+    """All schedules give the same numbers, so that numbers do not tell which one ran."""
+    options = PipelineOptions(schedule, virtual_stages=virtual_stages)
+    assert ranks.run(schedules_run, models["tied"], options, world=2, timeout=60) == [[expected] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -244,20 +282,30 @@ def test_ranks_that_share_experts_generate_together(ranks: RankPool, models: dic
     assert ranks.run(generate_unevenly, models["moe"], world=2, timeout=60) == [[], [5]]
 
 
-def two_grids(group: ProcessGroup, path: Path) -> tuple[Tensor, Tensor]:
+def critic_steps(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[dict[str, float]]:
+    """Loss and gradient norm of three steps of a critic whose head is new."""
+    critic = load(group, path, dims, Critic, optimizer=OptimizerOptions(learning_rate=1e-2))
+    batch = make_batch(dims, critic.grid.rank("dp"))
+    steps = [critic.update(batch, lambda values, part: LossTerms((values - 1).square())) for _ in range(3)]
+    return [{name: metrics[name] for name in ("loss", "grad_norm")} for metrics in steps]
+
+
+def two_grids(group: ProcessGroup, path: Path) -> tuple[list[dict[str, float]], Tensor]:
     """An actor and a critic of other dims on the same ranks."""
-    actor_dims, critic_dims = ParallelDims(pp=2, tp=2), ParallelDims(dp=2, cp=2)
+    actor_dims = ParallelDims(pp=2, tp=2)
     actor = load(group, path, actor_dims)
-    critic = load(group, path, critic_dims, Critic, optimizer=OptimizerOptions(learning_rate=1e-2))
-    critic_batch = make_batch(critic_dims, critic.grid.rank("dp"))
-    loss = critic.update(critic_batch, lambda values, part: LossTerms((values - 1).square()))["loss"]
-    return torch.tensor(loss), actor.log_probs(make_batch(actor_dims, 0)).log_probs
+    steps = critic_steps(group, path, ParallelDims(dp=2, cp=2))
+    return steps, actor.log_probs(make_batch(actor_dims, 0)).log_probs
 
 
 def test_two_models_of_different_dims_in_one_job(ranks: RankPool, models: dict[str, Path]) -> None:
     (expected,) = ranks.run(score, models["tied"], ParallelDims(), {}, world=1)
-    for loss, log_probs in ranks.run(two_grids, models["tied"], world=4, timeout=60):
-        assert loss == 1  # a new value head says 0 everywhere
+    (alone,) = ranks.run(critic_steps, models["tied"], ParallelDims(), world=1)
+    assert alone[2]["loss"] < alone[1]["loss"] < 1
+    for steps, log_probs in ranks.run(two_grids, models["tied"], world=4, timeout=60):
+        assert torch.tensor(steps[0]["loss"]) == 1  # in fp32: a new value head says 0 everywhere
+        for ours, its in zip(steps, alone, strict=True):
+            assert ours == pytest.approx(its, rel=1e-5, abs=1e-5)
         torch.testing.assert_close(log_probs, expected[: len(log_probs)], rtol=0, atol=1e-5)
 
 

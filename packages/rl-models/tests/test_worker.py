@@ -24,7 +24,8 @@ from transformers import (
 import ckpt
 from parallel_layers import LogProbs, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions, losses
+from rl_models.backends import BACKENDS, RouterLosses
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
 SIZES: dict[str, Any] = {
@@ -405,6 +406,70 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
     with pytest.raises(ValueError, match="is no checkpoint folder"):
         Actor.from_pretrained(tmp_path)
+
+
+# Written out: a backend that comes to offer one of them, or to lack another, changes this list.
+LACKED = [
+    ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
+    ("megatron", "recompute", "full"),
+    ("megatron", "keep_probabilities", True),
+    ("megatron", "tp_invariant", True),
+    ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
+    ("transformers", "context_parallel", "ring"),
+    ("transformers", "router_losses", RouterLosses(z=1e-3)),
+    ("transformers", "recompute", [0]),
+    ("transformers", "tp_invariant", True),
+    ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "value"), LACKED, ids=[f"{backend}-{name}" for backend, name, _ in LACKED])
+def test_an_option_that_a_backend_lacks_is_refused_by_name(model: Path, backend: str, name: str, value: Any) -> None:
+    for kind in (Actor, Critic):
+        with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}="):
+            kind.from_pretrained(model, backend=backend, device="cpu", **{name: value})
+
+
+def test_all_that_a_backend_lacks_is_tested() -> None:
+    lacks = [(backend, name) for backend, row in BACKENDS.items() for name in row.lacks]
+    assert sorted(lacks) == sorted((backend, name) for backend, name, _ in LACKED)
+
+
+# What the backends call the last norm, and the value head.
+NORMS = {"model.norm", "final_layernorm"}
+HEADS = {"score", "output_layer"}
+
+
+def bf16_values(group: ProcessGroup, path: Path, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values of a bf16 critic whose head is not zero, its final hidden states, and the head's weight and bias."""
+    from megatron_utils.testing import cpu_stand_in
+
+    seen: list[Tensor] = []
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        critic = Critic.from_pretrained(path, backend=backend, device="cpu", dtype=torch.bfloat16)
+        modules = critic.engine.module.named_modules()
+        named = {end: module for name, module in modules for end in NORMS | HEADS if f".{name}".endswith(f".{end}")}
+        (norm,), (head,) = ([named[end] for end in ends & named.keys()] for ends in (NORMS, HEADS))
+        with torch.no_grad():
+            head.bias.fill_(0.3)
+        norm.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+        values = critic.values(make_batch())
+    return values, seen[-1].reshape(-1, SIZES["hidden_size"]), head.weight.detach(), head.bias.detach()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bf16_critics_head_computes_in_fp32(ranks: RankPool, value_model: Path, backend: str) -> None:
+    ((values, hidden, weight, bias),) = ranks.run(bf16_values, value_model, backend, world=1)
+    assert weight.any()
+    assert {hidden.dtype, weight.dtype, bias.dtype} == {torch.bfloat16}
+    assert values.dtype == torch.float32
+    expected, rounded = (
+        # The value before each token: that after the one before it in its sequence.
+        torch.cat([torch.cat((part.new_zeros(1), part))[: len(part)] for part in make_batch().split(after)])
+        for after in (hidden.float() @ weight[0].float() + bias.float(), (hidden @ weight[0] + bias).float())
+    )
+    assert (rounded - expected).abs().max() > 1e-3
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])
