@@ -199,7 +199,8 @@ def measure(group: ProcessGroup, path: Path, grids: Sequence[Case]) -> list[list
     return found
 
 
-def _numbers(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMesh | None) -> Numbers:
+def _worker(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMesh | None) -> Any:
+    """An actor, or a critic whose head is not new."""
     options: dict[str, Any] = {"optimizer": OPTIMIZER}
     if kind is Actor and path.parent.name == "qwen3_moe":
         options["router_losses"] = ROUTER_LOSSES
@@ -210,14 +211,20 @@ def _numbers(kind: type[Worker], path: Path, grid: Case, device: str, mesh: Devi
             for name, parameter in worker.engine.module.named_parameters():
                 if name.startswith("score"):
                     parameter.fill_(0.3)
+    return worker
+
+
+def _predict(worker: Any, part: Batch) -> list[Tensor]:
+    return list(worker.log_probs(part, temperature=1.3)) if isinstance(worker, Actor) else [worker.values(part)]
+
+
+def _numbers(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMesh | None) -> Numbers:
+    worker = _worker(kind, path, grid, device, mesh)
     batch = make_batch()
     mine = list(range(worker.grid.rank("dp"), len(batch), grid.dims.dp))
     part = batch.select(mine)
-    if kind is Actor:
-        outputs = list(worker.log_probs(part, temperature=1.3))
-        loss: Any = actor_loss
-    else:
-        outputs, loss = [worker.values(part)], critic_loss
+    outputs = _predict(worker, part)
+    loss = actor_loss if kind is Actor else critic_loss
     worker.optimizer = recorder = _Recorder(worker)
     metrics = worker.update(part, loss)
     return Numbers(mine, [output.cpu() for output in outputs], metrics, recorder.gradients, recorder.parameters)
@@ -334,6 +341,49 @@ def check(ranks: RankPool, one_rank: Reference, model: str, grids: list[Case], t
 @pytest.mark.parametrize("model", FEW)
 def test_some_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
     check(ranks, one_rank, model, FEW[model])
+
+
+ALONE = {
+    "llama": [case(pp=2), case(pp=2, vpp=2, zero_bubble=True), case(cp=2), case(cp=2, ring=True), case(tp=2)],
+    "qwen3_moe": [case(dp=2), case(dp=2, ep=2), case(tp=2, ep=2), case(pp=2)],
+}
+# Of a batch with nothing else: the sequence of one token, which has nothing to learn, and the longest.
+SHORT, LONG = 1, 2
+
+
+def score_and_learn_alone(
+    group: ProcessGroup, path: Path, grid: Case
+) -> list[tuple[list[list[Tensor]], dict[str, float]]]:
+    """Of the actor and of the critic: the outputs of the short sequence, those of the long one before and after a step
+    with it, and that step's metrics. The sequence is the first data-parallel rank's, the others have none."""
+    mesh = grid.dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    found = []
+    for kind, loss in ((Actor, actor_loss), (Critic, critic_loss)):
+        worker = _worker(kind, path, grid, "cpu", mesh)
+        short, long = (make_batch().select([n] if worker.grid.rank("dp") == 0 else []) for n in (SHORT, LONG))
+        outputs = [_predict(worker, short), _predict(worker, long)]
+        metrics = worker.update(long, loss)
+        found.append(([*outputs, _predict(worker, long)], metrics))
+    return found
+
+
+@pytest.mark.parametrize("model", ALONE)
+def test_a_sequence_alone_is_what_it_is_on_one_rank(ranks: RankPool, one_rank: Reference, model: str) -> None:
+    path = one_rank.folders[model, 4]
+    (expected,) = ranks.run(score_and_learn_alone, path, case(), world=1)
+    for grid in ALONE[model]:
+        results = ranks.run(score_and_learn_alone, path, grid, world=2, timeout=60)
+        for rank, found in enumerate(results):
+            for (outputs, metrics), (wanted, of_one) in zip(found, expected, strict=True):
+                assert [len(output) for output, *_ in wanted] == [1, 17, 17]
+                assert (wanted[2][0] - wanted[1][0]).abs().max() > 1e-3
+                for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*wanted), strict=True):
+                    # Where this rank is another data-parallel one, it has nothing.
+                    mine = theirs if grid.dims.dp == 1 or rank == 0 else theirs[:0]
+                    torch.testing.assert_close(
+                        ours, mine, rtol=0, atol=1e-5, msg=lambda text, grid=grid: f"{grid}: {text}"
+                    )
+                assert metrics == pytest.approx(of_one, rel=1e-5, abs=1e-5), str(grid)
 
 
 @pytest.mark.gpu(2)
