@@ -67,6 +67,8 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
         board.Reload()
         assert [event.step for event in board.Scalars("reward")] == list(range(1, 21))
     assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
+    last = f"step 20/20  reward {records[-1]['reward']:.3f}  response length {records[-1]['response_length']:.1f}"
+    assert last in result.stderr.splitlines()
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     assert (out / "critic" / "model.safetensors").is_file()
 
@@ -97,8 +99,10 @@ def test_ppo_learns_on_a_shared_backbone(model: Path, prompts: Path, tmp_path: P
         ("grpo", "tp=2"),
         pytest.param("dapo", "", marks=pytest.mark.slow),
         pytest.param("rloo", "pp=2", marks=pytest.mark.slow),
+        pytest.param("reinforce++", "tp=2", marks=pytest.mark.slow),
         pytest.param("reinforce++", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gspo", "tp=2", marks=pytest.mark.slow),
+        pytest.param("ppo", "pp=2", marks=pytest.mark.slow),
         pytest.param("ppo", "dp=2,pp=2", marks=pytest.mark.slow),
     ],
 )
