@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ PLACES = [
     ("parallel", ParallelDims()),
     ("parallel", ParallelDims(tp=2, ep=2)),
     ("parallel", ParallelDims(pp=2, cp=2)),
+    ("megatron", ParallelDims()),
+    ("megatron", ParallelDims(tp=2)),
+    ("megatron", ParallelDims(dp=2, ep=2)),
 ]
 
 
@@ -68,13 +72,16 @@ def replay(
     group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, routing: Tensor
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
     """This rank's sequences; their own routing; log-probs under the given one, before and after a step with it."""
-    actor = load(group, path, backend, dims)
-    indices = list(range(actor.grid.rank("dp"), len(LENGTHS), dims.dp))
-    own = actor.log_probs(make_batch().select(indices), record_routing=True)
-    part = make_batch(routing).select(indices)
-    before = actor.log_probs(part).log_probs
-    actor.update(part, loss)
-    return indices, own.routing, before, actor.log_probs(part).log_probs
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        actor = load(group, path, backend, dims)
+        indices = list(range(actor.grid.rank("dp"), len(LENGTHS), dims.dp))
+        own = actor.log_probs(make_batch().select(indices), record_routing=True)
+        part = make_batch(routing).select(indices)
+        before = actor.log_probs(part).log_probs
+        actor.update(part, loss)
+        return indices, own.routing, before, actor.log_probs(part).log_probs
 
 
 def whole(results: list[Any], column: int) -> Tensor:

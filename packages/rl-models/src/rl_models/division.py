@@ -45,12 +45,14 @@ class Division:
         Raises:
             ValueError: a sequence is longer than `max_tokens`.
         """
-        indices = split_micro_batches(
+        divided = split_micro_batches(
             batch.lengths,
             max_tokens,
             group=engine.grid.group("dp"),
             count_multiple_of=engine.micro_batches_multiple_of,
         )
+        # Sequences without tokens are no work, and Megatron's layers take no input without tokens.
+        indices = [[i for i in chosen if batch.lengths[i]] for chosen in divided]
         parts = [batch.select(chosen) if chosen else _stand_in(batch) for chosen in indices]
         multiple = engine.tokens_multiple_of
         packed = [
