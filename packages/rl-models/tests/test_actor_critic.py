@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -66,8 +67,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(group: ProcessGroup, path: Path, kind: type[Worker], dims: ParallelDims, **options: Any) -> Any:
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
-    return kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=12, **options)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mesh = dims.build_mesh(device, list(range(group.size()))) if group.size() > 1 else None
+    return kind.from_pretrained(path, dims=dims, mesh=mesh, device=device, max_tokens_per_micro_batch=12, **options)
 
 
 def make_batch(dims: ParallelDims, dp_rank: int) -> Batch:
@@ -195,6 +197,65 @@ def test_the_routers_losses_count_once(
     options = {"router_losses": router_losses}
     for found in ranks.run(measure, models["moe"], ActorCritic, dims, options, world=4, timeout=120):
         check(found, expected("moe", router_losses), dims)
+
+
+# With so large an epsilon the first step is proportional to the clipped gradient.
+ONE_STEP = OptimizerOptions(learning_rate=100.0, eps=100.0, max_grad_norm=0.5)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update's metrics, how far it moved every tensor from where it stood, and what both heads say after it."""
+
+    dp_rank: int
+    metrics: dict[str, float]
+    start: dict[str, Tensor]
+    steps: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+def learn_once(group: ProcessGroup, path: Path, dims: ParallelDims) -> Update:
+    worker = load(group, path, ActorCritic, dims, optimizer=ONE_STEP)
+    batch = make_batch(dims, worker.grid.rank("dp"))
+    start = {name: tensor.cpu().clone() for name, tensor in worker.stream_weights(value_head=True)}
+    metrics = worker.update(batch, joint_loss, temperature=0.8)
+    steps = {name: tensor.cpu() - start[name] for name, tensor in worker.stream_weights(value_head=True)}
+    return Update(worker.grid.rank("dp"), metrics, start, steps, worker.predict(batch, temperature=0.8))
+
+
+UPDATED = {"tp2": ParallelDims(tp=2), "dp2": ParallelDims(dp=2)}
+
+
+def check_update(pool: RankPool, ranks: RankPool, path: Path, dims: ParallelDims, tolerance: float) -> None:
+    """An update on a grid against one on one CPU rank."""
+    (expected,) = ranks.run(learn_once, path, ParallelDims(), world=1)
+    everything = make_batch(ParallelDims(), 0).with_fields(**expected.outputs)
+    assert expected.metrics["grad_norm"] > ONE_STEP.max_grad_norm
+    for found in pool.run(learn_once, path, dims, world=dims.world_size, timeout=120):
+        assert found.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
+        mine = everything.select(list(range(len(LENGTHS)))[found.dp_rank :: dims.dp])
+        assert list(found.outputs) == ["log_probs", "entropy", "values"]
+        for name, output in found.outputs.items():
+            torch.testing.assert_close(output, mine[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        assert found.steps.keys() == expected.steps.keys()
+        for name, step in expected.steps.items():
+            assert torch.equal(found.start[name], expected.start[name]), name
+            assert step.abs().max() > 10 * tolerance, name
+            torch.testing.assert_close(
+                found.steps[name], step, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("grid", UPDATED)
+def test_one_update_moves_every_tensor_as_on_one_rank(ranks: RankPool, models: dict[str, Path], grid: str) -> None:
+    check_update(ranks, ranks, models["tied"], UPDATED[grid], tolerance=1e-5)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("grid", UPDATED)
+def test_one_update_on_gpus(ranks: RankPool, nccl_ranks: RankPool, models: dict[str, Path], grid: str) -> None:
+    """Against one rank on a CPU, in fp32: a GPU adds up in another order."""
+    check_update(nccl_ranks, ranks, models["tied"], UPDATED[grid], tolerance=1e-4)
 
 
 def test_both_heads_read_one_pass_through_the_decoder(models: dict[str, Path]) -> None:
