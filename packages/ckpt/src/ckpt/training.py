@@ -32,7 +32,7 @@ from ckpt.dcp import BoxLoadPlanner, BoxOf, BoxSavePlanner, SafetensorsReader, S
 from ckpt.files import write_json
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
-from ckpt.rng import capture_rng
+from ckpt.rng import capture_rng, streams_from_json, streams_to_json
 from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.state_boxes import Places, held_boxes, wanted_state
 
@@ -50,6 +50,7 @@ class TrainingState:
         optimizer: local name -> slot -> tensor, divided like the weights.
         extra: what the caller saved beside them.
         rng: this rank's random-number states, for `restore_rng`.
+        streams: this rank's states of the caller's own generators, on the CPU.
     """
 
     step: int
@@ -57,6 +58,7 @@ class TrainingState:
     optimizer: dict[str, dict[str, Tensor]]
     extra: dict[str, Any]
     rng: dict[str, Any]
+    streams: dict[str, Tensor]
 
 
 @dataclass
@@ -95,6 +97,7 @@ def save_training(
     *,
     optimizer: OptimizerState | None = None,
     extra: Mapping[str, Any] | None = None,
+    streams: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
@@ -115,6 +118,8 @@ def save_training(
         optimizer: local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
             element.
         extra: JSON values, the same on every rank (rank 0's are kept): scheduler, data position, configuration.
+        streams: the states of this rank's own generators by name, each rank's kept, as
+            `parallel_layers.RngStates.state_dict` gives them; torch's and Python's default generators are kept anyway.
         group: the ranks that together hold the model.
         keep: how many checkpoints to keep, the newest; None: all.
         asynchronous: copy, then save in the background.
@@ -128,16 +133,17 @@ def save_training(
         OSError: the disk is full; older checkpoints and `latest` are intact; on every rank.
     """
 
-    def prepare() -> tuple[list[BoxOf], dict[str, Any]]:
+    def prepare() -> tuple[list[BoxOf], dict[str, Any], dict[str, Any]]:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
         if step < 0:
             raise ValueError(f"step={step} must be at least 0")
-        return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {})
+        rng = {**capture_rng(), "streams": streams_to_json(streams or {})}
+        return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
 
-    boxes, copied = agree(prepare, group)
+    boxes, copied, rng = agree(prepare, group)
     require_same(group, layout=layout.fingerprint, step=step, keep=keep)
-    state = {"step": step, "extra": copied, "rng": all_gather_json(capture_rng(), group)}
+    state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
         _write(Path(root), step, boxes, layout, state, group, keep, count)
@@ -260,8 +266,8 @@ def load_training(
         counter: is given the bytes that this rank reads.
 
     Returns:
-        The state. Its `rng` is that of the saved run's rank of the same number; with more ranks than were saved, they
-        are handed out again from the first.
+        The state. Its `rng` and `streams` are those of the saved run's rank of the same number; with more ranks than
+        were saved, they are handed out again from the first.
 
     Raises:
         ValueError: there is no such checkpoint, it is broken, or it is of another model; on every rank.
@@ -280,8 +286,9 @@ def load_training(
             no_dist=group is None,
         )
     agree(wanted.settle_counts, group)
-    rngs = state["rng"]
-    return TrainingState(int(state["step"]), wanted.tensors, wanted.optimizer, state["extra"], rngs[rank % len(rngs)])
+    rng = state["rng"][rank % len(state["rng"])]
+    streams = streams_from_json(rng.pop("streams", {}))
+    return TrainingState(int(state["step"]), wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
 
 
 def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
