@@ -1,6 +1,7 @@
 """Losses on vocabulary-parallel logits against torch on whole logits: values, gradients, second gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -80,34 +81,51 @@ def problem(shape: tuple[int, ...], vocab_size: int, *, seed: int = 0) -> tuple[
     return logits, labels
 
 
-def _derivatives(loss: Callable[..., Tensor], logits: Tensor, labels: Tensor, **options: object) -> list[Tensor]:
-    """Value, gradient under fixed upstream weights, and the gradient of a function of that gradient."""
+class Derivatives(NamedTuple):
+    """A loss of one rank's logits, its gradient, and the derivatives of a function of that gradient."""
+
+    value: Tensor
+    gradient: Tensor
+    """Under fixed upstream weights, by the backward that is run once."""
+    again: Tensor
+    """The same by the backward that can be differentiated."""
+    second: Tensor
+    """By the logits."""
+    mixed: Tensor
+    """By the upstream weights."""
+
+
+def _derivatives(loss: Callable[..., Tensor], logits: Tensor, labels: Tensor, **options: object) -> Derivatives:
     logits = logits.clone().requires_grad_()
     before = (logits.detach().clone(), labels.clone())
     value = loss(logits, labels, **options)
-    upstream = torch.linspace(0.5, 3.0, value.numel(), dtype=value.dtype).view(value.shape)
+    upstream = torch.linspace(0.5, 3.0, value.numel(), dtype=value.dtype).view(value.shape).to(logits.device)
     before, upstream = (*before, upstream.clone()), upstream.requires_grad_()
-    (first,) = torch.autograd.grad(value, logits, upstream, create_graph=True)
-    direction = _direction(options, logits)
-    second, mixed = torch.autograd.grad((first * direction).sum(), (logits, upstream))
+    (gradient,) = torch.autograd.grad(value, logits, upstream, retain_graph=True)
+    (again,) = torch.autograd.grad(value, logits, upstream, create_graph=True)
+    second, mixed = torch.autograd.grad((again * _direction(options, logits)).sum(), (logits, upstream))
     assert all(torch.equal(was, now) for was, now in zip(before, (logits, labels, upstream), strict=True))
-    return [value.detach(), first.detach(), second, mixed]
+    return Derivatives(value.detach(), gradient, again.detach(), second, mixed)
 
 
 def _direction(options: dict[str, object], logits: Tensor) -> Tensor:
-    """A fixed function of the entry's place in the whole vocabulary."""
+    """A fixed function of the entry's place in the whole vocabulary, which every dtype holds exactly."""
     group = options.get("group")
     first = group.rank() * logits.shape[-1] if isinstance(group, ProcessGroup) else 0
-    return torch.arange(first, first + logits.shape[-1], dtype=torch.float64).sin().to(logits.dtype)
+    return torch.arange(first, first + logits.shape[-1]).sin().bfloat16().to(logits)
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("loss", "expected"), LOSSES.values(), ids=LOSSES.keys())
-def test_unsharded(loss: Callable[..., Tensor], expected: Callable[..., Tensor]) -> None:
+def test_unsharded(loss: Callable[..., Tensor], expected: Callable[..., Tensor], device: str) -> None:
     logits, labels = problem((3, 5), 17)
-    for actual, reference in zip(
-        _derivatives(loss, logits, labels), _derivatives(expected, logits, labels), strict=True
-    ):
-        torch.testing.assert_close(actual, reference, rtol=1e-10, atol=1e-12)
+    actual = _derivatives(loss, logits.to(device), labels.to(device))
+    assert all(tensor.device.type == device for tensor in actual)
+    actual = Derivatives(*(tensor.cpu() for tensor in actual))
+    torch.testing.assert_close(actual, _derivatives(expected, logits, labels), rtol=1e-10, atol=1e-12)
 
 
 def _columns(logits: Tensor, rank: int, size: int) -> Tensor:
@@ -118,29 +136,59 @@ def _columns(logits: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _sharded(
-    group: ProcessGroup, logits: Tensor, labels: Tensor, names: list[str], ignore_index: int = IGNORE
-) -> dict[str, list[Tensor]]:
-    local = _columns(logits, group.rank(), group.size()).contiguous()
+    group: ProcessGroup,
+    logits: Tensor,
+    labels: Tensor,
+    names: list[str],
+    ignore_index: int = IGNORE,
+    device: str = "cpu",
+) -> dict[str, Derivatives]:
+    local = _columns(logits, group.rank(), group.size()).contiguous().to(device)
     options = {"group": group, "vocab_size": logits.shape[-1], "ignore_index": ignore_index}
-    return {name: _derivatives(LOSSES[name][0], local, labels, **options) for name in names}
+    return {name: _derivatives(LOSSES[name][0], local, labels.to(device), **options) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("vocab_size", [16, 17, 5])
-def test_sharded(ranks: RankPool, world: int, vocab_size: int) -> None:
-    """With 5 entries on 4 ranks, one rank holds nothing but padding."""
+class Ranks(NamedTuple):
+    """The first few ranks of a pool, and where they compute."""
+
+    pool: RankPool
+    world: int
+    device: str
+
+    def derivatives(self, logits: Tensor, labels: Tensor, names: Iterable[str]) -> dict[str, Derivatives]:
+        """Of the whole logits, put together; what all ranks should have alike is compared bit by bit."""
+        results = self.pool.run(_sharded, logits, labels, list(names), device=self.device, world=self.world)
+        whole = {}
+        for name in names:
+            ranks: list[Derivatives] = [result[name] for result in results]
+            for rank in ranks:
+                assert torch.equal(rank.value, ranks[0].value), name
+                assert torch.equal(rank.mixed, ranks[0].mixed), name
+            columns = [torch.cat([rank[part] for rank in ranks], dim=-1) for part in (1, 2, 3)]
+            assert not any(tensor[..., logits.shape[-1] :].any() for tensor in columns), name
+            columns = [tensor[..., : logits.shape[-1]] for tensor in columns]
+            whole[name] = Derivatives(ranks[0].value, *columns, ranks[0].mixed)
+        return whole
+
+
+@pytest.fixture(params=["gloo-1", "gloo-2", "gloo-4", pytest.param("nccl-2", marks=pytest.mark.gpu(2))])
+def sharding(request: pytest.FixtureRequest) -> Ranks:
+    backend, _, world = request.param.partition("-")
+    if backend == "gloo":
+        return Ranks(request.getfixturevalue("ranks"), int(world), "cpu")
+    return Ranks(request.getfixturevalue("nccl_ranks"), int(world), "cuda")
+
+
+@pytest.mark.parametrize("vocab_size", [16, 17, 5, 1])
+def test_sharded(sharding: Ranks, vocab_size: int) -> None:
+    """With 5 entries on 4 ranks, or 1 on 2, some ranks hold nothing but padding."""
     logits, labels = problem((3, 5), vocab_size)
-    results = ranks.run(_sharded, logits, labels, list(LOSSES), world=world)
-    for name, (_, expected) in LOSSES.items():
-        value, first, second, mixed = _derivatives(expected, logits, labels)
-        for result in results:
-            assert torch.equal(result[name][0], results[0][name][0])
-            torch.testing.assert_close(result[name][0], value, rtol=1e-10, atol=1e-12, msg=name)
-            torch.testing.assert_close(result[name][3], mixed, rtol=1e-10, atol=1e-12, msg=name)
-        for which, reference in ((1, first), (2, second)):
-            gathered = torch.cat([result[name][which] for result in results], dim=-1)
-            assert not gathered[..., vocab_size:].any()
-            torch.testing.assert_close(gathered[..., :vocab_size], reference, rtol=1e-10, atol=1e-12, msg=name)
+    names = [name for name in LOSSES if vocab_size > 1 or "Megatron" not in name]  # which smooths over the others
+    for name, actual in sharding.derivatives(logits, labels, names).items():
+        expected = _derivatives(LOSSES[name][1], logits, labels)
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -214,38 +262,54 @@ def test_extreme_logits_stay_finite(name: str) -> None:
     torch.testing.assert_close(actual.grad.double(), reference.grad, rtol=5e-5, atol=7 * 3e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_logits_at_1000_give_what_fp64_does(ranks: RankPool, world: int) -> None:
+NARROW = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Error allowed, relative and absolute, of what has the logits' dtype: gradients and second gradients."""
+
+# A log-sum-exp near 1000 is an fp32 number: log-probabilities that come from it are exact to half its last place.
+NEAR_1000 = 3e-5
+
+
+def _check_narrow(
+    sharding: Ranks, logits: Tensor, labels: Tensor, names: Iterable[str], *, log_sum_exp_error: float = 0.0
+) -> None:
+    """Results of logits of fewer bits than fp64, and of ±1000 and -inf among them, against fp64's."""
+    tolerance = max(NARROW[logits.dtype], 3 * log_sum_exp_error)
+    for name, actual in sharding.derivatives(logits, labels, names).items():
+        # e^-2000 is 0, and torch's gradients stay finite.
+        expected = _derivatives(LOSSES[name][1], logits.double().clamp(min=-3000), labels)
+        assert actual.value.dtype == actual.mixed.dtype == torch.float32
+        assert {tensor.dtype for tensor in actual[1:4]} == {logits.dtype}
+        # A value without smoothing is a difference of logits less a small logarithm, near 1000 as elsewhere.
+        exact = 1e-6 if "smooth" not in name else max(1e-6, log_sum_exp_error)
+        tolerances = (exact, tolerance, tolerance, tolerance, max(1e-5, 3 * log_sum_exp_error))
+        for part, result, truth, error in zip(Derivatives._fields, actual, expected, tolerances, strict=True):
+            torch.testing.assert_close(
+                result.double(), truth, rtol=error, atol=error, msg=lambda text, at=f"{name}, {part}": f"{at}: {text}"
+            )
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_logits_give_what_fp64_does(sharding: Ranks, dtype: torch.dtype) -> None:
+    logits, labels = problem((3, 5), 17)
+    _check_narrow(sharding, logits.to(dtype), labels, LOSSES)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_logits_at_1000_give_what_fp64_does(sharding: Ranks, dtype: torch.dtype) -> None:
     """Also where the smoothing asks for entries with a probability of 0."""
     logits = torch.tensor([[1000.0, -1000.0, 1000.0, 0.0, 3.0, -1000.0, 999.0], [-1000.0] * 6 + [-999.0]])
-    logits = torch.cat((logits, logits.flip(-1), torch.full((1, 7), 1000.0)))
-    labels = torch.tensor([1, 6, IGNORE, 3, 0])
-    results = ranks.run(_sharded, logits, labels, list(LOSSES), world=world)
-    for name, (_, expected) in LOSSES.items():
-        value, first, *_ = _derivatives(expected, logits.double(), labels)
-        gathered = torch.cat([result[name][1] for result in results], dim=-1)[:, :7]
-        # A smoothed value and every gradient are made of a log-sum-exp near 1000, exact to half its last place in fp32.
-        absolute = 3e-5 if "smooth" in name else 1e-6
-        torch.testing.assert_close(results[0][name][0].double(), value, rtol=1e-6, atol=absolute, msg=name)
-        torch.testing.assert_close(gathered.double(), first, rtol=5e-5, atol=3 * 3e-5, msg=name)
+    logits = torch.cat((logits, logits.flip(-1), torch.full((1, 7), 1000.0))).to(dtype)
+    _check_narrow(sharding, logits, torch.tensor([1, 6, IGNORE, 3, 0]), LOSSES, log_sum_exp_error=NEAR_1000)
 
 
-def _extreme(group: ProcessGroup, logits: Tensor, labels: Tensor) -> list[Tensor]:
-    local = _columns(logits, group.rank(), group.size()).clone().requires_grad_()
-    values = [loss(local, labels, group=group) for loss, _ in LOSSES.values() if loss is not LOSSES["entropy"][0]]
-    values.append(vocab_parallel_entropy(local, group=group))
-    sum(value.sum() for value in (*values[:3], values[-1])).backward()
-    return [*(value.detach() for value in values), local.grad]
-
-
-def test_extreme_logits_on_one_rank_only(ranks: RankPool) -> None:
-    """One rank's logits are all -inf, another's are at +1000."""
-    logits = torch.full((3, 8), -torch.inf)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_logits_of_minus_infinity_are_entries_of_probability_zero(sharding: Ranks, dtype: torch.dtype) -> None:
+    """Half of the ranks have no other, another's are at 1000. (Smoothing would ask for the infinite loss of each.)"""
+    logits = torch.full((4, 8), -torch.inf)
     logits[:, 4:6], logits[:, 6:] = 1000.0, -1000.0
-    for result in ranks.run(_extreme, logits, torch.tensor([4, 5, IGNORE]), world=4):
-        for finite in (*result[:3], *result[-2:]):
-            assert finite.isfinite().all()
-        torch.testing.assert_close(result[-2], torch.full((3,), 2.0).log())
+    logits[3] = torch.tensor([0.0, -torch.inf, 2.0, -1000.0, -torch.inf, 1.0, 1.0, -torch.inf])
+    names = [name for name in LOSSES if "smooth" not in name]
+    _check_narrow(sharding, logits.to(dtype), torch.tensor([4, 5, IGNORE, 2]), names, log_sum_exp_error=NEAR_1000)
 
 
 def _collectives(group: ProcessGroup, logits: Tensor, labels: Tensor, name: str) -> tuple[list[str], list[str]]:
@@ -271,14 +335,16 @@ def test_collectives(ranks: RankPool, name: str) -> None:
         assert backward == []
 
 
-def test_backward_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Of two tokens each, in the forward and in the backward."""
     logits, labels = problem((3, 5), 17)
-    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", 40)
-    for loss, expected in LOSSES.values():
-        actual, reference = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        loss(actual, labels).sum().backward()
-        expected(reference, labels).sum().backward()
-        torch.testing.assert_close(actual.grad, reference.grad)
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, device, 40)
+    for name, (loss, expected) in LOSSES.items():
+        value, gradient, *_ = _derivatives(loss, logits.to(device), labels.to(device))
+        exact = _derivatives(expected, logits, labels)
+        torch.testing.assert_close(value.cpu(), exact.value, msg=name)
+        torch.testing.assert_close(gradient.cpu(), exact.gradient, msg=name)
 
 
 def _compiled(group: ProcessGroup | None, lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
