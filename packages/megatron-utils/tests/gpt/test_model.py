@@ -1,6 +1,7 @@
 """Models of `build_gpt` against transformers, one sequence at a time: outputs, every gradient, the gradient's norm."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def reference(model: torch.nn.Module, sequences: list[Tensor]) -> tuple[list[Ten
     return log_probs, entropies
 
 
+@contextlib.contextmanager
+def repeatable(name: str, device: str) -> Iterator[None]:
+    """Have a model compute the same bits each time that it is called.
+
+    On CUDA Megatron-Core adds up what a token's experts give by atomics, in any order, which the last bits of three
+    summands or more show; under torch's switch for deterministic algorithms it adds them in one order.
+    """
+    if device == "cpu" or MODELS[name].get("num_experts_per_tok", 1) <= 2:
+        yield
+        return
+    # Not an error where there is none: cuBLAS has to be told by the environment, before it is first used.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def parity_on(
     group: ProcessGroup,
     name: str,
@@ -91,9 +110,10 @@ def parity_on(
         load_transformers_state(chunks, model.state_dict())
         wrapped = wrap_data_parallel(chunks, grid)
         labels = [next_token_labels(part) for part in packed]
-        outputs = run_schedule(wrapped, packed, grid, labels=labels, loss=loss)
-        # Without a loss and before any step: the same numbers, bit for bit.
-        again = run_schedule(chunks, packed, grid, labels=labels)
+        with repeatable(name, device):
+            outputs = run_schedule(wrapped, packed, grid, labels=labels, loss=loss)
+            # Without a loss and before any step: the same numbers, bit for bit.
+            again = run_schedule(chunks, packed, grid, labels=labels)
         for part, indices, output, other in zip(packed, MICRO_BATCHES, outputs, again, strict=True):
             assert torch.equal(output.log_probs, other.log_probs)
             for i, p, e in zip(indices, *map(part.split, output), strict=True):
@@ -182,6 +202,44 @@ GPU_GRIDS = [
 def test_parity_on_gpus(nccl_ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None) -> None:
     options = {"device": "cuda", "tolerance": 1e-4}
     nccl_ranks.run(parity_on, name, dims, virtual_stages, world=dims.world_size, **options)
+
+
+def repeated_on(group: ProcessGroup, name: str, device: str) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing.weights import load_transformers_state
+
+    model = transformers_model(name)
+    packed = PackedSequence.from_sequences([torch.randint(0, VOCABULARY, (50,)).to(device) for _ in range(40)])
+    with (
+        cpu_stand_in() if device == "cpu" else contextlib.nullcontext(),
+        megatron_grid(ParallelDims(), ranks=[0]) as grid,
+    ):
+        chunks = build_gpt(model.config, grid)
+        load_transformers_state(chunks, model.state_dict())
+        with repeatable(name, device):
+            first, *others = [
+                run_schedule(chunks, [packed], grid, labels=[next_token_labels(packed)])[0] for _ in range(5)
+            ]
+        for other in others:
+            assert torch.equal(other.log_probs, first.log_probs)
+            assert torch.equal(other.entropy, first.entropy)
+
+
+REPEATED = ("qwen3", "qwen3-moe-hybrid", "deepseek-v3-yarn")
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_scores_are_the_same_bits_each_time(ranks: RankPool, name: str) -> None:
+    ranks.run(repeated_on, name, "cpu", world=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPEATED)
+def test_scores_are_the_same_bits_each_time_on_a_gpu(nccl_ranks: RankPool, name: str) -> None:
+    nccl_ranks.run(repeated_on, name, "cuda", world=1)
 
 
 def test_without_sequence_parallelism(ranks: RankPool) -> None:
