@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,11 @@ from parallel_layers.random import RngStates
 from parallel_layers.testing import RankPool
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 def streams(device: str = "cpu") -> RngStates:
     states = RngStates(device)
     states.add("a", 1)
@@ -18,39 +26,39 @@ def streams(device: str = "cpu") -> RngStates:
     return states
 
 
-def draws(seed: int, n: int) -> list[float]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.rand((), generator=generator).item() for _ in range(n)]
+def draws(seed: int, n: int, device: str = "cpu") -> list[float]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.rand((), device=device, generator=generator).item() for _ in range(n)]
 
 
-def draw() -> float:
-    return torch.rand(()).item()
+def draw(device: str = "cpu") -> float:
+    return torch.rand((), device=device).item()
 
 
-def test_a_stream_goes_on_where_it_stopped_and_leaves_the_default_alone() -> None:
-    states = streams()
+def test_a_stream_goes_on_where_it_stopped_and_leaves_the_default_alone(device: str) -> None:
+    states = streams(device)
     torch.manual_seed(3)
-    a, default = draws(1, 2), draws(3, 2)
+    a, default = draws(1, 2, device), draws(3, 2, device)
     with states.fork("a"):
-        assert draw() == a[0]
-    assert draw() == default[0]
+        assert draw(device) == a[0]
+    assert draw(device) == default[0]
     with states.fork("a"):
-        assert draw() == a[1]
-    assert draw() == default[1]
+        assert draw(device) == a[1]
+    assert draw(device) == default[1]
 
 
-def test_forks_nest_also_in_themselves() -> None:
-    states = streams()
-    a, b = draws(1, 4), draws(2, 1)
+def test_forks_nest_also_in_themselves(device: str) -> None:
+    states = streams(device)
+    a, b = draws(1, 4, device), draws(2, 1, device)
     with states.fork("a"):
-        assert draw() == a[0]
+        assert draw(device) == a[0]
         with states.fork("b"):
-            assert draw() == b[0]
+            assert draw(device) == b[0]
             with states.fork("a"):
-                assert draw() == a[1]
-        assert draw() == a[2]
+                assert draw(device) == a[1]
+        assert draw(device) == a[2]
         with states.fork("a"):
-            assert draw() == a[3]
+            assert draw(device) == a[3]
 
 
 def test_an_exception_leaves_the_streams_in_order() -> None:
@@ -64,16 +72,16 @@ def test_an_exception_leaves_the_streams_in_order() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_snapshot_and_replay(inside: bool) -> None:
-    states = streams()
+def test_snapshot_and_replay(inside: bool, device: str) -> None:
+    states = streams(device)
     torch.manual_seed(3)
 
     def some() -> list[float]:
-        values = [draw()]
+        values = [draw(device)]
         with states.fork("a"):
-            values.append(draw())
+            values.append(draw(device))
             with states.fork("b"):
-                values.append(draw())
+                values.append(draw(device))
         return values
 
     def check() -> None:
@@ -107,12 +115,12 @@ def test_mistakes() -> None:
         RngStates("meta")
 
 
-def dropout(group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    states = RngStates.tensor_parallel(7, group)
+def dropout(group: ProcessGroup, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    states = RngStates.tensor_parallel(7, group, device)
     masks = []
     for name in ("replicated", "sharded"):
         with states.fork(name):
-            masks.append(torch.nn.functional.dropout(torch.ones(64), 0.5))
+            masks.append(torch.nn.functional.dropout(torch.ones(64, device=device), 0.5))
     return masks[0], masks[1]
 
 
@@ -120,6 +128,12 @@ def test_dropout_agrees_where_replicated_and_differs_where_sharded(ranks: RankPo
     results = ranks.run(dropout)
     assert all(torch.equal(replicated, results[0][0]) for replicated, _ in results)
     assert len({tuple(sharded.tolist()) for _, sharded in results} | {tuple(results[0][0].tolist())}) == 5
+
+
+def test_dropout_of_two_ranks(on_two_ranks: Callable[..., list[Any]]) -> None:
+    (replicated, sharded), (other_replicated, other_sharded) = on_two_ranks(dropout)
+    assert torch.equal(replicated, other_replicated)
+    assert len({tuple(mask.tolist()) for mask in (replicated, sharded, other_sharded)}) == 3
 
 
 @pytest.mark.gpu(1)
