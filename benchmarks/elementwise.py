@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch._functorch.config
-from measure import Call, write_json
+from measure import Call, ceilings, machine, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,18 +56,6 @@ def median_us(calls: list[Call]) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / CALLS
-
-
-def copy_rate() -> float:
-    """Bytes a second that a device-to-device copy reads and writes."""
-    pairs = [(normal(2**29), normal(2**29)) for _ in range(2)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * REPLAYS)]
-    for i, event in enumerate(events):
-        pairs[i % 2][0].copy_(pairs[i % 2][1])
-        event.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) * 1e-3 for start, end in itertools.pairwise(events)]
-    return 2 * pairs[0][0].nbytes / statistics.median(times)
 
 
 def normal(*shape: int) -> Tensor:
@@ -356,15 +344,16 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # backwards are replayed
-    ceiling = copy_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {ceiling / 1e12:.2f} TB/s", flush=True)
+    measured = ceilings()
+    ceiling = measured["copy_tb_per_s"] * 1e12
+    print(machine(), measured, flush=True)
     if options.sweep:
         sweeps = [sweep_norm(size, ceiling) for size in options.sizes] + [sweep_swiglu(ceiling), sweep_rotary(ceiling)]
         trials = sorted(itertools.chain(*sweeps), key=lambda trial: (trial.kernel, -trial.ratio))
         for _, group in itertools.groupby(trials, key=lambda trial: trial.kernel):
             for trial in list(group)[:8]:
                 print(f"{trial.kernel}: {trial.ratio:.3f} of copy, {trial.microseconds:.1f} us, {trial.launch}")
-        write_json(options.json, copy_bytes_per_second=ceiling, trials=trials)
+        write_json(options.json, ceilings=measured, trials=trials)
         return
     rows: list[Row] = []
     print("| operation | variant | forward us | of copy | backward us | of copy |\n|---|---|---|---|---|---|")
@@ -378,7 +367,7 @@ def main() -> None:
             )
             if row.note:
                 print(f"{row.variant}: {row.note}", file=sys.stderr)
-    write_json(options.json, copy_bytes_per_second=ceiling, rows=rows)
+    write_json(options.json, ceilings=measured, rows=rows)
 
 
 if __name__ == "__main__":

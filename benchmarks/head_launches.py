@@ -19,6 +19,7 @@ from measure import Call, ceilings, machine, side_by_side, table, write_json
 from torch import Tensor
 
 from parallel_layers.kernels import head
+from parallel_layers.kernels.runtime import num_multiprocessors
 from parallel_layers.losses import fused
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients, finish_statistics
@@ -52,7 +53,7 @@ class Problem:
         upstream = torch.randn(2, tokens, device="cuda")
         self.upstream = UpstreamGradients.of_log_probs(upstream[0], upstream[1], logsumexps, entropies)
         self.rows = head.Rows(self.labels, None, upstream[0], upstream[1], logsumexps, entropies)
-        self.step = fused.slice_entries(tokens, vocabulary)
+        self.step = fused.slice_entries(tokens, vocabulary, hidden, num_multiprocessors(self.hidden.device))
         self.grad_hidden = torch.zeros(tokens, hidden, device="cuda")
         self.grad_weight = torch.empty_like(self.weight)
 

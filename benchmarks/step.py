@@ -17,9 +17,10 @@ Variants of ours, which share one model:
                                             products instead of four, and [T, V/tp] of memory
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
-megatron takes Transformer Engine's layers, with cuDNN's attention, where it is installed; it is left out where it is
-not, or where it fails, which is then said. A CPU runs ours alone. Left to choose, Transformer Engine 2.20.2 takes
-flash-attn-4 4.0.0b36, whose kernels then finish sooner than the GPU can multiply, so not all of the attention is there.
+megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed; it is left out
+where it is not, or where it fails, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
+flash-attn-4 (NVTE_FLASH_ATTN_V4=0): the kernels of 4.0.0b36 finish sooner than the GPU can multiply, so not all of the
+attention is there. cuDNN and flash-attn 2 remain; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says which it takes, and why.
 A step is refused in which a sequence's second token does not see its first.
 Its overlap wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, ours wants nothing: compare with and without.
 
@@ -162,6 +163,7 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
+    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     tp = 1 if task.group is None else task.group.size()
     if not dist.is_initialized():
         dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
@@ -182,7 +184,7 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
         layernorm_epsilon=hf["rms_norm_eps"],
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_backend=AttnBackend.fused,
+        attention_backend=AttnBackend.auto,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,

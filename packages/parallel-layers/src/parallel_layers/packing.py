@@ -185,7 +185,7 @@ def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tenso
     labels = packed.input_ids.roll(-1)
     if packed.num_tokens:
         # For an empty segment this is the end of the one before it or, with none before, of the whole batch (-1).
-        labels[packed.cu_seqlens[1:].long() - 1] = ignore_index
+        labels.index_fill_(0, packed.cu_seqlens[1:].long() - 1, ignore_index)
         labels[packed.num_tokens - packed.padding :] = ignore_index
     return labels
 

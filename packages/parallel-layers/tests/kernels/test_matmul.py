@@ -18,7 +18,7 @@ def small_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter small tiles, so that small shapes do not divide them either."""
     if device.type == "cpu":
         monkeypatch.setattr(matmul, "BLOCK_M", 16)
-        monkeypatch.setattr(matmul, "BLOCK_N", {False: 32, True: 16})
+        monkeypatch.setattr(matmul, "BLOCK_N", 32)
 
 
 def operands(device: torch.device, rows: int, columns: int, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,8 @@ binary tree: ((0 + 1) + (2 + 3)). A rank that holds the first half of the contra
 the very bits of the left subtree.
 
 The kernel is persistent, as those of `kernels.head`: as many programs as multiprocessors walk the tiles and read
-through tensor descriptors. Four leaves keep three accumulators alive, which is what bounds the tile for leaves.
+through tensor descriptors. All leaves of a tile are one program's, one after the other. Registers hold one leaf's sum
+alone; what the tree still waits for is in the program's own scratch, which is small enough for the L2 cache.
 
 Shape suffixes: M rows, N columns of the result, K contraction.
 """
@@ -25,13 +26,12 @@ from parallel_layers.kernels.head import _descriptor
 from parallel_layers.kernels.head_triton import _tile_of
 from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
 
-BLOCK_M = 128
-BLOCK_N = {False: 256, True: 128}
-"""Columns of a tile, wide or narrow. Narrow are those of fp32 results, which leave less shared memory, and those of a
-tree, even of a rank that has one leaf of it."""
+BLOCK_M, BLOCK_N = 128, 256
+_PARTS = 4
+"""A tile is finished in so many groups of columns, so that shared memory is left for the copies of the next one."""
 MAX_LEAVES = 4
 _GROUP = 8
-_STAGES = {False: 3, True: 4}
+_STAGES = 3
 
 
 def supports_matmul(x: Tensor, weight_NK: Tensor, leaf_size: int | None = None) -> bool:
@@ -56,14 +56,38 @@ def _step(leaf_size: int) -> int:
 
 
 @triton.jit
-def _leaf(x, weight, row, column, first, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """The sum, from zero, of `steps` steps of the contraction from `first` on: `[BM, BN]` fp32."""
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(steps):
-        a = x.load([row, first + step * BK])
-        b = weight.load([column, first + step * BK])
-        total = tl.dot(a, b.T, total)
-    return total
+def _halves(x):
+    """The left and the right columns of `[M, 2 N]`: `[M, N]` each."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _finish(part, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAVES: tl.constexpr):
+    """Add to a leaf's sums `part [M, N]` those that it completes; write the whole tree's to `y`, others to scratch.
+
+    Sums of two leaves go to the left one's slot: 0 and 1 to the first, 2 and 3 to the second.
+    """
+    M: tl.constexpr = part.shape[0]
+    N: tl.constexpr = part.shape[1]
+    root = scratch_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    slot = root + (leaf // 2) * (M * N)
+    # Masks, not branches with a result: of these the compiler cannot make one loop with that over the contraction.
+    if LEAVES > 1:
+        left = tl.load(slot, mask=tl.full((M, N), leaf % 2 == 1, tl.int1), other=0.0)
+        part = tl.where(leaf % 2 == 1, left + part, part)
+    if LEAVES > 2:
+        left = tl.load(root, mask=tl.full((M, N), leaf == 3, tl.int1), other=0.0)
+        part = tl.where(leaf == 3, left + part, part)
+    if leaf == LEAVES - 1:
+        if bias_ptr is None:
+            y.store([row, column], part.to(y.dtype))
+        else:
+            columns = column + tl.arange(0, N)
+            bias = tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+            y.store([row, column], (part + bias[None, :]).to(y.dtype))
+    # The store is last: neither does Triton 3.6 make one loop of one that ends with a branch.
+    if LEAVES > 1:
+        tl.store(slot, part, mask=tl.full((M, N), leaf < LEAVES - 1, tl.int1))
 
 
 # A leaf of a single step stays a loop: else the compiler takes the sum so far as its accumulator, and rounds elsewhere.
@@ -73,6 +97,7 @@ def _matmul_kernel(
     weight,
     y,
     bias_ptr,
+    scratch_ptr,
     num_rows,
     num_columns,
     steps,
@@ -82,26 +107,31 @@ def _matmul_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
-    """`steps`: of one leaf. `x`, `weight` and `y` are tensor descriptors."""
+    """`steps`: of one leaf. `x`, `weight` and `y` are tensor descriptors; scratch is `[PROGRAMS, 4, 2, BM, BN / 4]`."""
     tiles_m = tl.cdiv(num_rows, BM)
     tiles_n = tl.cdiv(num_columns, BN)
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        tile_m, tile_n = _tile_of(index, tiles_m, tiles_n, GROUP)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(tiles_m * tiles_n - program, PROGRAMS)
+    N: tl.constexpr = BN // 4
+    for index in tl.range(tiles * LEAVES, flatten=True):
+        tile_m, tile_n = _tile_of(program + index // LEAVES * PROGRAMS, tiles_m, tiles_n, GROUP)
+        leaf = index % LEAVES
         row = tile_m * BM
         column = tile_n * BN
-        total = _leaf(x, weight, row, column, 0, steps, BM, BN, BK)
-        if LEAVES > 1:
-            total += _leaf(x, weight, row, column, steps * BK, steps, BM, BN, BK)
-        if LEAVES > 2:
-            right = _leaf(x, weight, row, column, 2 * steps * BK, steps, BM, BN, BK)
-            right += _leaf(x, weight, row, column, 3 * steps * BK, steps, BM, BN, BK)
-            total += right
-        if bias_ptr is not None:
-            columns = column + tl.arange(0, BN)
-            total += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
-        y.store([row, column], total.to(y.dtype))
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for step in range(steps):
+            a = x.load([row, (leaf * steps + step) * BK])
+            b = weight.load([column, (leaf * steps + step) * BK])
+            total = tl.dot(a, b.T, total)
+        left, right = _halves(total)
+        part_0, part_1 = _halves(left)
+        part_2, part_3 = _halves(right)
+        scratch = scratch_ptr + program * (2 * BM * BN)
+        _finish(part_0, leaf, row, column, y, bias_ptr, scratch, num_columns, LEAVES)
+        _finish(part_1, leaf, row, column + N, y, bias_ptr, scratch + 2 * BM * N, num_columns, LEAVES)
+        _finish(part_2, leaf, row, column + 2 * N, y, bias_ptr, scratch + 4 * BM * N, num_columns, LEAVES)
+        _finish(part_3, leaf, row, column + 3 * N, y, bias_ptr, scratch + 6 * BM * N, num_columns, LEAVES)
 
 
 @on_its_device
@@ -122,38 +152,37 @@ def invariant_matmul(
         weight_NK: `[N, K]`, likewise.
         bias_N: `[N]`, added in fp32 before rounding.
         leaves: 1, 2 or 4 parts of the contraction.
-        in_tree: This rank's leaves are a part of a tree over several ranks: take the tile of the whole tree even for
+        in_tree: This rank's leaves are a part of a tree over several ranks: take the steps of the whole tree even for
             one leaf.
         dtype: Of the result: x's or fp32.
         programs: How many walk the tiles; None: one a multiprocessor. It changes no bit.
     """
     assert leaves in (1, 2, MAX_LEAVES)
-    tree = in_tree or leaves > 1
     dtype = x_MK.dtype if dtype is None else dtype
-    narrow = tree or dtype == torch.float32
     (num_rows, size), num_columns = x_MK.shape, len(weight_NK)
     leaf_size = size // leaves
-    block_n, block_k = BLOCK_N[narrow], _step(leaf_size) if tree else 64
+    block_k = _step(leaf_size) if in_tree or leaves > 1 else 64
     # Rows that a descriptor can write are whole 16 bytes, too.
     y = torch.empty(num_rows, -(-num_columns // 8) * 8, dtype=dtype, device=x_MK.device)[:, :num_columns]
-    tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, block_n)
+    tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)
     programs = min(num_multiprocessors(x_MK.device) if programs is None else programs, tiles)
+    scratch = y.new_empty(programs, _PARTS if leaves > 1 else 0, 2, BLOCK_M, BLOCK_N // _PARTS, dtype=torch.float32)
     _matmul_kernel[(programs,)](
         _descriptor(_readable(x_MK), (BLOCK_M, block_k)),
-        _descriptor(_readable(weight_NK), (block_n, block_k)),
-        _descriptor(y, (BLOCK_M, block_n)),
+        _descriptor(_readable(weight_NK), (BLOCK_N, block_k)),
+        _descriptor(y, (BLOCK_M, BLOCK_N // _PARTS)),
         None if bias_N is None else bias_N.contiguous(),
+        scratch,
         num_rows,
         num_columns,
         cdiv(leaf_size, block_k),
         LEAVES=leaves,
         BM=BLOCK_M,
-        BN=block_n,
+        BN=BLOCK_N,
         BK=block_k,
         GROUP=_GROUP,
         PROGRAMS=programs,
-        FLATTEN=leaves == 1,
-        num_stages=_STAGES[narrow],
+        num_stages=_STAGES,
         num_warps=8,
     )
     return y.contiguous()

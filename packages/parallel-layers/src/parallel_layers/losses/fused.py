@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from parallel_layers.kernels import head
-from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.runtime import num_multiprocessors, use_triton
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients
 
 _SLICES = 10
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
+_GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
 
 class Kept(NamedTuple):
@@ -51,13 +52,17 @@ def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
     return Kept(hidden_TH.new_empty(num_tokens, row), hidden_TH.new_empty(tiles, 3, num_tokens, dtype=torch.float32))
 
 
-def slice_entries(num_tokens: int, num_entries: int) -> int:
-    """Vocabulary entries of a slice: a tenth, bounded, and whole tiles.
+def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
+    """Vocabulary entries of a slice: about a tenth, bounded, and whole tiles.
 
-    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory.
+    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Where a tenth
+    less fills whole waves of the multiprocessors with tiles of the weight's gradient, it is a tenth less.
     """
     entries = min(-(-num_entries // _SLICES), max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE))
-    return -(-max(entries, _MIN_SLICE) // head.BLOCK_V) * head.BLOCK_V
+    entries = -(-max(entries, _MIN_SLICE) // head.BLOCK_V) * head.BLOCK_V
+    wave = multiprocessors * _GRADIENT_TILE / hidden_size
+    filled = int(entries // wave * wave) // head.BLOCK_V * head.BLOCK_V
+    return filled if filled >= 0.9 * entries else entries
 
 
 def _numbers(transform: LogitTransform) -> tuple[head.Numbers, Tensor | None]:
@@ -117,7 +122,9 @@ def head_gradients(
         upstream.entropies,
     )
     num_tokens, num_entries = len(hidden), len(weight_VH)
-    step = entries_a_slice or slice_entries(num_tokens, num_entries)
+    step = entries_a_slice or slice_entries(
+        num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device)
+    )
     buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
     for first in range(0, num_entries, step):
         entries = slice(first, first + step)
