@@ -319,28 +319,60 @@ def test_a_wider_output_is_not_rounded_on_the_way(ranks: RankPool) -> None:
         torch.testing.assert_close(torch.cat(columns, -1), exact, rtol=1e-6, atol=1e-6)
 
 
-def compile_two_lengths(group: ProcessGroup, kind: str, sp: bool) -> list[tuple[Tensor, Tensor]]:
+def compile_two_lengths(
+    group: ProcessGroup, kind: str, options: dict[str, Any], dtype: torch.dtype
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """(eager, compiled) outputs and gradients at each length."""
     torch._dynamo.reset()
-    layer = LAYERS[kind](bias=True, group=group, sequence_parallel=sp)
-    graphs: list[int] = []
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    layer = LAYERS[kind](bias=True, group=group, dtype=dtype, **options)
+
+    def call(x: Tensor) -> Tensor:
+        y = layer(x)
+        return y + layer.deferred_bias() if options.get("defer_bias") else y  # type: ignore[operator]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     pairs = []
     for tokens in (8, 12):
-        features = IN // group.size() if kind == "row" else IN
-        rows = tokens // group.size() if sp and kind != "row" else tokens
-        x = torch.randn(rows, features, requires_grad=True)
-        for run in (layer, compiled):
-            y = run(x)
-            grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
-            graphs.append(len(grads))
-            pairs.append(torch.cat([y.flatten(), *(g.flatten() for g in grads)]))
-    return list(zip(pairs[::2], pairs[1::2], strict=True))
+        features = IN // group.size() if kind == "row" and options.get("input_is_parallel", True) else IN
+        rows = tokens // group.size() if options.get("sequence_parallel") and kind != "row" else tokens
+        x = torch.randn(rows, features, dtype=dtype, requires_grad=True)
+        eager, ours = (
+            [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+            for y in (run(x) for run in (call, compiled))
+        )
+        assert eager[0].dtype == options.get("output_dtype", dtype)
+        pairs.append((eager, ours))
+    return pairs
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, sp: bool) -> None:
-    for pairs in ranks.run(compile_two_lengths, kind, sp, world=4 if kind == "qkv" else 2):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *[(kind, {}) for kind in LAYERS],
+        *[(kind, {"defer_bias": True}) for kind in LAYERS],
+        ("column", {"gather_output": True}),
+        ("column", {"gather_output": True, "defer_bias": True}),
+        ("row", {"input_is_parallel": False}),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, options: dict[str, Any], sp: bool) -> None:
+    world = 4 if kind == "qkv" else 2
+    options = {"sequence_parallel": sp, **options}
+    for pairs in ranks.run(compile_two_lengths, kind, options, torch.float32, world=world):
+        assert len(pairs) == 2
+        for eager, compiled in pairs:
+            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_compiles_with_an_output_dtype_of_its_own(ranks: RankPool, kind: str, world: int, sp: bool) -> None:
+    options = {"sequence_parallel": sp, "output_dtype": torch.float32}
+    for pairs in ranks.run(compile_two_lengths, kind, options, torch.bfloat16, world=world):
+        assert len(pairs) == 2
         for eager, compiled in pairs:
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
