@@ -81,14 +81,19 @@ def build(name: str, **fields: Any) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint("llama", vocab_size=51)`: a folder as transformers saves it, made once for each set of arguments."""
+    """`checkpoint("llama", vocab_size=51)`: a folder as transformers saves it, made once for each set of arguments.
+
+    With `save_original_format=False` it is in the form that transformers has in memory.
+    """
     made: dict[str, Path] = {}
 
-    def make(name: str, max_shard_size: str = "5GB", **fields: Any) -> Path:
-        key = f"{name} {max_shard_size} {fields}"
+    def make(name: str, max_shard_size: str = "5GB", save_original_format: bool = True, **fields: Any) -> Path:
+        key = f"{name} {max_shard_size} {save_original_format} {fields}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp(name)
-            build(name, **fields).save_pretrained(made[key], max_shard_size=max_shard_size)
+            build(name, **fields).save_pretrained(
+                made[key], max_shard_size=max_shard_size, save_original_format=save_original_format
+            )
         return made[key]
 
     return make

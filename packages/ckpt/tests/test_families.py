@@ -134,23 +134,6 @@ def test_experts_are_stacked_on_the_native_layers(checkpoint: Checkpoints, read_
     assert whole["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 48, 32)
 
 
-def test_experts_stacked_in_the_file_are_read_by_piece(
-    checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
-) -> None:
-    """transformers 5 holds experts stacked, and saves them so when asked to keep its own format."""
-    folder = checkpoint("qwen3-moe")
-    stacked = load_hf(folder, layout_for(folder))
-    state = {name: tensor for name, tensor in read_all(folder).items() if ".experts." not in name}
-    state |= {name: tensor for name, tensor in stacked.items() if ".experts." in name}
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    for place in (*Grid(tp=2, ep=2).places(), *Grid(tp=2, ep=4, etp=2, pp=3).places()):
-        expected = load_own(folder, layout_for(folder, "megatron"), place)
-        actual = load_own(tmp_path, layout_for(tmp_path, "megatron"), place)
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-
-
 def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
     folder = checkpoint("deepseek")
     tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)

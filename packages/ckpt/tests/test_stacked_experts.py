@@ -1,0 +1,102 @@
+"""Files in the form that transformers 5 has in memory, as `save_pretrained(..., save_original_format=False)` writes
+them: the experts of a layer stacked, Mixtral's under other names.
+
+What is expected comes from the same model in the form that the hub has, of which nothing is stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckpt import Grid, IOCounter, layout_for, load_hf, merge, reshard, save_hf, verify
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+# What a layer of experts has in these files and not in the hub's form.
+IN_MEMORY = {
+    "qwen3-moe": {"mlp.experts.gate_up_proj": (4, 48, 32), "mlp.experts.down_proj": (4, 32, 24)},
+    "mixtral": {
+        "mlp.experts.gate_up_proj": (4, 96, 32),
+        "mlp.experts.down_proj": (4, 32, 48),
+        "mlp.gate.weight": (4, 32),
+    },
+    "deepseek": {"mlp.experts.gate_up_proj": (4, 48, 32), "mlp.experts.down_proj": (4, 32, 24)},
+}
+MOE = list(IN_MEMORY)
+GRIDS = [Grid(), Grid(tp=2, ep=2), Grid(tp=4, ep=4, etp=1), Grid(tp=2, ep=4, etp=2, pp=3)]
+
+
+def in_memory(name: str, checkpoint: Checkpoints, **options: Any) -> Path:
+    return checkpoint(name, save_original_format=False, **options)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_transformers_writes_what_is_read_here(name: str, checkpoint: Checkpoints, read_all: ReadAll) -> None:
+    """Gate in front of up, each expert `[rows, columns]` as a linear layer has them: no transposition."""
+    stacked, separate = read_all(in_memory(name, checkpoint)), read_all(checkpoint(name))
+    prefix = "model.layers.2."
+    only = {key.removeprefix(prefix) for key in stacked.keys() - separate.keys() if key.startswith(prefix)}
+    assert only == IN_MEMORY[name].keys()
+    for key, shape in IN_MEMORY[name].items():
+        assert stacked[prefix + key].shape == shape
+    module, gate, up = ("block_sparse_moe", "w1", "w3") if name == "mixtral" else ("mlp", "gate_proj", "up_proj")
+    down = "w2" if name == "mixtral" else "down_proj"
+    for expert in range(4):
+        own = {part: separate[f"{prefix}{module}.experts.{expert}.{part}.weight"] for part in (gate, up, down)}
+        gate_up = stacked[prefix + "mlp.experts.gate_up_proj"][expert]
+        assert torch.equal(gate_up, torch.cat([own[gate], own[up]]))
+        assert torch.equal(stacked[prefix + "mlp.experts.down_proj"][expert], own[down])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("target", ["parallel", "megatron", "megatron_te"])
+@pytest.mark.parametrize("name", MOE)
+def test_every_place_loads_the_same_as_from_separate_experts(
+    name: str, target: Any, grid: Grid, checkpoint: Checkpoints, assert_same: AssertSame
+) -> None:
+    stacked, separate = in_memory(name, checkpoint), checkpoint(name)
+    layout = layout_for(stacked, target)
+    for place in grid.places():
+        counter = IOCounter()
+        tensors = load_hf(stacked, layout, place, counter=counter)
+        assert_same(tensors, load_hf(separate, layout_for(separate, target), place))
+        # No byte of an expert that lies on another rank; only the vocabulary's padding is not read.
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        assert 0.9 * held <= counter.data_bytes <= held
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_it_goes_through_files_and_is_saved_as_the_hub_has_it(
+    name: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    source, separate = in_memory(name, checkpoint, max_shard_size="60KB"), checkpoint(name)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    assert verify(source, separate).equal
+    layout = layout_for(source)
+    save_hf(tmp_path / "saved", load_hf(source, layout), layout)
+    reshard(source, tmp_path / "shards", Grid(tp=2, ep=2), target="megatron")
+    merge(tmp_path / "shards", tmp_path / "merged")
+    for folder in ("saved", "merged"):
+        assert_same(read_all(tmp_path / folder), read_all(separate))
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_difference_in_one_expert_is_found(
+    name: str, checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    tensors = read_all(in_memory(name, checkpoint))
+    tensors["model.layers.2.mlp.experts.gate_up_proj"][3, 1, 2] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
+    (difference,) = verify(checkpoint(name), tmp_path).differences
+    gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
+    assert (difference.name, difference.first) == (f"model.layers.2.{gate}.weight", (1, 2))
