@@ -57,6 +57,11 @@ def view_of_a_large_tensor(group: ProcessGroup) -> torch.Tensor:
     return torch.zeros(1000, 1000)[0]
 
 
+def there_and_back(group: ProcessGroup, tensors: dict[torch.dtype, torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
+    assert all(tensor.dtype == dtype for dtype, tensor in tensors.items())
+    return tensors
+
+
 def raise_on(group: ProcessGroup, rank: int | None) -> None:
     if rank is None or group.rank() == rank:
         raise ValueError(f"bad value on {group.rank()}")
@@ -119,6 +124,47 @@ def test_the_processes_are_reused_and_reseeded(ranks: RankPool) -> None:
 def test_a_view_does_not_carry_its_storage(ranks: RankPool) -> None:
     (row,) = ranks.run(view_of_a_large_tensor, world=1)
     assert row.untyped_storage().nbytes() == 4000
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    x = torch.view_as_real(x) if x.dtype == torch.complex128 else x
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_tensors_of_every_dtype_go_there_and_back(ranks: RankPool) -> None:
+    """Strided, with no dim, and empty. (Of quantized tensors torch has only some, and gives them up.)"""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    dtypes = {dtype for dtype in dtypes if not str(dtype).startswith(("torch.qint", "torch.quint"))}
+    assert {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool} < dtypes
+    numbers = torch.arange(256, dtype=torch.uint8).remainder(2).view(4, 64)
+    matrices = {dtype: numbers.view(dtype).t() for dtype in dtypes}
+    for tensors in (
+        matrices,
+        {dtype: matrix[0, 0] for dtype, matrix in matrices.items()},
+        {dtype: matrix[:0] for dtype, matrix in matrices.items()},
+    ):
+        for back in ranks.run(there_and_back, tensors, world=2):
+            assert back.keys() == tensors.keys()
+            for dtype, tensor in tensors.items():
+                assert back[dtype].dtype == dtype
+                assert back[dtype].shape == tensor.shape
+                assert torch.equal(bits(back[dtype]), bits(tensor))
+
+
+def gradient_flags(group: ProcessGroup, *tensors: torch.Tensor) -> list[tuple[bool, bool]]:
+    return [(isinstance(t, torch.nn.Parameter), t.requires_grad) for t in tensors]
+
+
+def test_arguments_keep_whether_they_need_a_gradient(ranks: RankPool) -> None:
+    tensors = [
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(2).to(torch.float8_e5m2).requires_grad_(),
+        torch.nn.Parameter(torch.zeros(2).to(torch.float8_e5m2)),
+        torch.nn.Parameter(torch.zeros(2, dtype=torch.uint16), requires_grad=False),
+    ]
+    expected = [(False, True), (False, True), (True, True), (True, False)]
+    assert ranks.run(gradient_flags, *tensors, world=1) == [expected]
 
 
 def test_an_exception_keeps_type_and_traceback_and_the_pool_lives_on(ranks: RankPool) -> None:

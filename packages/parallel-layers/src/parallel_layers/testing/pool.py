@@ -105,7 +105,7 @@ class RankPool:
         Args:
             fn: A function at the top level of a file. The ranks find it by that file and its qualified name, so the
                 file needs to be neither a package's nor importable (test modules usually are not).
-            *args: Picklable arguments, the same for every rank.
+            *args: Picklable arguments, the same for every rank; tensors may be of every dtype.
             world: How many ranks take part; default all. `group` is a process group of exactly these.
             timeout: Seconds until the call counts as hung, once the ranks have loaded the function; default the pool's.
             **kwargs: Picklable keyword arguments.

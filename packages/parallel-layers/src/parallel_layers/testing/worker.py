@@ -86,7 +86,7 @@ def encode_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise ValueError(f"{fn!r} must be a function at the top level of a file, so that the ranks can find it")
     location = _Location(os.path.abspath(file), module.__name__, name)
     # The arguments are unpickled only after the file is loaded: they may be of classes that it defines.
-    return pickle.dumps(_Call(location, world, pickle.dumps((args, kwargs))))
+    return pickle.dumps(_Call(location, world, _dumps((args, kwargs))))
 
 
 def encode_stack_request() -> bytes:
@@ -175,7 +175,7 @@ def _answer(this: _Rank, call: _Call, groups: dict[int, dist.ProcessGroup]) -> A
         # Every call starts from the same state, whatever ran before it.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
-        return Answer("returned", _dumps_detached(fn(groups[call.world], *args, **kwargs)), groups=_count_groups())
+        return Answer("returned", _dumps(fn(groups[call.world], *args, **kwargs), detach=True), groups=_count_groups())
     except BaseException as error:
         return _raised(error)
 
@@ -231,15 +231,41 @@ def _load(location: _Location) -> ModuleType:
     return module
 
 
-class _DetachingPickler(pickle.Pickler):
+# What torch's own tensors can be pickled with; the others (float8, unsigned ones, ...) only by torch.save.
+_PICKLED = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of every dtype; with `detach` their values alone, on the CPU."""
+
+    def __init__(self, buffer: io.BytesIO, detach: bool) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._detach = detach
+
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            # The clone drops what a view's storage holds beyond the view.
-            return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if self._detach:
+            obj = obj.detach()
+        plain = type(obj) is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized
+        if plain and obj.dtype not in _PICKLED:
+            return _view, (obj.detach().view(_INTEGERS[obj.itemsize]), obj.dtype, obj.requires_grad)
+        # The clone drops what a view's storage holds beyond the view.
+        return obj.cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if self._detach else NotImplemented
 
 
-def _dumps_detached(value: Any) -> bytes:
+def _view(integers: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    """A tensor that was pickled as integers of its size."""
+    return integers.view(dtype).requires_grad_(requires_grad)
+
+
+def _dumps(value: Any, *, detach: bool = False) -> bytes:
     buffer = io.BytesIO()
-    _DetachingPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _Pickler(buffer, detach).dump(value)
     return buffer.getvalue()
