@@ -83,9 +83,9 @@ def score(
         options = ScoreOptions(
             model, critic, grid, temperature, max_tokens, device, tp_invariant=tp_invariant, deterministic=deterministic
         )
-        sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
         console = Console(stderr=True)
         with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:
+            sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
             task = progress.add_task("scoring", total=len(sequences))
 
             def write(record: dict[str, Any]) -> None:
@@ -229,19 +229,27 @@ app.command(cls=_SwitchesInOneColumn)(train)
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[IO[str]]:
-    """Standard output, or a file that appears when it is complete."""
+    """Standard output, or the file of `--out`."""
     if path is None:
         yield sys.stdout
         return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path} must be a file in a folder that exists")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"--out {path} must be a file in a folder that exists")
+        # What is there and no file, such as a pipe, is written to; a file appears when it is complete.
+        in_place = path.exists() and not path.is_file()
+        target = path if in_place else path.with_name(f".{path.name}.{os.getpid()}")
+        file = open(target, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written ({error.strerror}); choose another file") from None
+    try:
+        with file:
             yield file
-        os.replace(partial, path)
+        if not in_place:
+            os.replace(target, path)
     finally:
-        partial.unlink(missing_ok=True)
+        if not in_place:
+            target.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import ckpt
+from ckpt.atomic import check_target
 from ckpt.match import match
 from parallel_layers import ParallelDims
 from rl_models.backends import EngineOptions, Role
@@ -31,12 +34,49 @@ def check_native_model(path: Path, role: Role, dims: ParallelDims, options: Engi
     match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
 
 
+def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
+    """Refuse a folder for results before anything is computed for it; nothing is made.
+
+    Args:
+        folder: where the results go; it is made when they come, if it is not there.
+        files: names in it that become files.
+        checkpoints: those that become checkpoint folders; only a checkpoint is replaced.
+
+    Raises:
+        ValueError: something cannot be written, or something else is in its place; names it.
+    """
+    check_writable(folder)
+    for file in (folder / name for name in files):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, and a file is to be written there; choose another than {folder}")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ValueError(f"{file} cannot be written to; choose another folder than {folder}")
+    for name in checkpoints:
+        check_target(folder / name)
+
+
 def check_writable(folder: Path) -> None:
     """Raise ValueError unless files can be written into `folder`, or into the one that it would be made in."""
     existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{existing} cannot be written to; choose another folder than {folder}")
+    try:
+        while not _is_there(existing):
+            existing = existing.parent
+        if existing.is_file() and existing == folder.absolute():
+            raise ValueError(f"{folder} exists and is no folder; choose another")
+        if existing.is_file():
+            raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
+        # Without a name, so that nothing is to be seen. Permissions alone do not tell of a disk that takes no files.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{existing} cannot be written to ({error.strerror})"
+        raise ValueError(f"{why}; choose another folder than {folder}") from None
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name, if only a link to nothing; raises OSError for a name that nothing can have."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_models.launch import Devices, prepare, run_on_ranks
+from rl_models.preflight import check_output
 from rl_models.quickstart.learn import Settings, learn, probe_batch
 from rl_models.quickstart.report import Display, save_curve
 from rl_models.quickstart.task import make_checkpoint
@@ -36,8 +37,7 @@ class QuickstartOptions:
     def __post_init__(self) -> None:
         if self.steps < 10:
             raise ValueError(f"steps={self.steps} must be at least 10: the reward is compared between tenths")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"{self.out} exists and is no folder; choose another with --out")
+        check_output(self.out, files=["reward.png"], checkpoints=["start", "actor", "critic"])
 
 
 def quickstart(options: QuickstartOptions, display: Display) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rl_models.backends import Role, offered
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
-from rl_models.preflight import check_native_model, check_writable
+from rl_models.preflight import check_native_model, check_output, check_writable
 from rl_models.prompts import Prompt, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
@@ -87,6 +87,7 @@ def plan(options: TrainOptions) -> Plan:
     Raises:
         ValueError: something does not fit; names it.
     """
+    _check_out(options)
     folder = Path(checkpoint_folder(options.model))
     for other in (options.critic, options.reference):
         if other is not None:
@@ -96,18 +97,30 @@ def plan(options: TrainOptions) -> Plan:
     prompts = read_prompts(options.prompts, folder, room, limit=limit)
     eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
     load_reward(options.reward)
-    check_writable(options.out)
     if not options.ray:
         Devices.find(options.device).require(options.grid.world_size)
     _check_models(options, folder)
-    before = options.out / "options.json"
-    if before.is_file():
-        options.check_resumes(json.loads(before.read_bytes()))
     stops = _end_of_text(folder) if options.stops is None else options.stops
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     return Plan(options, prompts, eval_prompts, stops)
+
+
+def _check_out(options: TrainOptions) -> None:
+    """Refuse a folder that cannot take the results, or that holds another run."""
+    trained = ["actor", "critic"] if options.separate_critic else ["actor"]
+    check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
+    folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
+    for name in folders:
+        check_writable(options.out / name)
+    before = options.out / "options.json"
+    if before.is_file():
+        try:
+            found = json.loads(before.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{before} is not valid JSON: {error}; choose another out, or remove it") from None
+        options.check_resumes(found)
 
 
 def _check_models(options: TrainOptions, folder: Path) -> None:
