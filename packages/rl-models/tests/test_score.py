@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForTokenClassification,
+)
 from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
@@ -170,3 +181,75 @@ def test_scores_that_no_grid_and_batch_changes(model: Path, critic: Path, tmp_pa
         assert result.exit_code == 0, result.output
         found.append(out.read_bytes())
     assert found[0] == found[1]
+
+
+SIZES: dict[str, Any] = {**MODEL, "num_hidden_layers": 4, "initializer_range": 0.2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+FAMILIES: dict[str, Any] = {
+    "dense": (LlamaConfig(**SIZES), LlamaForCausalLM, LlamaForTokenClassification),
+    "moe": (Qwen3MoeConfig(**SIZES, **EXPERTS), Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[dict[str, Any]]]]:
+    """Of a family: the arguments that say what to score with what, and the records of a single rank."""
+
+    @cache
+    def score_once(family: str) -> tuple[list[str], list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp(family)
+        config, actor, critic = FAMILIES[family]
+        torch.manual_seed(1)
+        actor(config).save_pretrained(folder / "actor")
+        config.num_labels = 1
+        critic(config).save_pretrained(folder / "critic")
+        draw = random.Random(2)
+        rows = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (9, 1, 21, 2, 14, 5)]
+        (folder / "data.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+        given = {"model": "actor", "critic": "critic", "data": "data.jsonl"}
+        arguments = [f"--{option}={folder / name}" for option, name in given.items()]
+        return arguments, scored(arguments, "", folder / "one.jsonl")
+
+    return score_once
+
+
+def scored(arguments: list[str], dims: str, out: Path) -> list[dict[str, Any]]:
+    """The records of `rl-models score` on a grid."""
+    # Room for the longest alone: several passes, and sequences that share one.
+    options = [f"--dims={dims}", f"--out={out}", "--device=cpu", "--max-tokens=24", "--temperature=0.7"]
+    result = CliRunner().invoke(app, ["score", *arguments, *options])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("dense", "cp=2"),
+        ("moe", "dp=2,ep=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("dense", "tp=2,pp=2"),
+                ("dense", "cp=2,tp=2"),
+                ("dense", "pp=2,cp=2"),
+                ("dense", "dp=2,cp=2"),
+                ("moe", "tp=2,ep=2"),
+                ("moe", "cp=2,ep=2"),
+                ("moe", "pp=2,dp=2,ep=2"),
+                ("moe", "tp=2,pp=2"),
+            )
+        ),
+    ],
+)
+def test_every_number_is_that_of_one_rank(
+    on_one_rank: Callable[[str], tuple[list[str], list[dict[str, Any]]]], tmp_path: Path, family: str, dims: str
+) -> None:
+    arguments, expected = on_one_rank(family)
+    found = scored(arguments, dims, tmp_path / "scores.jsonl")
+    assert len(found) == len(expected) == 6
+    for one, other in zip(expected, found, strict=True):
+        assert list(other) == ["index", "tokens", "log_probs", "entropy", "values"]
+        assert (one["index"], one["tokens"]) == (other["index"], other["tokens"])
+        for name in ("log_probs", "entropy", "values"):
+            torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(one[name]), rtol=0, atol=1e-5)

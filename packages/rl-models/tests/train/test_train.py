@@ -306,8 +306,19 @@ def test_mistakes_are_one_line_and_named(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards", "quiet_ray")
-@pytest.mark.parametrize("flags", [[], ["--share-backbone"]], ids=["two models", "one backbone"])
-def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        pytest.param([], {"actor": 1, "critic": 1}, id="two models"),
+        pytest.param(["--share-backbone"], {"actor": 1}, id="one backbone"),
+        pytest.param(["--share-backbone", "--dims=dp=2"], {"actor": 2}, id="one backbone on dp 2"),
+        pytest.param(["--dims=tp=2", "--critic-dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
+    ],
+)
+def test_ray_gives_the_same_curve(
+    model: Path, prompts: Path, tmp_path: Path, flags: list[str], parts: dict[str, int]
+) -> None:
+    """`parts`: in how many each model's norms are saved, which dp divides and tp does not."""
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
         options = {"algorithm": "ppo", "steps": 3, "save_every": 2}
@@ -316,6 +327,9 @@ def test_ray_gives_the_same_curve(model: Path, prompts: Path, tmp_path: Path, fl
         _, said = process.communicate(timeout=280)
         assert process.returncode == 0, said
         curves.append([timeless(record) for record in lines(tmp_path / name)])
-        assert (tmp_path / name / "critic" / "model.safetensors").is_file() != bool(flags)
+        assert (tmp_path / name / "critic" / "model.safetensors").is_file() == ("critic" in parts)
+        files = (tmp_path / name / "training").glob("*/step-00000003/metadata.json")
+        saved = {file.parts[-3]: json.loads(file.read_bytes()) for file in files}
+        assert {which: len(boxes["model/model.norm.weight"]["chunks"]) for which, boxes in saved.items()} == parts
     for one, other in zip(*curves, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
