@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 # Read when Ray is imported. Under `uv run` Ray would start each worker by `uv run` again, in a copy of the project.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -27,16 +26,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-# Ray counts them and hides them from each other; no test computes on them.
+# Ray counts the GPUs and hides them from each other; only tests marked gpu compute on them, within one node.
 NODE: dict[str, Any] = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The cluster; this process is connected to it."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs the extra rl-models[ray]")
-    import ray
+    ray = pytest.importorskip("ray", reason="needs the extra rl-models[ray]")
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -66,4 +63,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("models") / "llama"
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four experts in the layers 0 and 2."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "mixture"
+    sizes = SIZES | {"num_hidden_layers": 3, "head_dim": 8, "initializer_range": 0.3}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(path)
     return path
