@@ -1,4 +1,4 @@
-"""The native models against transformers: log-probs, entropies, values and every gradient, over tensor-parallel grids.
+"""The native models against transformers: log-probs, entropies, values and every gradient, over grids of every axis.
 
 Packed ragged batches, whose total no tp divides, against transformers run on one sequence at a time, from the same
 checkpoint files; gradients come back through ckpt's layouts, as if they were weights.
@@ -6,40 +6,25 @@ checkpoint files; gradients come back through ckpt's layouts, as if they were we
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import (
-    ApertusConfig,
-    ApertusForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel
 
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic
-from rl_models.division import shift_to_own_token
+from rl_models import Actor, Batch, Critic, PipelineOptions
+from rl_models.losses import LossTerms
+from rl_models.passes import accumulate
+from rl_models.worker import Worker
 
 LENGTHS = (11, 1, 17, 6)
 VOCAB = 97
@@ -47,7 +32,6 @@ SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -67,48 +51,158 @@ DEEPSEEK = {
     **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     "num_key_value_heads": 4,
 }
-MODELS: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama-tied-llama3-rope": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3)
+# By the prefix of its classes in transformers, and what its config says beside `SIZES`.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-llama3-rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window-tied": (
+        "Qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
-    "llama-biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen2-window-tied": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, attention_bias=True)),
-    "apertus": lambda: ApertusForCausalLM(ApertusConfig(**SIZES, rope_parameters=LLAMA3)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, norm_topk_prob=True, mlp_only_layers=[1])
-    ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, sliding_window=5)),
-    "deepseek-v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **DEEPSEEK})),
-    "llama-value": lambda: LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=1, attention_bias=True)),
+    "qwen3": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    "llama-value": ("Llama", {"attention_bias": True}),
+    "qwen2-value": ("Qwen2", {}),
+    "qwen3-value": ("Qwen3", {"head_dim": 16}),
+    "apertus-value": ("Apertus", {}),
+    "mistral-value": ("Mistral", {"sliding_window": 5}),
+    "qwen3-moe-value": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
+    "mixtral-value": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
+    "deepseek-v3-value": ("DeepseekV3", DEEPSEEK),
 }
+MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3")
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
-GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class Place:
+    """A grid, what else an actor or a critic is loaded with, and the layers that the model has there."""
+
+    dims: ParallelDims
+    options: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
+
+
+def place(*, ring: bool = False, vpp: int = 1, zero_bubble: bool = False, layers: int = 2, **sizes: int) -> Place:
+    """One whose data-parallel ranks have several micro-batches."""
+    options: dict[str, Any] = {"max_tokens_per_micro_batch": 20}
+    if ring:
+        options["context_parallel"] = "ring"
+    if vpp > 1 or zero_bubble:
+        options["pipeline"] = PipelineOptions("zero-bubble" if zero_bubble else "1f1b", virtual_stages=vpp)
+    return Place(ParallelDims(**sizes), options, layers)
+
+
+TENSOR_PARALLEL = {
+    f"tp{tp}{'-sp' * sp}": Place(ParallelDims(tp=tp), {"sequence_parallel": sp})
+    for tp, sp in [(1, False), (2, False), (2, True), (4, False), (4, True)]
+}
+GRIDS = {
+    "dp2": place(dp=2),
+    "dp4": place(dp=4),
+    "cp2": place(cp=2),
+    "cp2-ring": place(cp=2, ring=True),
+    "pp2": place(pp=2),
+    "pp2-vpp2": place(pp=2, vpp=2, layers=4),
+    "pp4": place(pp=4, layers=4),
+    "dp2-tp2": place(dp=2, tp=2),
+    "dp2-cp2": place(dp=2, cp=2),
+    "cp2-tp2": place(cp=2, tp=2),
+    "cp2-tp2-ring": place(cp=2, tp=2, ring=True),
+    "pp2-tp2": place(pp=2, tp=2, zero_bubble=True),
+    "pp2-dp2": place(pp=2, dp=2),
+    "pp2-cp2": place(pp=2, cp=2),
+}
+EXPERT_GRIDS = {
+    "tp2-ep2": place(tp=2, ep=2),
+    "dp2-ep2": place(dp=2, ep=2),
+    "cp2-ep2": place(cp=2, ep=2),
+    "dp2-tp2-ep2": place(dp=2, tp=2, ep=2),
+    "dp2-tp2-ep4": place(dp=2, tp=2, ep=4),
+    "dp2-cp2-ep4": place(dp=2, cp=2, ep=4),
+    "pp2-tp2-ep2": place(pp=2, tp=2, ep=2, zero_bubble=True),
+    "pp2-cp2-ep2": place(pp=2, cp=2, ep=2, ring=True),
+    "pp2-dp2-ep2": place(pp=2, dp=2, ep=2),
+}
+PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS}
+PLAIN = {
+    *((name, grid) for name in MODELS if name == "llama-value" or "value" not in name for grid in TENSOR_PARALLEL),
+    ("llama", "pp2-tp2"),
+    ("llama-value", "cp2-ring"),
+    ("qwen2-window-tied", "pp2-cp2"),
+    ("qwen2-value", "dp2"),
+    ("qwen3", "dp2-cp2"),
+    ("qwen3-value", "pp2"),
+    ("apertus", "pp2-dp2"),
+    ("apertus-value", "cp2"),
+    ("mistral", "cp2-tp2-ring"),
+    ("mistral-value", "pp2"),
+    ("qwen3-moe", "pp2-cp2-ep2"),
+    ("qwen3-moe-value", "dp2-ep2"),
+    ("mixtral", "dp2-tp2-ep2"),
+    ("mixtral-value", "cp2-ep2"),
+    ("deepseek-v3", "pp2-tp2-ep2"),
+    ("deepseek-v3-value", "dp2-ep2"),
+}
+CASES = [
+    pytest.param(name, grid, marks=() if (name, grid) in PLAIN else pytest.mark.slow, id=f"{name}-{grid}")
+    for name in MODELS
+    for grid in PLACES
+    if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
+]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A checkpoint, transformers' results `[T]` of it, and its gradients."""
+
+    path: Path
+    results: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class References:
+    """What transformers makes of the batch, of each model with each number of layers: computed once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[tuple[str, int], Expected] = {}
+
+    def __call__(self, name: str, layers: int) -> Expected:
+        if (name, layers) not in self.found:
+            folder = self.folder / f"{name}-{layers}"
+            model = checkpoint(folder / "model", name, layers)
+            self.found[name, layers] = Expected(folder / "model", *reference(model, make_batch(), folder / "gradients"))
+        return self.found[name, layers]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("models"))
 
 
-def checkpoint(folder: Path, name: str) -> tuple[Path, PreTrainedModel]:
-    """The model and its files; no parameter is 0 or 1, as the biases and norms of a new model are."""
-    torch.manual_seed(sum(map(ord, name)))
-    model = MODELS[name]().eval()
+def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
+    """The model, which is also saved; no parameter is 0 or 1, as the biases and norms of a new model are."""
+    # A seed that leaves no expert without tokens.
+    torch.manual_seed(sum(map(ord, name)) + 10 * (layers - 2))
+    prefix, changes = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "num_labels": 1, **changes}, num_hidden_layers=layers)
+    kind = "ForTokenClassification" if name.endswith("-value") else "ForCausalLM"
+    model: PreTrainedModel = getattr(transformers, prefix + kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.15 * noise)
-    path = folder / name
-    if not path.exists():
-        model.save_pretrained(path)
-    return path, model
+    model.save_pretrained(path)
+    return model
 
 
 def make_batch() -> Batch:
@@ -118,9 +212,7 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, **weights)
 
 
-def reference(
-    model: PreTrainedModel, batch: Batch, temperature: float, folder: Path
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def reference(model: PreTrainedModel, batch: Batch, folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """transformers, one sequence at a time: results `[T]` aligned with their own token, and gradients.
 
     These go through a checkpoint in `folder`, since transformers' parameters need not be the tensors of its files.
@@ -131,13 +223,13 @@ def reference(
         if output.shape[-1] == 1:
             columns.append([torch.cat([output.new_zeros(1), output[:-1, 0]])])
             continue
-        predicted = (output / temperature).log_softmax(-1)
+        predicted = (output / TEMPERATURE).log_softmax(-1)
         log_probs = predicted[:-1].gather(-1, tokens[1:, None])[:, 0]
         entropy = -(predicted.exp() * predicted).sum(-1)[:-1]
         columns.append([torch.cat([output.new_zeros(1), column]) for column in (log_probs, entropy)])
     results = [torch.cat(column) for column in zip(*columns, strict=True)]
     weighted = zip(results, (batch["a"], batch["b"]), strict=False)
-    torch.stack([(result * weight).sum() for result, weight in weighted]).sum().backward()
+    (torch.stack([(result * weight).sum() for result, weight in weighted]).sum() / batch.mask.sum()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -145,58 +237,62 @@ def reference(
     return [result.detach() for result in results], load_file(folder / "model.safetensors")
 
 
+def actor_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(log_probs * part["a"] + entropy * part["b"])
+
+
+def critic_loss(values: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(values * part["a"])
+
+
 def run_native(
-    group: ProcessGroup, path: Path, sequence_parallel: bool, temperature: float, gradients: Path
-) -> list[Tensor]:
-    """Results `[T]`, and the gradients written as a checkpoint."""
-    tp = group.size()
-    dims = ParallelDims(tp=tp)
-    mesh = dims.build_mesh("cpu", list(range(tp)))
-    kind = Critic if "value" in path.name else Actor
-    worker = kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", sequence_parallel=sequence_parallel)
+    group: ProcessGroup, path: Path, value: bool, place: Place
+) -> tuple[list[int], list[Tensor], dict[str, Tensor]]:
+    """The sequences of this data-parallel rank, their results `[T]`, and on the first rank every gradient."""
+    dims = place.dims
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size)))
+    kind: type[Worker] = Critic if value else Actor
+    worker: Any = kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", **place.options)
     batch = make_batch()
-    packed = batch.packed(multiple_of=worker.engine.tokens_multiple_of)
-    results: list[Tensor] = []
-
-    def loss(number: int, outputs: tuple[Tensor, ...]) -> Tensor:
-        results[:] = [shift_to_own_token(output, batch) for output in outputs]
-        weighted = zip(results, (batch["a"], batch["b"]), strict=False)
-        return torch.stack([(result * weight).sum() for result, weight in weighted]).sum()
-
-    worker.engine.forward_backward([packed], loss, temperature=temperature)
-    model = worker.engine.module
-    local = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    local |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    layout = ckpt.layout_for(path, role=worker.role)
-    ckpt.save_hf(gradients, local, layout, ckpt.Place(tp=(group.rank(), tp)), group=group)
-    return results
+    indices = list(range(worker.grid.rank("dp"), len(batch), dims.dp))
+    part = batch.select(indices)
+    results = [worker.values(part)] if value else list(worker.log_probs(part, temperature=TEMPERATURE))
+    loss, tokens = (critic_loss if value else actor_loss), worker.max_tokens_per_micro_batch
+    accumulate(worker.engine, part, loss, tokens, aggregation="token-mean", temperature=TEMPERATURE)
+    shards = worker.engine.shards()
+    local = [
+        {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in chunk.items()}
+        for _, chunk in shards.chunks
+    ]
+    streamed = ckpt.stream_hf(local, shards.layout, worker.grid.everyone, shards.places, to=[0])
+    return indices, results, {name: tensor.detach() for name, tensor in streamed}
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"tp{grid[0]}{'-sp' * grid[1]}")
-@pytest.mark.parametrize("name", MODELS)
-def test_native_models_equal_transformers(
-    ranks: RankPool, folder: Path, tmp_path: Path, name: str, grid: tuple[int, bool]
-) -> None:
-    path, model = checkpoint(folder, name)
-    tp, sequence_parallel = grid
-    temperature = 0.8
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_native_models_equal_transformers(ranks: RankPool, references: References, name: str, grid: str) -> None:
+    place = PLACES[grid]
+    expected = references(name, place.layers)
     batch = make_batch()
-    expected, expected_gradients = reference(model, batch, temperature, tmp_path / "expected")
-    gathered = tmp_path / "gradients"
-    per_rank = ranks.run(run_native, path, sequence_parallel, temperature, gathered, world=tp, timeout=120)
-    for results in per_rank:
-        for actual, wanted in zip(results, expected, strict=True):
-            torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=1e-5)
-        assert all(torch.equal(a, b) for a, b in zip(results, per_rank[0], strict=True))
-    actual_gradients = load_file(gathered / "model.safetensors")
-    assert actual_gradients.keys() == expected_gradients.keys()
-    for parameter, wanted in expected_gradients.items():
+    arguments = expected.path, name.endswith("-value"), place
+    per_rank = ranks.run(run_native, *arguments, world=place.dims.world_size, timeout=120)
+    of_first: dict[int, list[Tensor]] = {}
+    for indices, results, _ in per_rank:
+        for actual, wanted in zip(results, expected.results, strict=True):
+            where = batch.positions(indices)
+            torch.testing.assert_close(actual.double(), wanted[where].double(), rtol=0, atol=1e-5)
+        # Ranks of one data-parallel rank have the same numbers.
+        first = of_first.setdefault(indices[0], results)
+        assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+    assert len(of_first) == place.dims.dp
+    gradients = per_rank[0][2]
+    assert gradients.keys() == expected.gradients.keys()
+    for parameter, wanted in expected.gradients.items():
         if parameter.endswith(WITHOUT_GRADIENT):
             continue
-        difference = (actual_gradients[parameter] - wanted).norm() / wanted.norm()
+        difference = (gradients[parameter] - wanted).norm() / wanted.norm()
         # xIELU's are sums over all tokens and channels, most of which cancels.
         limit = 1e-4 if "act_fn.alpha" in parameter else 1e-5
         assert difference <= limit, f"{parameter}: relative difference {difference:.2e}"
         torch.testing.assert_close(
-            actual_gradients[parameter], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=parameter
+            gradients[parameter], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=parameter
         )
