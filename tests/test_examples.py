@@ -22,14 +22,14 @@ def torchrun(program: Path) -> str:
     return result.stdout
 
 
-def over_ray(program: Path) -> str:
+def over_ray(program: Path, *arguments: str, timeout: float = 280) -> str:
     """What a program prints that starts a Ray of its own."""
     # Without these the program joins a cluster that other tests have left running, the workers start by `uv run`, as
     # this process may have, and Ray writes a token to the home folder.
     settings = {"ADDRESS": "local", "ENABLE_UV_RUN_RUNTIME_ENV": "0", "AUTH_MODE": "disabled"}
     env = os.environ | {f"RAY_{name}": value for name, value in settings.items()} | {"RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, str(program)]
-    result = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(program), *arguments]
+    result = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -49,6 +49,30 @@ def test_the_reward_rises(name: str, run: Callable[[Path], str]) -> None:
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
     assert len(rewards) == 20
     assert rewards[-1] > 3 * rewards[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "method", "number", "done", "back_to"),
+    [
+        # The first of the two updates of step 12; both models were saved before step 10.
+        pytest.param("actor", "update", 25, 12, 10, id="in an update"),
+        # The actor was saved before step 10, the critic was not: what both have is from before step 0.
+        pytest.param("critic", "save_training", 2, 10, 0, id="between the two saves"),
+    ],
+)
+def test_the_run_over_ray_goes_on_after_the_loss_of_a_rank(
+    group: str, method: str, number: int, done: int, back_to: int
+) -> None:
+    """`done`: steps before the loss; `back_to`: the step that the run then goes on with."""
+    program = ROOT / "examples" / "ray_ppo.py"
+    output = over_ray(ROOT / "tests" / "kill_a_rank.py", str(program), group, method, str(number), timeout=560)
+    before, after = re.split(rf"^rank 1 \(node .*\) died during {group}\.{method}: ", output, flags=re.M)
+    assert "\nback to the last training checkpoint\n" in after
+    first, second = ([line for line in part.splitlines() if line.startswith("step ")] for part in (before, after))
+    assert [line.split(":")[0] for line in first] == [f"step {step}" for step in range(done)]
+    assert [line.split(":")[0] for line in second] == [f"step {step}" for step in range(back_to, 20)]
+    assert second[: done - back_to] == first[back_to:], "what was learned again is what was lost"
 
 
 @pytest.mark.slow
