@@ -18,6 +18,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForTokenClassification,
 )
 
 from parallel_layers import ParallelDims
@@ -34,15 +37,22 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification),
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification, {}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification, EXPERTS),
 }
 PLACES = [
     ("parallel", ParallelDims()),
     ("parallel", ParallelDims(tp=2)),
     ("parallel", ParallelDims(tp=4)),
     ("parallel", ParallelDims(dp=2, tp=2)),
+    ("parallel", ParallelDims(pp=2)),
+    ("parallel", ParallelDims(cp=2)),
+    ("parallel", ParallelDims(pp=2, cp=2)),
+    ("parallel", ParallelDims(dp=2, ep=2)),
+    ("parallel", ParallelDims(pp=2, tp=2, ep=2)),
     ("transformers", ParallelDims()),
     ("transformers", ParallelDims(dp=2)),
     ("transformers", ParallelDims(cp=2)),
@@ -53,11 +63,16 @@ PLACES = [
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backends")
-    for family, (config, actor, critic) in FAMILIES.items():
+    for family, (config, actor, critic, more) in FAMILIES.items():
         torch.manual_seed(len(family))
-        actor(config(**SIZES)).save_pretrained(folder / family / "actor")
-        critic(config(**SIZES, num_labels=1)).save_pretrained(folder / family / "critic")
+        actor(config(**SIZES, **more)).save_pretrained(folder / family / "actor")
+        critic(config(**SIZES, **more, num_labels=1)).save_pretrained(folder / family / "critic")
     return folder
+
+
+def places(family: str) -> list[tuple[str, ParallelDims]]:
+    """Those of the family: only a mixture has experts to divide."""
+    return [place for place in PLACES if "num_experts" in FAMILIES[family][3] or place[1].ep == 1]
 
 
 def numbers(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[list[int], Tensor]:
@@ -107,7 +122,7 @@ def test_all_backends_and_grids_give_the_same_numbers(ranks: RankPool, checkpoin
     batch = make_batch()
     ((_, expected),) = ranks.run(numbers, checkpoints / family, "parallel", ParallelDims(), world=1)
     assert expected.abs().max() > 1
-    for backend, dims in PLACES:
+    for backend, dims in places(family):
         results = ranks.run(numbers, checkpoints / family, backend, dims, world=dims.world_size, timeout=120)
         seen = set()
         for indices, actual in results:
@@ -122,18 +137,18 @@ def test_all_backends_and_grids_give_the_same_numbers(ranks: RankPool, checkpoin
 def test_all_backends_and_grids_give_the_same_gradients(
     ranks: RankPool, checkpoints: Path, family: str, tmp_path: Path
 ) -> None:
-    for number, (backend, dims) in enumerate(PLACES):
+    for number, (backend, dims) in enumerate(places(family)):
         ranks.run(step, checkpoints / family, backend, dims, tmp_path / str(number), world=dims.world_size, timeout=120)
     for kind in ("actor", "critic"):
         before, *after = (
             load_file(folder / kind / "model.safetensors")
-            for folder in (checkpoints / family, *(tmp_path / str(number) for number in range(len(PLACES))))
+            for folder in (checkpoints / family, *(tmp_path / str(number) for number in range(len(places(family)))))
         )
         for name, start in before.items():
             expected = after[0][name] - start
             scale = expected.abs().max()
             assert scale > 0, name
-            for (backend, dims), tensors in zip(PLACES, after, strict=True):
+            for (backend, dims), tensors in zip(places(family), after, strict=True):
                 # The difference of two parameters is rounded as these are.
                 atol = 1e-4 * scale.item() + 1e-6 * start.abs().max().item()
                 torch.testing.assert_close(
