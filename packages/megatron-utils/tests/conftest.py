@@ -1,5 +1,6 @@
 """One pool of gloo ranks for all tests of this package."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 from hypothesis import settings
 
 from parallel_layers.testing import RankPool, shared_pool
+
+# Where it is installed, Megatron-Core has Transformer Engine multiply for its routers, which asks cuBLAS for TF32. This
+# keeps fp32 fp32; cuBLAS reads it when it is first used, so it is set before any rank starts.
+os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 
 # The first example of a session pays for imports; a loaded machine is slow at any time.
 settings.register_profile("megatron_utils", deadline=None)

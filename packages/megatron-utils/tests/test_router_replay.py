@@ -44,18 +44,19 @@ def run_on(
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import restore_order, run_schedule
     from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
     from megatron_utils.testing.weights import load_transformers_state
 
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+    rows = [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in LENGTHS]
     with (
-        cpu_stand_in(),
+        device_of(group) as device,
         megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid,
     ):
         chunks = build_gpt(HF, grid, **options)
         load_transformers_state(chunks, state())
         wrapped = wrap_data_parallel(chunks, grid)
+        sequences = [row.to(device) for row in rows]
         packed = [
             PackedSequence.from_sequences([sequences[i] for i in members], multiple_of=dims.tp * 2 * dims.cp)
             for members in MICRO_BATCHES
@@ -90,7 +91,7 @@ def run_on(
             if isinstance(module, TopKRouter)
         )
         norm = Optimizer(wrapped, grid, OptimizerConfig()).step().grad_norm
-    return log_probs, recorded, norm
+    return [x.cpu() for x in log_probs], [x.cpu() for x in recorded], norm
 
 
 def state() -> dict[str, Tensor]:
@@ -122,6 +123,22 @@ GRIDS = [
 def test_routing_replays_on_any_grid(
     ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any]
 ) -> None:
+    replays_on_a_grid(ranks, dims, virtual_stages, options, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dims", "virtual_stages", "options"),
+    [pytest.param(*case, marks=pytest.mark.gpu(case[0].world_size)) for case in GRIDS],
+)
+def test_routing_replays_on_gpus(
+    nccl_ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any]
+) -> None:
+    replays_on_a_grid(nccl_ranks, dims, virtual_stages, options, tolerance=1e-4)
+
+
+def replays_on_a_grid(
+    ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any], *, tolerance: float
+) -> None:
     forced = chosen(1)
     ((log_probs, recorded, norm),) = ranks.run(run_on, ParallelDims(), forced, world=1)
     ((free, natural, _),) = ranks.run(run_on, ParallelDims(), None, world=1)
@@ -132,9 +149,9 @@ def test_routing_replays_on_any_grid(
         assert torch.equal(one.long(), other)
     for log, table, gradient_norm in ranks.run(run_on, dims, forced, virtual_stages, world=dims.world_size, **options):
         for one, other in zip(log, log_probs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
         assert all(torch.equal(one, other) for one, other in zip(table, recorded, strict=True))
-        assert gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert gradient_norm == pytest.approx(norm, rel=tolerance)
     # Recorded on that grid, the natural choice is the one of a single rank, in the caller's order.
     for _, table, _ in ranks.run(run_on, dims, None, virtual_stages, world=dims.world_size, **options):
         assert all(torch.equal(one.sort(-1)[0], other.sort(-1)[0]) for one, other in zip(table, natural, strict=True))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -25,10 +26,10 @@ def model_on(grid: Any, dtype: torch.dtype = torch.float32) -> list[torch.nn.Mod
     return chunks
 
 
-def batch(seed: int) -> PackedSequence:
+def batch(seed: int, device: torch.device) -> PackedSequence:
     generator = torch.Generator().manual_seed(seed)
     return PackedSequence.from_sequences(
-        [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in (7, 3, 5)]
+        [torch.randint(0, HF["vocab_size"], (n,), generator=generator).to(device) for n in (7, 3, 5)]
     )
 
 
@@ -41,14 +42,16 @@ def adamw_on(group: ProcessGroup, distributed: bool) -> None:
     from megatron_utils.memory import HostOffload
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
 
     dp = group.size()
+    # NCCL and CUDA kernels add in another order, and the optimizer may be Transformer Engine's.
+    tolerance = 1e-5 if dist.get_backend(group) == "gloo" else 1e-4
     config = OptimizerConfig(
         lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, clip_grad=0.5, distributed=distributed
     )
     schedule = ScheduleConfig("linear", total_steps=10)
-    with cpu_stand_in(), megatron_grid(ParallelDims(dp=dp), ranks=range(dp)) as grid:
+    with device_of(group) as device, megatron_grid(ParallelDims(dp=dp), ranks=range(dp)) as grid:
         chunks = model_on(grid)
         (reference,) = model_on(grid)
         named = dict(reference.named_parameters())
@@ -72,12 +75,12 @@ def adamw_on(group: ProcessGroup, distributed: bool) -> None:
             assert all(parameter.untyped_storage().nbytes() == 0 for parameter in chunks[0].parameters())
             host.onload()
             optimizer.zero_grad()
-            mine = batch(10 * step + grid.groups.dp.rank())
+            mine = batch(10 * step + grid.groups.dp.rank(), device)
             run_schedule(wrapped, [mine], grid, labels=[next_token_labels(mine)], loss=loss)
             result = optimizer.step()
             adamw.zero_grad()
             for rank in range(dp):
-                theirs = batch(10 * step + rank)
+                theirs = batch(10 * step + rank, device)
                 (loss(reference(theirs, next_token_labels(theirs)), 0) / dp).backward()
             norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
             for param_group in adamw.param_groups:
@@ -85,10 +88,10 @@ def adamw_on(group: ProcessGroup, distributed: bool) -> None:
             adamw.step()
             assert not result.skipped
             assert result.lr == pytest.approx(1e-2 * (1 - step / 10), rel=1e-12)
-            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=tolerance)
             for name, parameter in chunks[0].named_parameters():
                 torch.testing.assert_close(
-                    parameter, named[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                    parameter, named[name], rtol=tolerance, atol=0.1 * tolerance, msg=lambda m, n=name: f"{n}: {m}"
                 )
         assert optimizer.steps == 4
 
@@ -98,13 +101,21 @@ def test_steps_equal_torch_adamw(ranks: RankPool, dp: int, distributed: bool) ->
     ranks.run(adamw_on, distributed, world=dp)
 
 
+@pytest.mark.parametrize(
+    ("dp", "distributed"),
+    [pytest.param(dp, cut, marks=pytest.mark.gpu(dp)) for dp, cut in ((1, False), (2, False), (2, True))],
+)
+def test_steps_equal_torch_adamw_on_gpus(nccl_ranks: RankPool, dp: int, distributed: bool) -> None:
+    nccl_ranks.run(adamw_on, distributed, world=dp)
+
+
 def overflow_on(group: ProcessGroup) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
 
     config = OptimizerConfig(lr=1e-2, precision="fp16", initial_loss_scale=64.0, hysteresis=1)
-    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+    with device_of(group), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         wrapped = wrap_data_parallel(model_on(grid, torch.float16), grid)
         optimizer = Optimizer(wrapped, grid, config, ScheduleConfig("linear", total_steps=10))
         parameters = list(wrapped[0].module.parameters())
@@ -129,14 +140,19 @@ def test_an_overflow_is_a_counted_skipped_step(ranks: RankPool) -> None:
     ranks.run(overflow_on, world=1)
 
 
+@pytest.mark.gpu
+def test_an_overflow_is_a_counted_skipped_step_on_a_gpu(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(overflow_on, world=1)
+
+
 def overflow_of_an_expert_on(group: ProcessGroup) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
 
     config = OptimizerConfig(precision="fp16", initial_loss_scale=64.0, hysteresis=1)
-    with cpu_stand_in(), megatron_grid(ParallelDims(dp=2, ep=2), ranks=range(2)) as grid:
+    with device_of(group), megatron_grid(ParallelDims(dp=2, ep=2), ranks=range(2)) as grid:
         (chunk,) = build_gpt(tiny_config("qwen3_moe"), grid, dtype=torch.float16)
         wrapped = wrap_data_parallel([chunk], grid)
         optimizer = Optimizer(wrapped, grid, config)
@@ -156,16 +172,21 @@ def test_experts_and_dense_parameters_have_one_loss_scale(ranks: RankPool) -> No
     ranks.run(overflow_of_an_expert_on, world=2)
 
 
+@pytest.mark.gpu(2)
+def test_experts_and_dense_parameters_have_one_loss_scale_on_gpus(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(overflow_of_an_expert_on, world=2)
+
+
 def states_on(group: ProcessGroup, dtype: torch.dtype) -> None:
     from torch.distributed.tensor import DTensor
 
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, ParameterStates, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
 
     precision = "fp32" if dtype == torch.float32 else "bf16"
-    with cpu_stand_in(), megatron_grid(ParallelDims(dp=2), ranks=range(2)) as grid:
+    with device_of(group) as device, megatron_grid(ParallelDims(dp=2), ranks=range(2)) as grid:
 
         def begin(distributed: bool) -> tuple[list[Any], Optimizer, ParameterStates]:
             wrapped = wrap_data_parallel(model_on(grid, dtype), grid, distributed=distributed)
@@ -174,7 +195,7 @@ def states_on(group: ProcessGroup, dtype: torch.dtype) -> None:
             return list(wrapped[0].module.parameters()), optimizer, ParameterStates(optimizer)
 
         def step(optimizer: Optimizer, seed: int) -> None:
-            packed = batch(seed)
+            packed = batch(seed, device)
             optimizer.zero_grad()
             run_schedule(optimizer.chunks, [packed], grid, labels=[next_token_labels(packed)], loss=loss)
             optimizer.step()
@@ -215,6 +236,12 @@ def test_states_of_parameters_come_out_and_go_in(ranks: RankPool, dtype: torch.d
     ranks.run(states_on, dtype, world=2)
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_of_parameters_come_out_and_go_in_on_gpus(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    nccl_ranks.run(states_on, dtype, world=2)
+
+
 def on_the_host_on(group: ProcessGroup) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
@@ -227,8 +254,7 @@ def on_the_host_on(group: ProcessGroup) -> None:
             config = OptimizerConfig(lr=1e-2, cpu_offload_fraction=fraction)
             optimizer = Optimizer(wrap_data_parallel(chunks, grid), grid, config)
             for seed in range(3):
-                packed = batch(seed)
-                packed = PackedSequence.from_sequences([row.cuda() for row in packed.split(packed.input_ids)])
+                packed = batch(seed, torch.device("cuda"))
                 optimizer.zero_grad()
                 run_schedule(optimizer.chunks, [packed], grid, labels=[next_token_labels(packed)], loss=loss)
                 optimizer.step()
@@ -248,10 +274,10 @@ def test_an_optimizer_that_lives_on_the_host_steps_alike(nccl_ranks: RankPool) -
 def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
-    from megatron_utils.testing import cpu_stand_in
+    from megatron_utils.testing import device_of
 
     config = OptimizerConfig(lr=1e-2, precision="fp32" if dtype == torch.float32 else "bf16")
-    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+    with device_of(group), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         wrapped = wrap_data_parallel(model_on(grid, dtype), grid)
         optimizer = Optimizer(wrapped, grid, config)
         parameters = list(wrapped[0].module.parameters())
@@ -271,6 +297,12 @@ def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(not_finite_on, dtype, world=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing_on_a_gpu(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    nccl_ranks.run(not_finite_on, dtype, world=1)
 
 
 def mistakes_on(group: ProcessGroup) -> list[str]:

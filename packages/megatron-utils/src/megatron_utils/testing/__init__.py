@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_utils.testing.models import MIXTURES, tiny_config, tiny_models
 
 if TYPE_CHECKING:
-    from megatron_utils.testing.cpu import cpu_stand_in, stand_in_is_active
+    from megatron_utils.testing.cpu import cpu_stand_in, device_of, stand_in_is_active
 
-__all__ = ["MIXTURES", "cpu_stand_in", "stand_in_is_active", "tiny_config", "tiny_models"]
+__all__ = ["MIXTURES", "cpu_stand_in", "device_of", "stand_in_is_active", "tiny_config", "tiny_models"]
 
 
 def __getattr__(name: str) -> Any:

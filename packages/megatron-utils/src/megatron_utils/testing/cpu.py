@@ -188,6 +188,16 @@ def cpu_stand_in() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def device_of(group: dist.ProcessGroup) -> Iterator[torch.device]:
+    """The device that a group's ranks compute on: NCCL's, or the CPU, with the stand-in entered. For tests of both."""
+    if dist.get_backend(group) == "nccl":
+        yield torch.device("cuda", torch.cuda.current_device())
+    else:
+        with cpu_stand_in():
+            yield _CPU
+
+
 def stand_in_is_active() -> bool:
     """Whether `cpu_stand_in` is entered."""
     return torch.cuda.current_device is _CUDA["current_device"]
