@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,6 +281,12 @@ class Reference:
         return self.found[key]
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="session")
 def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(ranks, save_models(tmp_path_factory.mktemp("grids")))
@@ -322,6 +328,26 @@ FEW = {
 ON_GPUS = {
     "llama": [case(tp=2), case(pp=2, vpp=2), case(dp=2, recompute="full"), case(cp=2), case(cp=2, ring=True)],
     "qwen3_moe": [case(tp=2, ep=2), case(dp=2, ep=2), case(pp=2, recompute="selective")],
+}
+
+# Three or four forms of parallelism at once.
+ON_EIGHT_RANKS = {
+    "llama": [
+        case(pp=2, dp=2, tp=2, vpp=2),
+        case(pp=2, cp=2, tp=2, ring=True, zero_bubble=True),
+        case(pp=2, dp=2, cp=2, recompute="full"),
+        case(dp=2, cp=2, tp=2, plain_tp=True),
+        case(pp=2, dp=4),
+        case(pp=4, tp=2, vpp=2),
+    ],
+    "qwen3_moe": [
+        case(pp=2, dp=2, tp=2, ep=2),
+        case(pp=2, dp=2, tp=2, ep=4, zero_bubble=True),
+        case(dp=2, cp=2, tp=2, ep=2),
+        case(dp=2, cp=2, tp=2, ep=4, ring=True),
+        case(pp=2, dp=2, cp=2, ep=2, vpp=2),
+        case(pp=2, cp=2, tp=2, ep=4, recompute="selective"),
+    ],
 }
 
 
@@ -397,3 +423,11 @@ def test_grids_on_gpus(nccl_ranks: RankPool, one_rank: Reference, model: str) ->
 @pytest.mark.parametrize("model", FEW)
 def test_all_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
     check(ranks, one_rank, model, all_grids(experts=model == "qwen3_moe"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ON_EIGHT_RANKS)
+def test_grids_of_eight_ranks_compute_what_one_rank_does(
+    eight_ranks: RankPool, one_rank: Reference, model: str
+) -> None:
+    check(eight_ranks, one_rank, model, ON_EIGHT_RANKS[model])
