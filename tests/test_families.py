@@ -1,4 +1,4 @@
-"""The README's table of families is the code's, and an actor of every cell in it scores like transformers."""
+"""The README's table of families is the code's, and an actor of every cell scores and generates like transformers."""
 
 import contextlib
 import re
@@ -81,3 +81,31 @@ def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family:
     starts = batch.first
     torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)
     torch.testing.assert_close(scored.entropy[~starts], expected.entropy[(~starts).roll(-1)], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize(("family", "backend"), CELLS)
+def test_an_actor_of_every_cell_generates_like_transformers(tmp_path: Path, family: str, backend: str) -> None:
+    """A token at a time with a KV cache: as transformers would draw, which sees all at once."""
+    model = tiny_model(family).eval()
+    model.save_pretrained(tmp_path)
+    prompts = random_sequences((7, 1, 12), model.config.get_text_config().vocab_size)
+    with what_it_needs(backend):
+        actor = Actor.from_pretrained(tmp_path, backend=backend, device="cpu")
+        greedy = actor.generate(prompts, max_new_tokens=6, temperature=0.0)
+        drawn = actor.generate(prompts, max_new_tokens=6, n=2, temperature=0.8, seed=1)
+        scored = actor.log_probs(drawn, temperature=0.8).log_probs
+    torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
+    for batch, temperature in ((greedy, 1.0), (drawn, 0.8)):
+        n = len(batch) // len(prompts)
+        for number, (tokens, log_probs) in enumerate(zip(batch.split(), batch.split("log_probs"), strict=True)):
+            start = len(prompts[number // n])
+            assert torch.equal(tokens[:start], prompts[number // n])
+            assert len(tokens) == start + 6
+            with torch.no_grad():
+                logits = model(tokens[None]).logits[0, start - 1 : -1].float()
+            own = tokens[start:, None]
+            expected = (logits / temperature).log_softmax(-1).gather(1, own)[:, 0]
+            torch.testing.assert_close(log_probs[start:], expected, rtol=0, atol=1e-5)
+            if batch is greedy:
+                # The likeliest; of two that are as likely, either.
+                assert (logits.gather(1, own)[:, 0] >= logits.max(-1).values - 1e-5).all()
