@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import (
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
+from rl_models.backends import BACKENDS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 51,
@@ -46,16 +47,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"llama": folder / "llama", "qwen2": folder / "qwen2"}
 
 
-def load(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> Actor:
+@contextmanager
+def loaded(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> Iterator[Actor]:
+    """An actor, to be used inside."""
+    from megatron_utils.testing import cpu_stand_in
+
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
-    return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        yield Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
 
 
 def generate(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, options: dict[str, Any]) -> Batch:
-    actor = load(group, path, dims, backend)
-    batch = actor.generate(PROMPTS, **options)
-    computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
-    return batch.with_fields(computed=computed)
+    with loaded(group, path, dims, backend) as actor:
+        batch = actor.generate(PROMPTS, **options)
+        computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
+        return batch.with_fields(computed=computed)
 
 
 CASES = {
@@ -81,8 +87,14 @@ def test_all_grids_and_backends_draw_the_same_tokens(
     for dims, backend in (
         (ParallelDims(tp=2), "parallel"),
         (ParallelDims(tp=4), "parallel"),
+        (ParallelDims(pp=2), "parallel"),
+        (ParallelDims(cp=2), "parallel"),
         (ParallelDims(), "transformers"),
         (ParallelDims(cp=2), "transformers"),
+        (ParallelDims(), "megatron"),
+        (ParallelDims(tp=2), "megatron"),
+        (ParallelDims(pp=2), "megatron"),
+        (ParallelDims(cp=2), "megatron"),
     ):
         for batch in ranks.run(generate, models[model], dims, backend, options, world=dims.world_size):
             assert torch.equal(batch.tokens, first.tokens), (dims, backend)
@@ -103,15 +115,15 @@ def test_greedy_equals_transformers_own_generation(ranks: RankPool, models: dict
 
 def generate_on_dp(group: ProcessGroup, path: Path, backend: str) -> list[Any]:
     """One data-parallel rank has work for longer than the other; one has none at all."""
-    actor = load(group, path, ParallelDims(dp=2), backend)
     rank = group.rank()
-    same = actor.generate(PROMPTS, max_new_tokens=6, seed=3)
-    uneven = actor.generate(PROMPTS[: 2 * rank], max_new_tokens=2 + 5 * rank, seed=3)
-    log_probs = actor.log_probs(uneven).log_probs
-    return [same, uneven.with_fields(computed=log_probs)]
+    with loaded(group, path, ParallelDims(dp=2), backend) as actor:
+        same = actor.generate(PROMPTS, max_new_tokens=6, seed=3)
+        uneven = actor.generate(PROMPTS[: 2 * rank], max_new_tokens=2 + 5 * rank, seed=3)
+        log_probs = actor.log_probs(uneven).log_probs
+        return [same, uneven.with_fields(computed=log_probs)]
 
 
-@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_data_parallel_ranks_draw_differently_and_need_not_run_in_step(
     ranks: RankPool, models: dict[str, Path], backend: str
 ) -> None:
@@ -122,38 +134,42 @@ def test_data_parallel_ranks_draw_differently_and_need_not_run_in_step(
     torch.testing.assert_close(two["log_probs"], drawn, rtol=0, atol=1e-5)
 
 
-def seeds(group: ProcessGroup, path: Path) -> list[Tensor]:
-    actor = load(group, path, ParallelDims(), "parallel")
-    return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, 0, 1)]
+def seeds(group: ProcessGroup, path: Path, backend: str) -> list[Tensor]:
+    with loaded(group, path, ParallelDims(), backend) as actor:
+        return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, 0, 1)]
 
 
-def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path]) -> None:
-    ((first, again, other),) = ranks.run(seeds, models["llama"], world=1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path], backend: str) -> None:
+    ((first, again, other),) = ranks.run(seeds, models["llama"], backend, world=1)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def watch_decoding(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, list[list[int]]]:
     """What is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
-    actor = load(group, path, dims, backend)
-    decoding, calls = actor.engine.decoding, []
+    calls: list[list[int]] = []
+    with loaded(group, path, dims, backend) as actor:
+        decoding = actor.engine.decoding
 
-    @contextmanager
-    def watched(*args: Any) -> Iterator[Any]:
-        with decoding(*args) as next_logits:
+        @contextmanager
+        def watched(*args: Any) -> Iterator[Any]:
+            with decoding(*args) as next_logits:
 
-            def call(tokens: Any, keep: Any = None) -> Tensor:
-                calls.append([len(new) for new in tokens])
-                return next_logits(tokens, keep)
+                def call(tokens: Any, keep: Any = None) -> Tensor:
+                    calls.append([len(new) for new in tokens])
+                    return next_logits(tokens, keep)
 
-            yield call
+                yield call
 
-    actor.engine.decoding = watched
-    return actor.generate(PROMPTS, max_new_tokens=12, n=4, seed=5, stop_ids=list(range(10))), calls
+        actor.engine.decoding = watched
+        return actor.generate(PROMPTS, max_new_tokens=12, n=4, seed=5, stop_ids=list(range(10))), calls
 
 
 @pytest.mark.parametrize(
-    ("backend", "dims"), [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims(cp=2))], ids=["tp2", "cp2"]
+    ("backend", "dims"),
+    [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims(cp=2)), ("megatron", ParallelDims(pp=2))],
+    ids=["tp2", "cp2", "megatron-pp2"],
 )
 def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
     ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims
@@ -181,34 +197,36 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"llama": folder / "llama", "moe": folder / "moe"}
 
 
-def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> tuple[list[str], Batch]:
+def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[list[str], Batch]:
     """What is said of prompts that only the last data-parallel rank has; the actor then goes on."""
-    actor = load(group, path, dims, "parallel")
     last = group.rank() == dims.world_size - 1 or dims.dp == 1
     said = []
-    for prompts in ([[1, 5], [3, 9]], [[1], [51]]):
-        for options in ({}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}):
-            with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
-                actor.generate(prompts if last else [[2]], max_new_tokens=1, n=2, **options)
-            said.append(str(error.value))
-    return said, actor.generate([[1, 5]], max_new_tokens=1)
+    with loaded(group, path, dims, backend) as actor:
+        for prompts in ([[1, 5], [3, 9]], [[1], [51]]):
+            for options in ({}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}):
+                with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
+                    actor.generate(prompts if last else [[2]], max_new_tokens=1, n=2, **options)
+                said.append(str(error.value))
+        return said, actor.generate([[1, 5]], max_new_tokens=1)
 
 
 @pytest.mark.parametrize(
-    ("model", "dims"),
+    ("model", "dims", "backend"),
     [
-        ("llama", ParallelDims()),
-        ("llama", ParallelDims(tp=2)),
-        ("llama", ParallelDims(pp=2)),
-        ("llama", ParallelDims(dp=2)),
-        ("moe", ParallelDims(dp=2, ep=2)),
+        ("llama", ParallelDims(), "parallel"),
+        ("llama", ParallelDims(tp=2), "parallel"),
+        ("llama", ParallelDims(pp=2), "parallel"),
+        ("llama", ParallelDims(dp=2), "parallel"),
+        ("moe", ParallelDims(dp=2, ep=2), "parallel"),
+        ("llama", ParallelDims(pp=2), "megatron"),
+        ("moe", ParallelDims(dp=2, ep=2), "megatron"),
     ],
     ids=str,
 )
 def test_a_diverged_model_is_named_on_every_rank_and_nothing_hangs(
-    ranks: RankPool, diverged: dict[str, Path], model: str, dims: ParallelDims
+    ranks: RankPool, diverged: dict[str, Path], model: str, dims: ParallelDims, backend: str
 ) -> None:
-    results = ranks.run(fail_to_generate, diverged[model], dims, world=dims.world_size, timeout=60)
+    results = ranks.run(fail_to_generate, diverged[model], dims, backend, world=dims.world_size, timeout=60)
     for rank, (said, after) in enumerate(results):
         other = "rank 1: " if dims.dp == 2 and rank == 0 else ""
         nan = "the model gives NaN or infinite logits after 0 tokens of the responses (prompt, response) "
