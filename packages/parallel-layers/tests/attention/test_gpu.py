@@ -1,20 +1,23 @@
 """Every attention backend that is installed, against the reference in fp32 on the same numbers; and no host sync."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_layers.attention import LatentConfig, available_backends, packed_attention
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import KVCache
+from parallel_layers.mlp import ParallelMLP
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig
+from parallel_layers.norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding
 
 pytestmark = pytest.mark.gpu
@@ -39,9 +42,14 @@ def boundaries(lengths: list[int]) -> Tensor:
 
 
 def skip_unless_able(backend: str, head_dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    needs = Needs("cuda", dtype, head_dim, "softcap" in options, "sinks" in options or "return_lse" in options)
-    if (reason := why_not(backend, needs)) is not None:
-        pytest.skip(f"{backend}: {reason}")
+    """A backend that cannot do a case must have refused it by name and with the reason."""
+    softcap, return_lse = options.get("softcap"), "sinks" in options or "return_lse" in options
+    if (reason := why_not(backend, Needs("cuda", dtype, head_dim, softcap is not None, return_lse))) is None:
+        return
+    q, k, v = torch.zeros(3, 4, 2, head_dim, device="cuda", dtype=dtype)
+    with pytest.raises(ValueError, match=re.escape(f"backend='{backend}' cannot do this case: {reason}; use 'auto'")):
+        packed_attention(q, k, v, boundaries([4]), 4, softcap=softcap, return_lse=return_lse, backend=backend)
+    pytest.skip(f"{backend}: {reason}")
 
 
 def relative_error(x: Tensor, truth: Tensor) -> float:
@@ -54,16 +62,18 @@ def compare(
     lengths_k: list[int] | None = None,
     heads: tuple[int, int] = (8, 2),
     head_dim: int = 128,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
     """The output and every gradient: at most 1.5 times as far from fp64 as the reference in the same dtype."""
-    skip_unless_able(backend, head_dim, dtype, options)
+    value_dim = head_dim if value_dim is None else value_dim
+    skip_unless_able(backend, max(head_dim, value_dim), dtype, options)
     torch.manual_seed(0)
     tokens, keys = sum(lengths_q), sum(lengths_k if lengths_k is not None else lengths_q)
-    shapes = [(tokens, heads[0], head_dim), (keys, heads[1], head_dim), (keys, heads[1], head_dim)]
+    shapes = [(tokens, heads[0], head_dim), (keys, heads[1], head_dim), (keys, heads[1], value_dim)]
     data = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    seed = torch.randn(shapes[0], device="cuda").to(dtype)
+    seed = torch.randn(tokens, heads[0], value_dim, device="cuda").to(dtype)
     if options.pop("sinks", False):
         data.append(torch.randn(heads[0], device="cuda").to(dtype))
     if lengths_k is not None:
@@ -97,6 +107,13 @@ def test_head_sizes(backend: str, head_dim: int) -> None:
     compare(backend, LENGTHS, head_dim=head_dim, heads=(6, 6))
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 64), (64, 128), (128, 72)])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_value_heads_of_another_size(backend: str, head_dim: int, value_dim: int) -> None:
+    """Smaller, as DeepSeek's, and larger."""
+    compare(backend, LENGTHS, head_dim=head_dim, value_dim=value_dim)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_dtypes(backend: str, dtype: torch.dtype) -> None:
@@ -125,18 +142,53 @@ def test_nothing_to_do(backend: str, lengths: list[int], lengths_k: list[int]) -
     assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("case", ["causal", "both ways", "window", "softcap", "sinks", "window, softcap, sinks"])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_log_sum_exp(backend: str) -> None:
-    skip_unless_able(backend, 64, torch.bfloat16, {"return_lse": True})
+def test_log_sum_exp(backend: str, case: str) -> None:
+    case_options = dict(CASES[case])
+    skip_unless_able(backend, 64, torch.bfloat16, {"return_lse": True, **case_options})
     q, k, v = torch.randn(3, sum(LENGTHS), 4, 64, device="cuda").bfloat16()
     bounds_k = boundaries([300, 1, 0, 1000, 0, 64, 136])  # one segment's queries have no keys
-    options: dict[str, Any] = {"cu_seqlens_k": bounds_k, "max_seqlen_k": 1000, "return_lse": True}
+    if case_options.pop("sinks", False):
+        case_options["sinks"] = torch.randn(4, device="cuda")
+    options: dict[str, Any] = {"cu_seqlens_k": bounds_k, "max_seqlen_k": 1000, "return_lse": True, **case_options}
     bounds = boundaries(LENGTHS)
     out, lse = packed_attention(q, k, v, bounds, 1000, backend=backend, **options)
     wide = (x.float() for x in (q, k, v))
     expected_out, expected_lse = packed_attention(*wide, bounds, 1000, backend="reference", **options)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(out.float(), expected_out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("case", ["causal", "window", "softcap"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_segment_never_feels_another_bit_for_bit(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other segment's data changed: this one's output and gradients keep every bit.
+
+    With torch's deterministic algorithms: some of the kernels' backwards add up in any order without them.
+    """
+    skip_unless_able(backend, 64, torch.bfloat16, CASES[case])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.manual_seed(0)
+    cu_seqlens, total = boundaries(LENGTHS), sum(LENGTHS)
+    data = [torch.randn(total, heads, 64, device="cuda").bfloat16() for heads in (4, 2, 2, 4)]
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        out = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend, **CASES[case])
+        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = run(data)
+        for start, end in pairwise(cu_seqlens.tolist()):
+            others = torch.ones(total, 1, 1, dtype=torch.bool, device="cuda")
+            others[start:end] = False
+            after = run([torch.where(others, 3 * x + 1, x) for x in data])
+            for x, y in zip(before, after, strict=True):
+                assert torch.equal(x[start:end], y[start:end])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -266,13 +318,31 @@ def test_decoding_with_a_cache(name: str) -> None:
         starts = [a + n for a, n in zip(starts, new, strict=True)]
 
 
-def test_compiled_layer() -> None:
-    layer = DecoderLayer(CONFIG, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("name", ["norm", "mlp", "qwen3", "moe"])
+def test_compiled_layer(name: str) -> None:
+    """Inductor's code: one graph for the first length and one for all others; outputs and every gradient."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    layer: nn.Module
+    if name in ("norm", "mlp"):
+        layer = RMSNorm(256, **place) if name == "norm" else ParallelMLP(256, 512, **place)
+    else:  # of all experts: a choice near a tie would be another after another rounding
+        moe = replace(EXPERTS, top_k=EXPERTS.num_experts) if name == "moe" else None
+        layer = DecoderLayer(replace(CONFIG, moe=moe), **place)
     rotary = RotaryEmbedding(64, device="cuda")
-    compiled = torch.compile(layer, fullgraph=True)
-    for lengths in ([100, 28], [300, 1, 0, 77]):
-        x = torch.randn(sum(lengths), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for lengths in ([100, 28], [300, 1, 0, 77], [250, 31]):
+        x = torch.randn(sum(lengths), 256, requires_grad=True, **place)
+        seed = torch.randn_like(x)
         positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
-        arguments = (rotary(positions), boundaries(lengths), max(lengths))
-        torch.testing.assert_close(compiled(x, *arguments), layer(x, *arguments), rtol=3e-2, atol=3e-2)
-        compiled(x, *arguments).sum().backward()
+        arguments = (rotary(positions), boundaries(lengths), max(lengths)) if isinstance(layer, DecoderLayer) else ()
+        leaves, found = [x, *layer.parameters()], []
+        for run in (compiled, layer):
+            out = run(x, *arguments)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, seed)])
+        for ours, theirs in zip(*found, strict=True):
+            assert relative_error(ours, theirs) < 3e-2
+    assert counter.frame_count == 2

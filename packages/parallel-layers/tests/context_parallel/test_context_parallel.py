@@ -1,5 +1,6 @@
 """Ulysses and ring attention against attention on one rank: outputs and every gradient."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention import packed_attention
+from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.collectives import all_to_all
 from parallel_layers.context_parallel import gather_sequence, ring_attention, split_sequence, ulysses_attention
 from parallel_layers.testing import RankPool
@@ -118,24 +120,56 @@ def test_a_sinks_gradient_knows_nothing_of_the_outputs_last_rounding(ranks: Rank
     torch.testing.assert_close(found, torch.autograd.grad(out, wide, seed)[0], rtol=1e-5, atol=1e-5)
 
 
+GPU_LENGTHS = [700, 1, 0, 90, 1000, 257]
+
+
+def check_on_gpus(pool: RankPool, name: str, world: int, with_sinks: bool = False, **options: Any) -> None:
+    """bf16 over NCCL: output and gradients as close to fp64 as bf16 is."""
+    torch.manual_seed(0)
+    lengths = GPU_LENGTHS
+    tensors = [torch.randn(sum(lengths), heads, 64).bfloat16() for heads in (6, 3, 3, 6)]
+    sinks = torch.randn(6).bfloat16() if with_sinks else None
+    leaves = [x.double().requires_grad_() for x in (tensors[:3] if sinks is None else [*tensors[:3], sinks])]
+    asked = {key: value for key, value in options.items() if key != "backend"}
+    if sinks is not None:
+        asked["sinks"] = leaves[3]
+    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), **asked)
+    expected = [out, *torch.autograd.grad(out, leaves, tensors[3].double())]
+    results = pool.run(run_sharded, name, tensors, sinks, lengths, options, world=world)
+    for i, truth in enumerate(expected):
+        ours = results[0][i].double() if i < 4 else sum(result[4].double() for result in results)
+        assert (ours - truth).norm() <= 1e-2 * truth.norm()
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_on_gpus(nccl_ranks: RankPool, name: str, with_sinks: bool, window: int | None) -> None:
-    """bf16 over NCCL with the kernel that `auto` picks: as close to fp64 as bf16 is."""
-    torch.manual_seed(0)
-    lengths = [700, 1, 0, 90, 1000, 257]
-    tensors = [torch.randn(sum(lengths), heads, 64).bfloat16() for heads in (6, 3, 3, 6)]
-    sinks = torch.randn(6).bfloat16() if with_sinks else None
-    leaves = [x.double().requires_grad_() for x in (tensors[:3] if sinks is None else [*tensors[:3], sinks])]
-    options = {} if sinks is None else {"sinks": leaves[3]}
-    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), window=window, **options)
-    expected = [out, *torch.autograd.grad(out, leaves, tensors[3].double())]
-    results = nccl_ranks.run(run_sharded, name, tensors, sinks, lengths, {"window": window}, world=2)
-    for i, truth in enumerate(expected):
-        ours = results[0][i].double() if i < 4 else sum(result[4].double() for result in results)
-        assert (ours - truth).norm() <= 1e-2 * truth.norm()
+    """With the kernel that `auto` picks."""
+    check_on_gpus(nccl_ranks, name, 2, with_sinks, window=window)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_on_four_gpus(four_nccl_ranks: RankPool, name: str, window: int | None) -> None:
+    """More ranks than key heads that divide; chunks that several ranks' windows reach."""
+    check_on_gpus(four_nccl_ranks, name, 4, True, window=window)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "exact"])
+def test_every_backend_on_two_gpus(nccl_ranks: RankPool, backend: str, name: str, window: int | None) -> None:
+    """A ring needs the log-sum-exp, and says so; within a window no backend does."""
+    needs = Needs("cuda", torch.bfloat16, 64, softcap=False, lse=name == "ring" and window is None)
+    if (reason := why_not(backend, needs)) is None:
+        check_on_gpus(nccl_ranks, name, 2, window=window, backend=backend)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"backend='{backend}' cannot do this case: {reason}")):
+        check_on_gpus(nccl_ranks, name, 2, window=window, backend=backend)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 11, 12, 16, 31, 40, 100])

@@ -11,7 +11,9 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import KVCache, PagedKVCache
+from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=32)
@@ -32,25 +34,18 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def build(config: DecoderConfig, group: ProcessGroup | None, sequence_parallel: bool) -> nn.ModuleList:
+def build(
+    config: DecoderConfig, group: ProcessGroup | None, sequence_parallel: bool, device: str = "cpu"
+) -> nn.ModuleList:
     """The same layers at every tp: drawn whole, each rank keeps its part."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
     generator = torch.Generator().manual_seed(0)
     layers = nn.ModuleList()
     for _ in range(LAYERS):
-        whole = DecoderLayer(config).state_dict()
+        whole = {name: p.detach() for name, p in DecoderLayer(config).named_parameters()}
         for tensor in whole.values():
             tensor.normal_(std=0.3, generator=generator)
-        local = dict(whole)
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        qkv = whole["self_attn.qkv_proj.weight"].split([count * config.head_dim for count in heads])
-        local["self_attn.qkv_proj.weight"] = torch.cat([part.chunk(size)[rank] for part in qkv])
-        gate_up = whole["mlp.gate_up_proj.weight"].chunk(2)
-        local["mlp.gate_up_proj.weight"] = torch.cat([part.chunk(size)[rank] for part in gate_up])
-        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            local[name] = whole[name].chunk(size, dim=1)[rank]
-        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel)
-        layer.load_state_dict(local)
+        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel, device=device)
+        load_full_(layer, whole)
         layers.append(layer)
     return layers
 
@@ -61,9 +56,9 @@ def decode(
 ) -> list[Tensor]:
     """Each sequence's outputs, made in the given steps; with sequence parallelism each forward is padded to divide."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    layers, rotary = build(config, group, sp), RotaryEmbedding(config.head_dim)
-    kv_heads = layers[0].self_attn.num_kv_heads_local
-    cache = CACHES[cached](LAYERS, len(sequences), ROOM, kv_heads, config.head_dim)
+    device = "cuda" if group is not None and torch.distributed.get_backend(group) == "nccl" else "cpu"
+    layers, rotary = build(config, group, sp, device), RotaryEmbedding(config.head_dim, device=device)
+    cache = CACHES[cached](LAYERS, len(sequences), ROOM, *layers[0].self_attn.cache_shape, device=device)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in steps:
         starts = cache.lengths.tolist()
@@ -75,10 +70,10 @@ def decode(
             parts.append(torch.full((padding, config.hidden_size), 9.0))
             positions.append(torch.arange(padding))
             lengths.append(padding)
-        hidden, cu_seqlens = torch.cat(parts), cu_seqlens_of(lengths)
-        hidden = hidden.chunk(size)[rank] if sp else hidden
+        hidden, cu_seqlens = torch.cat(parts).to(device), cu_seqlens_of(lengths).to(device)
+        hidden, tables = hidden.chunk(size)[rank] if sp else hidden, rotary(torch.cat(positions).to(device))
         for i, layer in enumerate(layers):
-            hidden = layer(hidden, rotary(torch.cat(positions)), cu_seqlens, max(lengths), cache=cache.layer(i))
+            hidden = layer(hidden, tables, cu_seqlens, max(lengths), cache=cache.layer(i))
         cache.advance(cu_seqlens)
         if sp:
             pieces = [torch.empty_like(hidden) for _ in range(size)]
@@ -100,28 +95,43 @@ def full_forward(config: DecoderConfig, sequences: list[Tensor]) -> list[Tensor]
     return outs
 
 
+EXPERTS = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=8)
 CONFIGS = {
     "gqa": CONFIG,
     "window": replace(CONFIG, window=3),
     "mha": replace(CONFIG, num_kv_heads=4),
+    "mqa": replace(CONFIG, num_kv_heads=1),  # at tp 2 both ranks keep the one head
     "softcap": replace(CONFIG, attention_softcap=2.0),
+    "qk norm, sinks, window, experts": replace(CONFIG, qk_norm="head", attention_sinks=True, window=4, moe=EXPERTS),
 }
 CASES = [("contiguous", case) for case in CONFIGS]
-CASES += [(cached, case) for cached in ("paged", "small-pool") for case in ("gqa", "window")]
+CASES += [(cached, case) for cached in ("paged", "small-pool") for case in CONFIGS if case not in ("mha", "softcap")]
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize(("cached", "case"), CASES)
-def test_decoding_equals_the_full_forward(ranks: RankPool, cached: str, case: str, tp: int, sp: bool) -> None:
+def check(pool: RankPool | None, cached: str, case: str, tp: int, sp: bool) -> None:
     torch.manual_seed(0)
     config = CONFIGS[case]
     sequences = [torch.randn(sum(step[i] for step in STEPS), config.hidden_size) for i in range(3)]
     expected = full_forward(config, sequences)
     arguments = (cached, config, sequences, STEPS, sp)
-    results = [decode(None, *arguments)] if tp == 1 else ranks.run(decode, *arguments, world=tp)
+    results = [decode(None, *arguments)] if pool is None else pool.run(decode, *arguments, world=tp)
     for outs in results:
         for ours, theirs in zip(outs, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("cached", "case"), CASES)
+def test_decoding_equals_the_full_forward(ranks: RankPool, cached: str, case: str, tp: int, sp: bool) -> None:
+    check(None if tp == 1 else ranks, cached, case, tp, sp)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("cached", "case"), CASES)
+def test_decoding_on_gpus(nccl_ranks: RankPool, cached: str, case: str, tp: int, sp: bool) -> None:
+    """In fp32, against the full forward on a CPU."""
+    check(nccl_ranks, cached, case, tp, sp)
 
 
 @pytest.mark.parametrize("cached", CACHES)

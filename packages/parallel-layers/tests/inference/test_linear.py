@@ -1,5 +1,6 @@
 """Linears for inference: views that share every weight, bitwise as in training, and the products that overlap."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -270,6 +271,9 @@ def _run_on_gpus(group: ProcessGroup, dtype: torch.dtype) -> str | None:
             view = for_inference(layer, backend="symmetric-memory", reduce_dtype=dtype)
             ours, theirs = view(x), layer(x)
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+            if dtype == torch.bfloat16:
+                exact = copy.deepcopy(layer).double()(x.double())
+                assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
             x = theirs
     return None
 
@@ -280,3 +284,49 @@ def test_products_that_overlap_on_gpus(nccl_ranks: RankPool, dtype: torch.dtype)
     for reason in nccl_ranks.run(_run_on_gpus, dtype):
         if reason is not None:
             pytest.skip(reason)
+
+
+@torch.no_grad()
+def _run_decoder(group: ProcessGroup, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """By the backend asked for: which one was taken, whether its bits are training's, and how far both are off."""
+    nccl = torch.distributed.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    torch.manual_seed(0)
+    config = DecoderConfig(hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=512)
+    layer = DecoderLayer(config, group=group, sequence_parallel=True, dtype=dtype, device=device)
+    bounds = torch.tensor([0, 300, 301, 301, 512], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in (300, 1, 211)])
+    arguments = RotaryEmbedding(64, device=device)(positions), bounds, 300
+    x = torch.randn(512, 256).chunk(group.size())[group.rank()].to(device, dtype)
+    trained, exact = layer(x, *arguments), copy.deepcopy(layer).double()(x.double(), *arguments)
+    found = []
+    for backend in ("collectives", "auto"):
+        view = for_inference(layer, backend=backend)
+        out = view(x, *arguments)
+        errors = [float((y - exact).norm() / exact.norm()) for y in (out, trained)]
+        taken = view.mlp.gate_up_proj.inference_backend
+        found.append({"backend": taken, "equal": torch.equal(out, trained), "errors": errors})
+    return found
+
+
+def check_decoder(pool: RankPool, dtype: torch.dtype) -> None:
+    for collectives, chosen in pool.run(_run_decoder, dtype, world=2):
+        assert collectives["backend"] == "collectives"
+        assert collectives["equal"]
+        if chosen["backend"] == "collectives":  # the fallback
+            assert chosen["equal"]
+        ours, in_training = chosen["errors"]
+        assert in_training < 2e-2
+        assert ours <= (1.1 * in_training if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_evaluates_as_it_trains(ranks: RankPool, dtype: torch.dtype) -> None:
+    check_decoder(ranks, dtype)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_evaluates_as_it_trains_on_gpus(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    """Bitwise by collectives; over symmetric memory within the rounding that training has."""
+    check_decoder(nccl_ranks, dtype)
