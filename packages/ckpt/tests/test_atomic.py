@@ -155,6 +155,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(checkpoint: Checkpoints, tmp
     save_version(source, target, 1)
     seen = ranks.run(fill_disk, source, target, world=2, timeout=10)
     assert all("No space left on device" in text for text in seen)
+    assert all(f"the disk of {tmp_path} is full: the save needs" in text for text in seen)
     assert version_of(target) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 

@@ -95,4 +95,5 @@ def test_a_full_disk_at_the_writer_is_everybodys_error(
     source, target = checkpoint("llama"), tmp_path / "saved"
     for message in ranks.run(save_from_afar, str(source), str(target), kind, [0], 0, world=4, timeout=60):
         assert "no space left" in message
+        assert f"the disk of {tmp_path if kind == 'shards' else target} is full: the save needs" in message
     assert not target.exists() or not any(target.iterdir())

@@ -89,20 +89,32 @@ class FolderWriter:
             self.discard()
 
     def commit(self) -> None:
-        """Sync the folder, put it in the target's place, remove what was there."""
+        """Sync the folder, put it in the target's place, remove what was there; after an error the target is what it
+        was."""
         sync_folder(self.path)
-        replaced = self.target.exists()
-        if not replaced:
-            os.rename(self.path, self.target)
-        elif not _exchange(self.path, self.target):
-            previous = self.target.with_name(f".{self.target.name}.previous")
-            os.rename(self.target, previous)
-            os.rename(self.path, self.target)
-            self.path = previous
-        sync_folder(self.target.parent)
-        if replaced:
-            shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.ExitStack() as undo:
+            replaced = self._put_in_place(undo)
+            sync_folder(self.target.parent)
+            undo.pop_all()
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         self._release()
+
+    def _put_in_place(self, undo: contextlib.ExitStack) -> Path | None:
+        """Let the folder and the target change places; returns where the old target is now."""
+        if not self.target.exists():
+            os.rename(self.path, self.target)
+            undo.callback(os.rename, self.target, self.path)
+            return None
+        if _exchange(self.path, self.target):
+            undo.callback(_exchange, self.path, self.target)
+            return self.path
+        previous = self.target.with_name(f".{self.target.name}.previous")
+        os.rename(self.target, previous)
+        undo.callback(os.rename, previous, self.target)
+        os.rename(self.path, self.target)
+        undo.callback(os.rename, self.target, self.path)
+        return previous
 
     def discard(self) -> None:
         """Remove the temporary folder; the target stays as it was."""

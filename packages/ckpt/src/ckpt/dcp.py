@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from ckpt.boxio import IOCounter, StagingPool, read_box, view_of
 from ckpt.config import read_json_file
+from ckpt.disk import bytes_in, room_for
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.files import write_json
 from ckpt.header import read_header
@@ -183,7 +184,8 @@ class SafetensorsWriter(StorageWriter):
                 chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "key": key})
             dtype = dtype_name(stored.properties.dtype)
             tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
-        write_json(self._folder / METADATA, tensors)
+        with room_for(bytes_in(self._folder), self._folder.parent):
+            write_json(self._folder / METADATA, tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

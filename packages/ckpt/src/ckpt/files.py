@@ -80,6 +80,11 @@ class FilePlan:
         """Bytes of all tensors."""
         return sum(info.nbytes for _, info in self.tensors.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
     def index(self) -> dict[str, Any]:
         """The index of a sharded checkpoint."""
         parameters = sum(math.prod(info.shape) for _, info in self.tensors.values())
@@ -133,7 +138,7 @@ def create_files(folder: Path, plan: FilePlan) -> None:
     """Create the files at their full size with their headers, so that a full disk shows before any tensor is written.
 
     Raises:
-        OSError: there is no room; says how much is needed and how much is free.
+        OSError: there is no room.
     """
     for file, prefix in plan.prefixes.items():
         fd = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
@@ -141,14 +146,6 @@ def create_files(folder: Path, plan: FilePlan) -> None:
             _reserve(fd, plan.sizes[file])
             os.pwrite(fd, prefix, 0)
             os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            needed, free = sum(plan.sizes.values()), shutil.disk_usage(folder).free
-            raise OSError(
-                f"the disk of {folder.parent} is full: the save needs {needed:,} bytes, {free:,} are free; "
-                "free some, or save elsewhere"
-            ) from None
         finally:
             os.close(fd)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.disk import room_for
 from ckpt.dtypes import check_cast
 from ckpt.families import Role, Target
 from ckpt.files import FilePlan, create_files, plan_files, write_companions, write_json
@@ -69,7 +70,7 @@ def reshard(
     places = list(grid.places())
     contents = [_contents(opened, layout.at(place), dtype) for place in places]
     total = sum(entry.nbytes for held in contents for entry in held.values())
-    with FolderWriter(Path(destination)) as folder:
+    with room_for(total, Path(destination).parent), FolderWriter(Path(destination)) as folder:
         filler = _Filler(opened, folder, progress, total)
         for index, held in enumerate(contents):
             file = shard_name(index, len(places))
@@ -102,7 +103,7 @@ def merge(
     contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
     types = [entry.dtype for entry in contents.values()]
-    with FolderWriter(Path(destination)) as folder:
+    with room_for(plan.nbytes, Path(destination).parent), FolderWriter(Path(destination)) as folder:
         _Filler(opened, folder, progress, sum(entry.nbytes for entry in contents.values())).fill(plan, contents)
         copy = None if copy_from is None else Path(copy_from)
         write_companions(folder, plan, layout, layout.config, max(types, key=types.count), copy)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.agreement import all_gather_json, group_device
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
+from ckpt.disk import room_for
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.files import FilePlan, create_files
 from ckpt.header import TensorInfo
@@ -59,7 +60,8 @@ def write_own_file(
     """
     errors: list[ValueError | OSError] = []
     plan = None if file is None else _attempt(errors, lambda: _plan(file, tensors))
-    here = all_gather_json(reaches(folder), group)
+    facts = all_gather_json([reaches(folder), 0 if plan is None else plan.nbytes], group)
+    here = [bool(can) for can, _ in facts]
     writers = [rank for rank, can in enumerate(here) if can]
     rank = 0 if group is None else group.rank()
     remote = None if plan is None or here[rank] else _describe(plan)
@@ -76,7 +78,8 @@ def write_own_file(
             assert group is not None
             _receive(folder, _plan_of(message), sender, group, counter, errors)
     if errors:
-        raise errors[0]
+        with room_for(sum(nbytes for _, nbytes in facts), folder.parent):
+            raise errors[0]
     return plan
 
 

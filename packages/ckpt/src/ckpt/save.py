@@ -15,6 +15,7 @@ from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
 from ckpt.checksums import share_of_checksums
 from ckpt.config import ConfigLike, load_config
+from ckpt.disk import room_for
 from ckpt.files import FilePlan, create_files, plan_files, write_companions
 from ckpt.holdings import Holdings, Tensors, take_stock
 from ckpt.layout import Layout
@@ -90,19 +91,21 @@ def save_hf(
 
     plan, owners = agree(lay_out, group)
     require_equal_copies(holdings, group)
-    writer = agree(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None, group)
+    room = room_for(plan.nbytes, Path(path).parent)
+    writer = agree(room(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None), group)
     count = IOCounter() if counter is None else counter
     try:
         folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
-        agree(lambda: create_files(folder, plan) if writer else None, group)
+        agree(room(lambda: create_files(folder, plan) if writer else None), group)
         reach = all_gather_json(_can_write(folder, plan), group)
         writers = [rank for rank, can in enumerate(reach) if can]
         if all(reach):
-            agree(lambda: _write(folder, plan, owners, holdings, count), group)
+            agree(room(lambda: _write(folder, plan, owners, holdings, count)), group)
         else:
             _send(folder, plan, owners, holdings, writers, group, count)
         sums = _checksums(folder, plan, holdings.rank, writers, group) if checksums else {}
 
+        @room
         def finish() -> None:
             if writer is not None:
                 if checksums:
@@ -192,6 +195,7 @@ def _send(
         for _ in exchange(holdings, owners, wants, group, deliver):
             pass
 
+        @room_for(plan.nbytes, folder.parent)
         def end() -> None:
             if errors:
                 raise errors[0]

@@ -22,6 +22,7 @@ from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter, StagingPool, read_box
 from ckpt.config import load_config, read_json_file
+from ckpt.disk import bytes_in, room_for
 from ckpt.families import family_of
 from ckpt.files import write_json
 from ckpt.folder import LAYOUT
@@ -208,7 +209,8 @@ def save_shards(
         return {key: tensor.detach() for key, tensor in own.items()}
 
     own = agree(check, group)
-    writer = agree(lambda: FolderWriter(Path(path)) if rank == 0 else None, group)
+    needed = sum(tensor.nbytes for tensor in own.values())
+    writer = agree(room_for(needed, Path(path).parent)(lambda: FolderWriter(Path(path)) if rank == 0 else None), group)
     try:
         folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
         count = IOCounter() if counter is None else counter
@@ -222,10 +224,11 @@ def save_shards(
 
         def finish() -> None:
             if writer is not None:
-                write_json(folder / "config.json", layout.config)
-                write_json(folder / LAYOUT, layout_json(layout, place.grid))
-                open_shards(folder)
-                writer.commit()
+                with room_for(bytes_in(folder), folder.parent):
+                    write_json(folder / "config.json", layout.config)
+                    write_json(folder / LAYOUT, layout_json(layout, place.grid))
+                    open_shards(folder)
+                    writer.commit()
 
         agree(finish, group)
     except BaseException:

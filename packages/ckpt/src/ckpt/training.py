@@ -29,6 +29,7 @@ from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter
 from ckpt.config import read_json_file
 from ckpt.dcp import BoxLoadPlanner, BoxOf, BoxSavePlanner, SafetensorsReader, SafetensorsWriter, stored_tensors
+from ckpt.disk import bytes_in, room_for
 from ckpt.files import write_json
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
@@ -130,7 +131,8 @@ def save_training(
 
     Raises:
         ValueError: tensors do not fit the layout, or the ranks together lack a part; on every rank.
-        OSError: the disk is full; older checkpoints and `latest` are intact; on every rank.
+        OSError: the disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
+            entry or the pruning has failed: then it names the new one, which is complete; on every rank.
     """
 
     def prepare() -> tuple[list[BoxOf], dict[str, Any], dict[str, Any]]:
@@ -190,7 +192,8 @@ def _write(
         remove_leftovers(root)
         return FolderWriter(folder)
 
-    writer = agree(open_folder, group)
+    needed = sum(box.memory.nbytes for box in boxes)
+    writer = agree(room_for(needed, root)(open_folder), group)
     try:
         path = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
         with _torch_checkpoint(group):
@@ -205,11 +208,12 @@ def _write(
         def finish() -> None:
             if writer is not None:
                 _check_whole(path, layout)
-                write_json(path / "config.json", layout.config)
-                write_json(path / STATE, state)
-                writer.commit()
-                point_to(root, folder.name)
-                prune(root, keep)
+                with room_for(bytes_in(path), root):
+                    write_json(path / "config.json", layout.config)
+                    write_json(path / STATE, state)
+                    writer.commit()
+                    point_to(root, folder.name)
+                    prune(root, keep)
 
         agree(finish, group)
     finally:

@@ -1,0 +1,248 @@
+"""A disk that is full at any call of any save: an error that says where and how much, and what was there stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckpt.atomic
+import ckpt.save
+from ckpt import (
+    Grid,
+    Place,
+    layout_for,
+    load_hf,
+    load_shards,
+    load_training,
+    merge,
+    reshard,
+    save_hf,
+    save_shards,
+    save_training,
+    saved_steps,
+)
+
+Checkpoints = Callable[..., Path]
+Saves = Callable[[Path, Path, int], Callable[[], Any]]
+
+
+def filled(source: Path, version: int, place: Place | None = None) -> dict[str, Tensor]:
+    """A model whose every element is the version."""
+    tensors = load_hf(source, layout_for(source), place)
+    return {name: torch.full_like(tensor, version) for name, tensor in tensors.items()}
+
+
+# Each kind of save: from what is ready before the disk is full, the save itself.
+
+
+def save_to_hf(source: Path, folder: Path, version: int) -> Callable[[], Any]:
+    layout, tensors = layout_for(source), filled(source, version)
+    options: dict[str, Any] = {"max_shard_size": "40KB", "checksums": True, "copy_from": source}
+    return lambda: save_hf(folder / "saved", tensors, layout, **options)
+
+
+def save_to_shards(source: Path, folder: Path, version: int) -> Callable[[], Any]:
+    layout, tensors = layout_for(source), filled(source, version)
+    return lambda: save_shards(folder / "saved", tensors, layout, Place())
+
+
+def save_run(source: Path, folder: Path, version: int) -> Callable[[], Any]:
+    layout, tensors = layout_for(source), filled(source, version)
+    return lambda: save_training(folder / "saved", version, tensors, layout)
+
+
+def reshard_to(source: Path, folder: Path, version: int) -> Callable[[], Any]:
+    whole = folder / f"hf{version}"
+    save_hf(whole, filled(source, version), layout_for(source))
+    return lambda: reshard(whole, folder / "saved", Grid(pp=2))
+
+
+def merge_to(source: Path, folder: Path, version: int) -> Callable[[], Any]:
+    reshard_to(source, folder / f"shards{version}", version)()
+    return lambda: merge(folder / f"shards{version}" / "saved", folder / "saved", max_shard_size="40KB")
+
+
+def version_of(kind: Saves, saved: Path) -> int:
+    """The one version that a complete checkpoint holds."""
+    if kind is save_run:
+        layout = layout_for(saved / "step-00000001")
+        held = {step: load_training(saved, layout, step=step).tensors for step in saved_steps(saved)}
+        for step, tensors in held.items():
+            # Whether `latest` names it or not.
+            assert all(tensor.eq(step).all() for tensor in tensors.values())
+        return load_training(saved, layout).step
+    if kind in (save_to_shards, reshard_to):
+        grid = Grid() if kind is save_to_shards else Grid(pp=2)
+        tensors = [tensor for place in grid.places() for tensor in load_shards(saved, place)[0].values()]
+    else:
+        tensors = list(load_hf(saved, layout_for(saved), check=kind is save_to_hf).values())
+    found = {int(value) for tensor in tensors for value in tensor.unique()}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+class Disk:
+    """Puts a call that fails in another's place: from one of its calls on, or at that one alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, at: int, *, once: bool) -> None:
+        self.calls = 0
+        real = getattr(where, name)
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == at + 1 if once else self.calls > at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(where, name, full)
+
+
+def no_such_call(*_: Any) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, failing: str, at: int) -> Disk:
+    if failing == "ftruncate":
+        # What gives a file its size where the file system cannot reserve blocks.
+        monkeypatch.setattr(os, "posix_fallocate", no_such_call)
+    if failing == "rename":
+        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+    # A disk that is full may take a name back to where it was.
+    once = failing in ("rename", "_exchange")
+    return Disk(monkeypatch, ckpt.atomic if failing == "_exchange" else os, failing, at, once=once)
+
+
+EVERYWHERE = ["posix_fallocate", "ftruncate", "pwrite", "pwritev", "fsync", "rename"]
+REPLACING = [save_to_hf, save_to_shards, reshard_to, merge_to]
+CASES = [(kind, failing) for kind in REPLACING for failing in (*EVERYWHERE, "_exchange")]
+# A new step replaces no folder, only the pointer to the latest.
+CASES += [(save_run, failing) for failing in (*EVERYWHERE, "replace")]
+
+
+def fails_for_want_of_room(save: Callable[[], Any], place: Path, needed: int) -> bool:
+    """Whether a save fails; if so, it says where the disk is full and how much it needs."""
+    try:
+        save()
+    except OSError as error:
+        check_message(str(error), place, needed)
+        return True
+    return False
+
+
+def check_message(text: str, place: Path, needed: int) -> None:
+    """Beside the tensors there are headers, configurations and states of generators."""
+    found = re.search(r"the disk of (.*) is full: the save needs ([\d,]+) bytes, [\d,]+ are free", text)
+    assert found, text
+    assert Path(found[1]) == place
+    assert needed <= int(found[2].replace(",", "")) < 1.5 * needed
+
+
+def bytes_of(source: Path) -> int:
+    return sum(tensor.nbytes for tensor in filled(source, 1).values())
+
+
+@pytest.mark.parametrize(("kind", "failing"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_each_call_that_finds_the_disk_full(
+    kind: Saves, failing: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, saved = checkpoint("llama"), tmp_path / "saved"
+    kind(source, tmp_path, 1)()
+    save = kind(source, tmp_path, 2)
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    versions = []
+    for number in range(100):
+        with monkeypatch.context() as patch:
+            disk = fill(patch, failing, number)
+            failed = fails_for_want_of_room(save, saved if kind is save_run else tmp_path, bytes_of(source))
+        # It succeeds when it makes fewer calls, and only then.
+        assert failed == (disk.calls > number)
+        versions.append(version_of(kind, saved))
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+        assert not list(saved.glob(".step-*"))
+        if not failed:
+            break
+    assert len(versions) > 1
+    assert versions.pop() == 2
+    if kind is save_run and failing == "fsync":
+        # The pointer moves to a checkpoint that is complete; last of all its own folder is synced.
+        assert versions.pop() == 2
+    assert set(versions) == {1}
+
+
+@pytest.mark.parametrize("failing", ["rename", "fsync"])
+def test_where_nothing_was_there_nothing_is_left(
+    failing: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint("llama")
+    save = save_to_hf(source, tmp_path, 1)
+    for number in range(100):
+        with monkeypatch.context() as patch:
+            disk = fill(patch, failing, number)
+            failed = fails_for_want_of_room(save, tmp_path, bytes_of(source))
+        assert failed == (disk.calls > number)
+        if not failed:
+            break
+        assert list(tmp_path.iterdir()) == []
+    assert number >= 1
+    assert version_of(save_to_hf, tmp_path / "saved") == 1
+
+
+def test_a_disk_that_fills_while_old_checkpoints_are_pruned(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is complete and the latest by then."""
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    for step in (1, 2):
+        save_training(tmp_path, step, filled(source, step), layout)
+    with monkeypatch.context() as patch:
+        fill(patch, "rename", 1)
+        with pytest.raises(OSError, match=r"is full: the save needs"):
+            save_training(tmp_path, 3, filled(source, 3), layout, keep=1)
+    assert saved_steps(tmp_path) == [1, 2, 3]
+    assert load_training(tmp_path, layout).step == 3
+    save_training(tmp_path, 4, filled(source, 4), layout, keep=1)
+    assert saved_steps(tmp_path) == [4]
+
+
+def save_on_two(group: Any, source: Path, folder: Path, kind: str, failing: str) -> str:
+    """Rank 1's disk is full, or rank 0's for what rank 0 alone does; far from the folder rank 1 sends its part."""
+    layout, place = layout_for(source), Place(tp=(group.rank(), 2))
+    tensors = filled(source, 2, place)
+    patch = pytest.MonkeyPatch()
+    if group.rank() == (1 if failing == "pwritev" and kind != "hf from afar" else 0):
+        fill(patch, failing, 0)
+    if kind == "hf from afar":
+        patch.setattr(ckpt.save, "_can_write", lambda *_: group.rank() == 0)
+    try:
+        if kind.startswith("hf"):
+            save_hf(folder / "saved", tensors, layout, place, group=group)
+        elif kind == "shards":
+            save_shards(folder / "saved", tensors, layout, place, group=group)
+        else:
+            save_training(folder / "saved", 2, tensors, layout, place, group=group)
+    except OSError as error:
+        return str(error)
+    finally:
+        patch.undo()
+    return "saved"
+
+
+@pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync", "rename"])
+@pytest.mark.parametrize("kind", ["hf", "hf from afar", "shards", "training"])
+def test_one_ranks_full_disk_is_the_same_error_on_all(
+    kind: str, failing: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source = checkpoint("llama")
+    place = tmp_path / "saved" if kind == "training" else tmp_path
+    for text in ranks.run(save_on_two, source, tmp_path, kind, failing, world=2, timeout=60):
+        check_message(text, place, bytes_of(source))
+    assert list(place.iterdir()) == []
