@@ -18,10 +18,11 @@ from parallel_layers import collectives
 from parallel_layers.testing import RankPool
 
 Ranks = list[Tensor]
+Sizes = list[int] | None
 
 
-def each_part(x: Ranks, dim: int) -> Ranks:
-    return [part.clone() for part in x[0].chunk(len(x), dim)]
+def each_part(x: Ranks, dim: int, sizes: Sizes) -> Ranks:
+    return [part.clone() for part in (x[0].chunk(len(x), dim) if sizes is None else x[0].split(sizes, dim))]
 
 
 def every(x: Ranks, y: Tensor) -> Ranks:
@@ -38,54 +39,78 @@ class Case:
     """A collective, what it computes from the ranks' inputs, and whether inputs and outputs are replicated."""
 
     name: str
-    expected: Callable[[Ranks], Ranks]
+    expected: Callable[[Ranks, Sizes], Ranks]
     replicated_input: bool = False
     replicated_output: bool = False
     kwargs: tuple[tuple[str, Any], ...] = ()
+    dim: int | None = None
+    """Of which the ranks have equal parts, or `sizes`; None: there is no such dim."""
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.kwargs)])
 
 
 CASES = [
-    Case("copy_to_tensor_parallel", lambda x: x, replicated_input=True),
-    Case("reduce_from_tensor_parallel", lambda x: every(x, sum(x[1:], x[0])), replicated_output=True),
-    Case("scatter_to_tensor_parallel", lambda x: each_part(x, -1), replicated_input=True),
-    Case("gather_from_tensor_parallel", lambda x: every(x, torch.cat(x, -1)), replicated_output=True),
-    Case("gather_from_tensor_parallel", lambda x: every(x, torch.cat(x, -1)), kwargs=(("reduce_gradient", True),)),
-    Case("reduce_scatter_to_tensor_parallel", lambda x: each_part(every(x, sum(x[1:], x[0])), -1)),
-    Case("scatter_to_sequence_parallel", lambda x: each_part(x, 0), replicated_input=True),
-    Case("gather_from_sequence_parallel", lambda x: every(x, torch.cat(x))),
+    Case("copy_to_tensor_parallel", lambda x, _: x, replicated_input=True),
+    Case("reduce_from_tensor_parallel", lambda x, _: every(x, sum(x[1:], x[0])), replicated_output=True),
+    Case("scatter_to_tensor_parallel", lambda x, sizes: each_part(x, -1, sizes), replicated_input=True, dim=-1),
+    Case("gather_from_tensor_parallel", lambda x, _: every(x, torch.cat(x, -1)), replicated_output=True, dim=-1),
+    Case(
+        "gather_from_tensor_parallel",
+        lambda x, _: every(x, torch.cat(x, -1)),
+        kwargs=(("reduce_gradient", True),),
+        dim=-1,
+    ),
+    Case(
+        "reduce_scatter_to_tensor_parallel",
+        lambda x, sizes: each_part(every(x, sum(x[1:], x[0])), -1, sizes),
+        dim=-1,
+    ),
+    Case("scatter_to_sequence_parallel", lambda x, sizes: each_part(x, 0, sizes), replicated_input=True, dim=0),
+    Case("gather_from_sequence_parallel", lambda x, _: every(x, torch.cat(x)), dim=0),
     Case(
         "gather_from_sequence_parallel",
-        lambda x: every(x, torch.cat(x)),
+        lambda x, _: every(x, torch.cat(x)),
         replicated_output=True,
         kwargs=(("reduce_gradient", False),),
+        dim=0,
     ),
-    Case("reduce_scatter_to_sequence_parallel", lambda x: each_part(every(x, sum(x[1:], x[0])), 0)),
-    Case("all_to_all", lambda x: exchange(x, 0, 0)),
-    Case("all_to_all", lambda x: exchange(x, -1, 0), kwargs=(("split_dim", -1), ("concat_dim", 0))),
-    Case("all_to_all", lambda x: exchange(x, 0, -1), kwargs=(("split_dim", 0), ("concat_dim", -1))),
+    Case(
+        "reduce_scatter_to_sequence_parallel",
+        lambda x, sizes: each_part(every(x, sum(x[1:], x[0])), 0, sizes),
+        dim=0,
+    ),
+    Case("all_to_all", lambda x, _: exchange(x, 0, 0)),
+    Case("all_to_all", lambda x, _: exchange(x, -1, 0), kwargs=(("split_dim", -1), ("concat_dim", 0))),
+    Case("all_to_all", lambda x, _: exchange(x, 0, -1), kwargs=(("split_dim", 0), ("concat_dim", -1))),
 ]
 CASE_IDS = [str(case) for case in CASES]
+WITH_SIZES = [index for index, case in enumerate(CASES) if case.dim is not None]
 
 
-def apply(group: ProcessGroup | None, case_index: int, x: Tensor) -> Tensor:
+def apply(group: ProcessGroup | None, case_index: int, x: Tensor, sizes: Sizes = None) -> Tensor:
     case = CASES[case_index]
-    return getattr(collectives, case.name)(x, group, **dict(case.kwargs))
+    return getattr(collectives, case.name)(x, group, **dict(case.kwargs), **({} if sizes is None else {"sizes": sizes}))
 
 
 def differentiate(
-    group: ProcessGroup, case_index: int, inputs: Ranks, cotangents: Ranks, tangents: Ranks, transposed: bool
+    group: ProcessGroup,
+    case_index: int,
+    inputs: Ranks,
+    cotangents: Ranks,
+    tangents: Ranks,
+    transposed: bool = False,
+    sizes: Sizes = None,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Forward, backward and the backward's derivative; raises when any of them changes what it was given."""
-    x, g, v = (tensors[group.rank()].clone() for tensors in (inputs, cotangents, tangents))
+    x, g, v = (tensors[group.rank()].to(device, copy=True) for tensors in (inputs, cotangents, tangents))
     if transposed:
         x, g, v = (t.movedim(0, -1).contiguous().movedim(-1, 0) for t in (x, g, v))
     copies = [t.clone() for t in (x, g, v)]
     x.requires_grad_()
     g.requires_grad_()
-    y = apply(group, case_index, x)
+    y = apply(group, case_index, x, sizes)
     (gx,) = torch.autograd.grad(y, x, g, create_graph=True)
     (again,) = torch.autograd.grad(gx, g, v)
     for tensor, copy in zip((x, g, v), copies, strict=True):
@@ -94,11 +119,11 @@ def differentiate(
 
 
 def random_ranks(
-    world: int, shape: tuple[int, ...], replicated: bool, seed: int, dtype: torch.dtype = torch.float64
+    shapes: list[tuple[int, ...]], replicated: bool, seed: int, dtype: torch.dtype = torch.float64
 ) -> Ranks:
     """Normal numbers; in the other dtypes small integers, whose sums are exact in all of them."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(world)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     if dtype != torch.float64:
         tensors = [(2 * t).round().clamp(-8, 8).to(dtype) for t in tensors]
     return every(tensors, tensors[0]) if replicated else tensors
@@ -110,22 +135,32 @@ def inner(a: Ranks, b: Ranks, replicated: bool) -> float:
     return sum(float((x.double() * y.double()).sum()) for x, y in pairs)
 
 
+def shapes_of_inputs(case: Case, world: int, shape: tuple[int, ...], sizes: Sizes) -> list[tuple[int, ...]]:
+    """`shape` for every rank, but with `sizes` their units of the case's dim: each rank's own, or all of them."""
+    if sizes is None or case.dim is None:
+        return [shape] * world
+    units = sizes if case.name.startswith("gather") else [sum(sizes)] * world
+    return [(n, *shape[1:]) if case.dim == 0 else (*shape[:-1], n) for n in units]
+
+
 def check(
-    ranks: RankPool,
+    run: Callable[..., list[dict[str, Tensor]]],
     case_index: int,
     world: int,
     shape: tuple[int, ...],
     transposed: bool,
     dtype: torch.dtype = torch.float64,
+    sizes: Sizes = None,
 ) -> None:
     case = CASES[case_index]
-    x = random_ranks(world, shape, case.replicated_input, 0, dtype)
-    expected = case.expected(x)
-    g = random_ranks(world, tuple(expected[0].shape), case.replicated_output, 1, dtype)
-    v = random_ranks(world, shape, case.replicated_input, 2, dtype)
-    results = ranks.run(differentiate, case_index, x, g, v, transposed, world=world)
+    shapes = shapes_of_inputs(case, world, shape, sizes)
+    x = random_ranks(shapes, case.replicated_input, 0, dtype)
+    expected = case.expected(x, sizes)
+    g = random_ranks([tuple(t.shape) for t in expected], case.replicated_output, 1, dtype)
+    v = random_ranks(shapes, case.replicated_input, 2, dtype)
+    results = run(differentiate, case_index, x, g, v, transposed, sizes)
     torch.testing.assert_close([r["forward"] for r in results], expected, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close([r["second"] for r in results], case.expected(v), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close([r["second"] for r in results], case.expected(v, sizes), rtol=1e-14, atol=1e-14)
     if case.replicated_input:
         for result in results:
             assert torch.equal(result["backward"], results[0]["backward"])
@@ -137,7 +172,14 @@ def check(
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("case_index", range(len(CASES)), ids=CASE_IDS)
 def test_values_and_conjugates(ranks: RankPool, case_index: int, world: int) -> None:
-    check(ranks, case_index, world, (8, 3, 4), transposed=False)
+    check(partial(ranks.run, world=world), case_index, world, (8, 3, 4), transposed=False)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 0, 5, 1]], ids=str)
+@pytest.mark.parametrize("case_index", WITH_SIZES, ids=CASE_IDS.__getitem__)
+def test_values_and_conjugates_of_parts_of_given_sizes(ranks: RankPool, case_index: int, sizes: list[int]) -> None:
+    world = len(sizes)
+    check(partial(ranks.run, world=world), case_index, world, (8, 3, 4), transposed=False, sizes=sizes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,29 +202,58 @@ def test_any_shape_dtype_and_group(
     transposed: bool,
     dtype: torch.dtype,
 ) -> None:
-    check(ranks, case_index, world, (first * world, *middle, last * world), transposed, dtype)
+    shape = (first * world, *middle, last * world)
+    check(partial(ranks.run, world=world), case_index, world, shape, transposed, dtype)
 
 
-def differentiate_compiled(group: ProcessGroup, inputs: list[list[Ranks]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+@settings(max_examples=30, deadline=None)
+@given(
+    case_index=st.sampled_from(WITH_SIZES),
+    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    others=st.lists(st.integers(0, 3), max_size=3),
+    transposed=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_sizes(
+    ranks: RankPool, case_index: int, sizes: list[int], others: list[int], transposed: bool, dtype: torch.dtype
+) -> None:
+    world = len(sizes)
+    check(partial(ranks.run, world=world), case_index, world, (1, *others), transposed, dtype, sizes)
+
+
+def differentiate_compiled(
+    group: ProcessGroup, inputs: list[tuple[int, list[tuple[Ranks, Sizes]]]]
+) -> list[tuple[list[Tensor], list[Tensor]]]:
     """(compiled, eager) outputs and gradients of every case at each length."""
     pairs = []
-    for case_index, lengths in enumerate(inputs):
+    for case_index, lengths in inputs:
         torch._dynamo.reset()
-        compiled = torch.compile(partial(apply, group, case_index), fullgraph=True, backend="aot_eager")
-        for ranks in lengths:
+        eager = partial(apply, group, case_index)
+        compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+        for ranks, sizes in lengths:
             results = []
-            for function in (compiled, partial(apply, group, case_index)):
+            for function in (compiled, eager):
                 x = ranks[group.rank()].clone().requires_grad_()
-                y = function(x)
+                y = function(x, sizes)
                 results.append([y.detach(), *torch.autograd.grad(y, x, y.detach().cos())])
             pairs.append((results[0], results[1]))
     return pairs
 
 
 def test_compiled_at_two_lengths(ranks: RankPool) -> None:
-    inputs = [[random_ranks(2, (n, 3, 4), case.replicated_input, n) for n in (8, 12)] for case in CASES]
+    inputs = [
+        (index, [(random_ranks([(n, 3, 4)] * 2, case.replicated_input, n), None) for n in (8, 12)])
+        for index, case in enumerate(CASES)
+    ]
+    along_tokens = [index for index in WITH_SIZES if CASES[index].dim == 0]
+    for index in along_tokens:
+        lengths = []
+        for sizes in ([3, 5], [7, 4]):
+            shapes = shapes_of_inputs(CASES[index], 2, (8, 3, 4), sizes)
+            lengths.append((random_ranks(shapes, CASES[index].replicated_input, sizes[0]), sizes))
+        inputs.append((index, lengths))
     for pairs in ranks.run(differentiate_compiled, inputs, world=2):
-        assert len(pairs) == 2 * len(CASES)
+        assert len(pairs) == 2 * (len(CASES) + len(along_tokens))
         for compiled, eager in pairs:
             torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
@@ -258,6 +329,16 @@ def test_without_a_group_it_is_the_identity(case_index: int) -> None:
 
 def indivisible(group: ProcessGroup) -> list[str]:
     messages = []
+    for index in WITH_SIZES:
+        x = torch.zeros(3, 3)
+        for sizes, message in (
+            ([3], "one entry for each of the group's 2 ranks"),
+            ([1, 1, 1], "one entry for each of the group's 2 ranks"),
+            ([4, -1], "none below 0"),
+            ([1, 1], "must state this rank's own 3" if "gather" in CASES[index].name else "must add up to 3"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                apply(group, index, x, sizes)
     for index in (2, 5, 6, 9, 10):
         with pytest.raises(ValueError, match="not divisible by the group's 2 ranks") as caught:
             apply(group, index, torch.zeros(3, 5))
@@ -285,13 +366,15 @@ def test_what_does_not_divide_is_refused(ranks: RankPool) -> None:
 @pytest.mark.parametrize("case_index", range(len(CASES)), ids=CASE_IDS)
 def test_nccl_equals_gloo(ranks: RankPool, nccl_ranks: RankPool, case_index: int) -> None:
     case = CASES[case_index]
-    x = random_ranks(2, (8, 3, 4), case.replicated_input, 0)
-    shape = tuple(case.expected(x)[0].shape)
-    g = random_ranks(2, shape, case.replicated_output, 1)
-    on_cpu = ranks.run(differentiate, case_index, x, g, x, False, world=2)
-    on_cuda = nccl_ranks.run(differentiate_on_cuda, case_index, x, g, x)
+    x = random_ranks([(8, 3, 4)] * 2, case.replicated_input, 0)
+    g = random_ranks([tuple(t.shape) for t in case.expected(x, None)], case.replicated_output, 1)
+    on_cpu = ranks.run(differentiate, case_index, x, g, x, world=2)
+    on_cuda = nccl_ranks.run(differentiate, case_index, x, g, x, device="cuda")
     torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-14, atol=1e-14)
 
 
-def differentiate_on_cuda(group: ProcessGroup, case_index: int, *tensors: Ranks) -> dict[str, Tensor]:
-    return differentiate(group, case_index, *([t.cuda() for t in ts] for ts in tensors), False)
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 2]], ids=str)
+@pytest.mark.parametrize("case_index", WITH_SIZES, ids=CASE_IDS.__getitem__)
+def test_parts_of_given_sizes_over_nccl(nccl_ranks: RankPool, case_index: int, sizes: list[int]) -> None:
+    check(partial(nccl_ranks.run, device="cuda"), case_index, 2, (8, 3, 4), transposed=False, sizes=sizes)

@@ -19,10 +19,11 @@ counts a replicated loss once for each rank.)
 
 All of them take a tensor and a group, return a new tensor (or the input itself when the group is None or has one rank),
 change neither inputs nor gradients, accept non-contiguous and empty tensors of any number of dims, can be
-differentiated twice, and are traced by torch.compile. Splits are equal; a size that does not divide raises ValueError.
-Only `all_to_all` takes uneven sizes. What is gathered or summed must have the same shape on every rank: to find out
-costs a communication of its own and a wait for the device, so it is not checked, and gloo and NCCL fail in ways of
-their own where it does not hold. Those that sum over the ranks, forward or backward, do it in `reduce_dtype`, by
+differentiated twice, and are traced by torch.compile. Parts are equal, and a size that does not divide raises
+ValueError, unless `sizes` says how many units of the dim each rank has (`all_to_all`: what is sent and what arrives).
+Every rank must be given the same `sizes` and, without them, tensors of the same shape: to find out costs a
+communication of its own and a wait for the device, so it is not checked, and gloo and NCCL fail in ways of their own
+where it does not hold. Those that sum over the ranks, forward or backward, do it in `reduce_dtype`, by
 default at least fp32, and round to the tensor's dtype afterwards; for bf16 that is twice the bytes of a sum in bf16,
 which rounds at each of its steps. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence
 parallelism (https://arxiv.org/abs/2205.05198).
@@ -61,12 +62,13 @@ def reduce_from_tensor_parallel(
     return _Reduce.apply(x, group, reduce_dtype) if comm.is_sharded(group) else x
 
 
-def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/size]`.
+def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/size]`, or `sizes[rank]` of it.
 
-    Forward: split, no communication. Backward: all-gather.
+    Forward: split, no communication. Backward: all-gather. Raises ValueError when the group's size does not divide H,
+    or the sizes do not add up to it.
     """
-    return _Split.apply(x, group, x.dim() - 1) if comm.is_sharded(group) else x
+    return _split(x, group, x.dim() - 1, sizes)
 
 
 def gather_from_tensor_parallel(
@@ -75,31 +77,39 @@ def gather_from_tensor_parallel(
     *,
     reduce_gradient: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' last dims: `[..., H/size]` -> `[..., H]`.
+    """Concatenate the ranks' last dims: `[..., H/size]`, or `sizes[rank]` of it, -> `[..., H]`.
 
     Forward: all-gather. Backward: split; with `reduce_gradient`, for ranks that compute different parts from the
-    gathered tensor, reduce-scatter.
+    gathered tensor, reduce-scatter. Raises ValueError when `sizes` does not state what this rank has.
     """
-    return _gather(x, group, x.dim() - 1, reduce_gradient, reduce_dtype)
+    return _gather(x, group, x.dim() - 1, reduce_gradient, reduce_dtype, sizes)
 
 
 def reduce_scatter_to_tensor_parallel(
-    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/size]`.
+    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/size]`, or `sizes[rank]` of it.
 
-    Forward: reduce-scatter. Backward: all-gather.
+    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_tensor_parallel`.
     """
-    return _ReduceScatter.apply(x, group, x.dim() - 1, reduce_dtype) if comm.is_sharded(group) else x
+    return _reduce_scatter(x, group, x.dim() - 1, reduce_dtype, sizes)
 
 
-def scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/size, ...]`.
+def scatter_to_sequence_parallel(
+    x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/size, ...]`, or `sizes[rank]` of them.
 
-    Forward: split, no communication. Backward: all-gather.
+    Forward: split, no communication. Backward: all-gather. Raises ValueError when the group's size does not divide T,
+    or the sizes do not add up to it.
     """
-    return _Split.apply(x, group, 0) if comm.is_sharded(group) else x
+    return _split(x, group, 0, sizes)
 
 
 def gather_from_sequence_parallel(
@@ -108,23 +118,28 @@ def gather_from_sequence_parallel(
     *,
     reduce_gradient: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' tokens: `[T/size, ...]` -> `[T, ...]`.
+    """Concatenate the ranks' tokens: `[T/size, ...]`, or `sizes[rank]` of them, -> `[T, ...]`.
 
     Forward: all-gather. Backward: reduce-scatter; without `reduce_gradient`, for ranks that all compute the same from
-    the gathered tensor, split.
+    the gathered tensor, split. Raises ValueError when `sizes` does not state what this rank has.
     """
-    return _gather(x, group, 0, reduce_gradient, reduce_dtype)
+    return _gather(x, group, 0, reduce_gradient, reduce_dtype, sizes)
 
 
 def reduce_scatter_to_sequence_parallel(
-    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/size, ...]`.
+    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/size, ...]`, or `sizes[rank]` of them.
 
-    Forward: reduce-scatter. Backward: all-gather.
+    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_sequence_parallel`.
     """
-    return _ReduceScatter.apply(x, group, 0, reduce_dtype) if comm.is_sharded(group) else x
+    return _reduce_scatter(x, group, 0, reduce_dtype, sizes)
 
 
 def all_to_all(
@@ -181,12 +196,63 @@ def all_to_all(
     return _AllToAll.apply(x, group, split_dim, concat_dim, tuple(input_sizes), tuple(output_sizes))
 
 
-def _gather(
-    x: Tensor, group: ProcessGroup | None, dim: int, reduce_gradient: bool, reduce_dtype: torch.dtype | None
+_Sizes = tuple[int, ...] | None
+
+
+def _split(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    if not comm.is_sharded(group):
+        return x
+    return _Split.apply(x, group, dim, _sizes_of_parts(x, group, dim, sizes))
+
+
+def _reduce_scatter(
+    x: Tensor, group: ProcessGroup | None, dim: int, reduce_dtype: torch.dtype | None, sizes: Sequence[int] | None
 ) -> Tensor:
     if not comm.is_sharded(group):
         return x
-    return _GatherPart.apply(x, group, dim, reduce_dtype) if reduce_gradient else _Gather.apply(x, group, dim)
+    return _ReduceScatter.apply(x, group, dim, reduce_dtype, _sizes_of_parts(x, group, dim, sizes))
+
+
+def _gather(
+    x: Tensor,
+    group: ProcessGroup | None,
+    dim: int,
+    reduce_gradient: bool,
+    reduce_dtype: torch.dtype | None,
+    sizes: Sequence[int] | None,
+) -> Tensor:
+    if not comm.is_sharded(group):
+        return x
+    assert group is not None
+    checked = _one_for_each_rank(sizes, group)
+    if checked is not None and checked[group.rank()] != x.shape[dim]:
+        raise ValueError(
+            f"sizes={list(checked)} must state this rank's own {x.shape[dim]} (dim {dim} of {tuple(x.shape)}) at index "
+            f"{group.rank()}"
+        )
+    if reduce_gradient:
+        return _GatherPart.apply(x, group, dim, reduce_dtype, checked)
+    return _Gather.apply(x, group, dim, checked)
+
+
+def _sizes_of_parts(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None) -> _Sizes:
+    """Sizes of the parts of `x`, checked."""
+    assert group is not None
+    checked = _one_for_each_rank(sizes, group)
+    if checked is not None and sum(checked) != x.shape[dim]:
+        raise ValueError(f"sizes={list(checked)} must add up to {x.shape[dim]} (dim {dim} of {tuple(x.shape)})")
+    return checked
+
+
+def _one_for_each_rank(sizes: Sequence[int] | None, group: ProcessGroup) -> _Sizes:
+    """The sizes, checked."""
+    if sizes is None:
+        return None
+    if len(sizes) != group.size() or min(sizes) < 0:
+        raise ValueError(
+            f"sizes={list(sizes)} must have one entry for each of the group's {group.size()} ranks, none below 0"
+        )
+    return tuple(sizes)
 
 
 # Each backward applies the conjugate as a Function of its own, which makes second derivatives right as well.
@@ -216,48 +282,52 @@ class _Reduce(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return comm.split(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: _Sizes) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return comm.split(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Gather.apply(gradient, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return comm.all_gather(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: _Sizes) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return comm.all_gather(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Split.apply(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Split.apply(gradient, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _GatherPart(torch.autograd.Function):
     """All-gather for ranks that then compute different parts: the conjugate of reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.reduce_dtype = group, dim, reduce_dtype
-        return comm.all_gather(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None, sizes: _Sizes
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.reduce_dtype, ctx.sizes = group, dim, reduce_dtype, sizes
+        return comm.all_gather(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceScatter.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceScatter.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype, ctx.sizes), *[None] * 4
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.reduce_dtype = group, dim, reduce_dtype
-        return comm.cast(comm.reduce_scatter(x.to(comm.sum_dtype(x, reduce_dtype)), group, dim), x.dtype)
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None, sizes: _Sizes
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.reduce_dtype, ctx.sizes = group, dim, reduce_dtype, sizes
+        return comm.cast(comm.reduce_scatter(x.to(comm.sum_dtype(x, reduce_dtype)), group, dim, sizes), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _GatherPart.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherPart.apply(gradient, ctx.group, ctx.dim, ctx.reduce_dtype, ctx.sizes), *[None] * 4
 
 
 class _AllToAll(torch.autograd.Function):

@@ -49,7 +49,10 @@ def column_parallel_linear(
     """`y = x W^T + b` where each rank has some rows of W and computes those columns of y.
 
     Args:
-        x: `[T, ..., I]`, replicated; under sequence parallelism this rank's `[T/tp, ..., I]`.
+        x: `[T, ..., I]`, replicated; under sequence parallelism this rank's `[T/tp, ..., I]`, of one shape on every
+            rank, which is not checked: it would cost a communication. Ranks with unequal numbers of tokens gather them
+            by `collectives.gather_from_sequence_parallel(x, group, sizes=...)`, whose backward sums, and pass the
+            result here with `reduce_gradient=False`.
         weight: `[O/tp, I]`.
         bias: `[O/tp]` or None.
         group: The tensor-parallel group.
@@ -106,11 +109,12 @@ def row_parallel_linear(
     """`y = sum over ranks of x W^T + b` where each rank has some columns of W and of x.
 
     Args:
-        x: `[T, ..., I/tp]`.
+        x: `[T, ..., I/tp]`, of one shape on every rank, which is not checked.
         weight: `[O, I/tp]`.
         bias: `[O]`, replicated, or None. The first rank adds it to its product, in which that costs no rounding.
         group: The tensor-parallel group.
-        sequence_parallel: Keep only this rank's tokens of y.
+        sequence_parallel: Keep only this rank's tokens of y, an equal part. Unequal ones:
+            `collectives.scatter_to_sequence_parallel(y, group, sizes=...)` of the whole y.
         output_dtype: Of y; default x's.
         reduce_dtype: Of the sum over the ranks; default at least fp32. The ranks' parts are rounded to it before they
             are summed, and the sum at every step. In fp32 a bf16 layer has the error of one that is not divided;
