@@ -77,6 +77,21 @@ def test_equals_transformers_for_one_sequence(case: str, length: int) -> None:
         torch.testing.assert_close(ours, theirs[0], rtol=1e-6, atol=1e-5 if case == "dynamic" else 1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_equals_transformers_on_a_gpu(case: str) -> None:
+    """For a model in bf16, and under autocast. Powers, which it takes for these two types there, round otherwise."""
+    on_device = case == "dynamic" or case.startswith("longrope")
+    position_ids = torch.tensor([7, 0, 63, 64, 65, 299, 7], device="cuda")
+    theirs, ours = LlamaRotaryEmbedding(config_of(PARAMETERS[case])).cuda(), ours_of(PARAMETERS[case]).cuda().bfloat16()
+    expected = theirs(torch.zeros(1, device="cuda"), position_ids[None])
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        tables = ours(position_ids)
+    for mine, table in zip(tables, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=5e-5 if on_device else 1e-6)
+
+
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_packed_equals_one_by_one(case: str) -> None:
     lengths = [40, 1, 0, 90, 64, 7]

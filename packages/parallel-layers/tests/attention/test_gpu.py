@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parallel_layers.attention import LatentConfig, available_backends, packed_attention
@@ -105,6 +107,18 @@ def test_cases(backend: str, case: str) -> None:
 def test_head_sizes(backend: str, head_dim: int) -> None:
     compare(backend, LENGTHS, head_dim=head_dim)
     compare(backend, LENGTHS, head_dim=head_dim, heads=(6, 6))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 300, 777]), max_size=8),
+    place=st.integers(0, 8),
+    window=st.none() | st.sampled_from([1, 2, 63, 64, 65, 500]),
+)
+def test_any_lengths(backend: str, lengths: list[int], place: int, window: int | None) -> None:
+    """On both sides of the kernels' tiles. One segment is always long: errors are relative to the whole pack's."""
+    compare(backend, [*lengths[:place], 200, *lengths[place:]], head_dim=64, window=window)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 64), (64, 128), (128, 72)])
