@@ -300,6 +300,23 @@ def test_the_command_says_what_fits(model: Path) -> None:
         assert message in result.stderr
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
+    # Models of some hundred GiB on a rank.
+    command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]
+    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900"]
+    result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    planned = json.loads(CliRunner().invoke(app, [*command, *flags, "--json"]).stdout)
+    rows = [line.split() for line in result.stdout.splitlines()]
+    for name, stages in planned["models"].items():
+        for number, memory in enumerate(stages):
+            assert [name, str(number), *(f"{size / 2**30:.2f}" for size in memory.values())] in rows
+    assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
+    assert ["opti-", "gradi-", "gath-", "activa-"] in rows
+    assert ["model", "stage", "weights", "mizer", "ents", "ered", "tions", "layer", "logits", "total"] in rows
+
+
 def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
     options = MemoryOptions(ParallelDims(), 4096)
     alone = plan_memory(model, options, role="causal_lm", trained=True)[0].total

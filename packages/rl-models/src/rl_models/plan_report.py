@@ -9,6 +9,14 @@ from rich.table import Table
 
 from rl_models.plan import GIB, Memory, Planned, dims_text
 
+# Where a heading is broken, so that a terminal of 80 columns shows every word and number whole.
+HEADINGS = {
+    "optimizer": "opti-\nmizer",
+    "gradients": "gradi-\nents",
+    "gathered": "gath-\nered",
+    "activations": "activa-\ntions",
+}
+
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
     """What each model needs on a rank of each stage, the peak of all, and with a limit in bytes what fits.
@@ -19,11 +27,12 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
         fits: the grids of the fewest ranks that fit the limit.
     """
     columns = [entry.name for entry in fields(Memory)]
-    table = Table(title=f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens")
-    table.add_column("model")
+    title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
+    table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
+    table.add_column("model", overflow="fold")
     table.add_column("stage", justify="right")
     for name in (*columns, "total"):
-        table.add_column(name, justify="right", overflow="fold")  # a narrow terminal cuts no name off
+        table.add_column(HEADINGS.get(name, name), justify="right", overflow="fold")
     for model, stages in planned.models.items():
         for number, memory in enumerate(stages):
             cells = [getattr(memory, name) for name in columns]
@@ -38,7 +47,8 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     if not fits:
         yield "no grid that was tried fits"
         return
-    found = Table(title=f"The fewest ranks: {fits[0].options.dims.world_size}, on which this fits")
+    yield f"the fewest ranks on which it fits: {fits[0].options.dims.world_size}"
+    found = Table(box=None, pad_edge=False)
     found.add_column("dims")
     found.add_column("peak GiB", justify="right")
     for entry in fits:
