@@ -7,6 +7,7 @@ on gloo, where it can be tried without a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -141,26 +142,35 @@ def parts_of(layer: nn.Module, full: Tensors) -> Tensors:
     return parts | {name: full[name].double() for name in ("out", "d_x")}
 
 
-def check(pool: RankPool, name: str, attention: str, grid: str, dtype: torch.dtype) -> None:
-    """Over several batches: sinks and router biases have few numbers, and the errors of few numbers scatter."""
+@cache
+def problem(name: str, dtype: torch.dtype) -> tuple[Tensors, list[tuple[list[Tensor], Tensor | None, list[Tensors]]]]:
+    """The weights, and several batches: sinks have few numbers, and the errors of few numbers scatter.
+
+    Of each batch the inputs, fp64's choice of experts (near a tie another is no rounding: all take it), and the dense
+    layer's output and gradients in `dtype` and in fp64.
+    """
     torch.manual_seed(0)
-    config = replace(CONFIGS[name], context_parallel=attention)
+    config = CONFIGS[name]
     weights = {}
     for key, parameter in DecoderLayer(config).named_parameters():
         scale = 1.0 if "norm" in key else parameter.shape[-1] ** -0.5
         weights[key] = (nn.init.normal_(parameter, std=scale).detach() + ("norm" in key)).to(dtype)
-    totals: dict[tuple[int, str], Tensor] = {}
+    batches = []
     for _ in range(3 if dtype == torch.bfloat16 else 1):
         inputs = list(torch.randn(2, sum(LENGTHS), HIDDEN).to(dtype))
         record = RouterReplay()
         truth = dense(config, torch.float64, weights, inputs, record)
-        # Near a tie another choice of experts is no rounding: all take that of fp64.
-        experts = record.experts.get(0)
         plain = dense(config, dtype, weights, inputs, record.replaying() if config.moe else None)
-        results = pool.run(
-            errors_on_a_rank, config, grid, dtype, weights, inputs, experts, [plain, truth],
-            world=ParallelDims(**GRIDS[grid]).world_size, timeout=300,
-        )  # fmt: skip
+        batches.append((inputs, record.experts.get(0), [plain, truth]))
+    return weights, batches
+
+
+def check(pool: RankPool, name: str, attention: str, grid: str, dtype: torch.dtype) -> None:
+    config, world = replace(CONFIGS[name], context_parallel=attention), ParallelDims(**GRIDS[grid]).world_size
+    weights, batches = problem(name, dtype)
+    totals: dict[tuple[int, str], Tensor] = {}
+    for batch in batches:
+        results = pool.run(errors_on_a_rank, config, grid, dtype, weights, *batch, world=world, timeout=300)
         for rank, squares in enumerate(results):
             for key, numbers in squares.items():
                 totals[rank, key] = totals.get((rank, key), 0) + torch.tensor(numbers, dtype=torch.float64)
