@@ -113,6 +113,38 @@ def test_a_long_sequence_leaves_no_trace(case: str) -> None:
     assert torch.equal(before[1], after[1])
 
 
+@pytest.mark.parametrize(
+    "position_ids",
+    [list(range(40, 80)), [90, 3, 3, 0, 64, 5], list(range(131052, 131072)), [1_000_000, 7, 999_999]],
+    ids=["late", "in any order", "as in long contexts", "far past the maximum"],
+)
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_explicit_positions_equal_transformers(case: str, position_ids: list[int]) -> None:
+    positions = torch.tensor(position_ids)
+    theirs = LlamaRotaryEmbedding(config_of(PARAMETERS[case]))(torch.zeros(1), positions[None])
+    # One unit in the last place of a frequency, at this angle: what a power is rounded by when it is taken.
+    atol = 1e-5 + max(position_ids) * 2**-25 if case == "dynamic" else 1e-6
+    for mine, expected in zip(ours_of(PARAMETERS[case])(positions), theirs, strict=True):
+        torch.testing.assert_close(mine, expected[0], rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_tables_are_fp32_whatever_the_default_dtype(case: str, dtype: torch.dtype) -> None:
+    """In which a model is built, and under autocast: the same bits."""
+    positions, cu_seqlens = torch.arange(90), torch.tensor([0, 20, 90]).int()
+    expected = ours_of(PARAMETERS[case])(positions, cu_seqlens)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tables = ours_of(PARAMETERS[case]).to(dtype)(positions, cu_seqlens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mine, table in zip(tables, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, table)
+
+
 def test_position_ids_are_honoured_in_any_order() -> None:
     rotary = ours_of(LLAMA3)
     position_ids = torch.tensor([5, 0, 1000, 5, 63])
@@ -144,6 +176,55 @@ def test_partial_rotary(rope_type: str) -> None:
     their_q, their_k = apply_partial(q[None], k[None], expected[0], expected[1], unsqueeze_dim=2)
     torch.testing.assert_close(apply_rotary(q, cos, sin), their_q[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(apply_rotary(k, cos, sin), their_k[0], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [20, 40, 100])
+@pytest.mark.parametrize("inside", [None, 48])
+def test_longrope_of_a_part_of_a_head(inside: int | None, length: int) -> None:
+    """Phi-3's config says the original length beside the rope parameters; if both do, that one counts."""
+    from transformers.models.phi3.configuration_phi3 import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [3.0, 3.5, 4.0, 9.0]}
+    if inside is not None:
+        scaling["original_max_position_embeddings"] = inside
+    config = {
+        "hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION,
+        "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5, "rope_theta": 500.0,
+    }  # fmt: skip
+    theirs = Phi3RotaryEmbedding(Phi3Config(**config, rope_scaling=dict(scaling), pad_token_id=0))
+    expected = theirs(torch.zeros(1), torch.arange(length)[None])
+    tables = RotaryEmbedding.from_config(config | {"rope_scaling": scaling})(torch.arange(length))
+    for mine, table in zip(tables, expected, strict=True):
+        torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["yarn", "llama3", "longrope"])
+def test_without_an_original_length_the_maximum_is_it(case: str) -> None:
+    parameters = {name: value for name, value in PARAMETERS[case].items() if name != "original_max_position_embeddings"}
+    config = config_of(parameters)
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(100)[None])
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION}
+    as_in_file = sizes | {"rope_parameters": parameters | {"rope_theta": 500.0}}
+    for mine, table in zip(RotaryEmbedding.from_config(as_in_file)(torch.arange(100)), expected, strict=True):
+        torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn"])
+def test_multi_axis_of_a_part_of_a_head(rope_type: str) -> None:
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    position_ids = torch.stack([torch.arange(90), torch.arange(90) // 5, torch.arange(90) % 7])
+    sections = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    parameters = PARAMETERS[rope_type] | sections
+    config = Qwen3_5TextConfig(
+        hidden_size=4 * HEAD_DIM, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITION, rope_parameters=parameters | {"rope_theta": 500.0},
+    )  # fmt: skip
+    expected = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), position_ids[:, None])
+    for mine, table in zip(ours_of(parameters)(position_ids), expected, strict=True):
+        torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -262,6 +343,13 @@ def test_deepseek_scale_and_rotary_dims(parameters: dict | None) -> None:
     assert yarn_softmax_scale(16, parameters) == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
     as_in_file = {name: value for name, value in config.to_dict().items() if name != "head_dim"}
     assert RotaryEmbedding.from_config(as_in_file).spec.head_dim == 4
+
+
+@pytest.mark.parametrize("layer_type", [None, "chunked_attention"])
+def test_rope_parameters_of_other_layer_types_are_refused(layer_type: str | None) -> None:
+    by_type = {"full_attention": LLAMA3, "sliding_attention": {"rope_theta": 1.0}}
+    with pytest.raises(ValueError, match=rf"by layer type, full_.*, sliding_.* none for layer_type={layer_type!r}; "):
+        RotaryEmbedding.from_config({"head_dim": HEAD_DIM, "rope_parameters": by_type}, layer_type=layer_type)
 
 
 def test_mistakes_are_named() -> None:

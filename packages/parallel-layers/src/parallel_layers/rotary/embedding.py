@@ -38,7 +38,8 @@ class RotaryEmbedding(nn.Module):
         theta: Base; None takes `rope_theta` from the parameters, or 10000.
         parameters: A Hugging Face config's `rope_parameters` (or `rope_scaling`) mapping: `rope_type` and that type's
             options, `partial_rotary_factor`, `mrope_section`, `mrope_interleaved`. None: the default type.
-        max_position_embeddings: Needed by `dynamic`, and by `yarn` and `longrope` without a `factor`.
+        max_position_embeddings: Needed by `dynamic`, by `yarn` and `longrope` without a `factor`, and by these and
+            `llama3` without `original_max_position_embeddings`.
         device: Where the table lives.
 
     Raises:
@@ -100,12 +101,26 @@ class RotaryEmbedding(nn.Module):
     ) -> Self:
         """Build from a Hugging Face config as a mapping (`config.to_dict()` or a parsed config.json).
 
-        `layer_type` picks one of several sets of rope parameters, e.g. `sliding_attention` of Gemma 3.
+        `layer_type` picks one of several sets of rope parameters, e.g. `sliding_attention` of Gemma 3. Of two
+        `original_max_position_embeddings` the config's own counts and not that among its one set of rope parameters
+        (Phi-3), as in transformers.
+
+        Raises:
+            ValueError: There are several sets and none for `layer_type`; or as for the constructor.
         """
         parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        if layer_type is not None and layer_type in parameters:
-            parameters = dict(parameters[layer_type])
-        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        original = config.get("original_max_position_embeddings")
+        sets = {name: values for name, values in parameters.items() if isinstance(values, Mapping)}
+        if sets:
+            if layer_type not in sets:
+                raise ValueError(
+                    f"the rope parameters are by layer type, {', '.join(sorted(sets))}, and there are none for "
+                    f"layer_type={layer_type!r}; pass one of these"
+                )
+            parameters = dict(sets[layer_type])
+        elif original is not None:
+            parameters["original_max_position_embeddings"] = original
+        for name in ("rope_theta", "partial_rotary_factor"):
             if config.get(name) is not None:
                 parameters.setdefault(name, config[name])
         return cls(

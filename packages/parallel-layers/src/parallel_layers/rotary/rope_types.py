@@ -49,6 +49,11 @@ class RopeSpec:
             )
         return self.max_position
 
+    def original_maximum(self) -> int:
+        """`original_max_position_embeddings`; where the config has none, the model was trained up to its maximum."""
+        value = self.parameters.get("original_max_position_embeddings")
+        return self.maximum() if value is None else value
+
     def powers(self) -> Tensor:
         """theta^(2i/D) for i in [0, D/2), fp32."""
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
@@ -79,7 +84,7 @@ def _llama3(spec: RopeSpec) -> Tensor:
     frequency / factor for r < low, frequency for r > high, and (1 - a) frequency / factor + a frequency between.
     """
     inv_freq = _default(spec)
-    factor, original = spec["factor"], spec["original_max_position_embeddings"]
+    factor, original = spec["factor"], spec.original_maximum()
     low, high = spec["low_freq_factor"], spec["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     ramp = (original / wavelength - low) / (high - low)
@@ -89,14 +94,14 @@ def _llama3(spec: RopeSpec) -> Tensor:
 
 
 def _yarn_factor(spec: RopeSpec) -> float:
-    return float(spec.parameters.get("factor") or spec.maximum() / spec["original_max_position_embeddings"])
+    return float(spec.parameters.get("factor") or spec.maximum() / spec.original_maximum())
 
 
 def _yarn(spec: RopeSpec) -> Tensor:
     """YaRN, https://arxiv.org/abs/2309.00071: interpolate the dims that turn less than beta_slow times in the original
     context, keep those that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
     """
-    original = spec["original_max_position_embeddings"]
+    original = spec.original_maximum()
 
     def dim_that_turns(times: float) -> float:
         return spec.dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -169,21 +174,21 @@ def _longrope_attention_factor(spec: RopeSpec) -> float:
     given = spec.parameters.get("attention_factor")
     if given is not None:
         return float(given)
-    original = spec["original_max_position_embeddings"]
+    original = spec.original_maximum()
     factor = spec.parameters.get("factor") or spec.maximum() / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
     """The long table for sequences longer than the original context, the short one for the others."""
-    is_long = (length > spec["original_max_position_embeddings"])[..., None]
+    is_long = (length > spec.original_maximum())[..., None]
     return torch.where(is_long, inv_freq[1], inv_freq[0])
 
 
 def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
     """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
     factor, maximum = spec["factor"], spec.maximum()
-    stretch = factor * length.clamp(min=maximum) / maximum - (factor - 1)
+    stretch = factor * length.clamp(min=maximum).float() / maximum - (factor - 1)  # not in torch's default dtype
     theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=length.device) / spec.dim
     return torch.where((length > maximum)[..., None], 1.0 / theta[..., None] ** exponent, inv_freq[0])
