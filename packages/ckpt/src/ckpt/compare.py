@@ -1,8 +1,9 @@
 """Proof that two checkpoints, or a checkpoint and a live model, hold the same tensors."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def verify(
     atol: float = 0.0,
     dtypes: bool = True,
     role: Role | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
 
@@ -46,14 +48,18 @@ def verify(
         atol: absolute tolerance: |a - b| <= atol + rtol * |b|.
         dtypes: whether a different type is a difference; values are compared in any case.
         role: what Hugging Face folders are read as; None: a value model where there is a value head.
+        progress: called with the bytes that have been compared, and those that will have been.
 
     Raises:
         ValueError: a checkpoint is broken or does not fit its own config. Differences are no error: see `Report.equal`.
     """
     first, second = open_source(a, role), open_source(b, role)
     report = Report()
+    slots = (WEIGHTS, *_optimizer_slots(first, second))
     with _Comparison(report, rtol, atol, dtypes) as comparison:
-        for slot in (WEIGHTS, *_optimizer_slots(first, second)):
+        if progress is not None:
+            comparison.show(progress, sum(_bytes_to_compare(slot, first, second) for slot in slots))
+        for slot in slots:
             for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
                 held = [source.holds(slot, name) for source in (first, second)]
                 shown = name if slot == WEIGHTS else f"{slot}/{name}"
@@ -127,12 +133,29 @@ def _optimizer_slots(a: Source, b: Source) -> list[str]:
     return sorted(slots[0] | slots[1]) if all(slots) else []
 
 
+def _bytes_to_compare(slot: str, a: Source, b: Source) -> int:
+    """The bytes of the reference's tensors that are compared with the other's, and of each one's with its copies."""
+    total = 0
+    for name in a.slots.get(slot, {}).keys() & b.slots.get(slot, {}).keys():
+        if a.shape(slot, name) == b.shape(slot, name):
+            for source, elements in ((a, math.prod(a.shape(slot, name))), (b, 0)):
+                copied = sum(volume(piece.local_range) for _, piece in source.copies.get(slot, {}).get(name, ()))
+                total += (elements + copied) * source.tensors[source.slots[slot][name][0][0]][1].dtype.itemsize
+    return total
+
+
 class _Comparison:
     """How tensors are compared, and the files that are open for it; what is compared is counted in a report."""
 
     def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
         self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
         self.reader = _Reader()
+        self._progress: Callable[[int, int], None] = lambda done, total: None
+        self._done = self._total = 0
+
+    def show(self, progress: Callable[[int, int], None], total: int) -> None:
+        """Call `progress` from now on, with the bytes done and in all."""
+        self._progress, self._total = progress, total
 
     def __enter__(self) -> "_Comparison":
         return self
@@ -169,6 +192,8 @@ class _Comparison:
         tally = Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
             tally.add(self.reader.read(a, name, part), self.reader.read(b, name, part), part)
+            self._done += volume(part) * a[2].itemsize
+            self._progress(self._done, self._total)
         difference = tally.difference(shown)
         if difference is not None:
             yield difference

@@ -69,9 +69,10 @@ def reshard(
     )
     places = list(grid.places())
     contents = [_contents(opened, layout.at(place), dtype) for place in places]
-    total = sum(entry.nbytes for held in contents for entry in held.values())
-    with room_for(total, Path(destination).parent), FolderWriter(Path(destination)) as folder:
-        filler = _Filler(opened, folder, progress, total)
+    entries = [entry for held in contents for entry in held.values()]
+    needed = sum(entry.nbytes for entry in entries)
+    with room_for(needed, Path(destination).parent), FolderWriter(Path(destination)) as folder:
+        filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
         for index, held in enumerate(contents):
             file = shard_name(index, len(places))
             plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {}, False)
@@ -92,6 +93,14 @@ def merge(
 ) -> None:
     """Write the Hugging Face checkpoint of a sharded one (its weights); atomically, through bounded buffers.
 
+    Args:
+        source: a sharded checkpoint, or a Hugging Face folder.
+        destination: the folder to write.
+        dtype: cast floating-point weights.
+        max_shard_size: as in `save_hf`.
+        copy_from: as in `save_hf`.
+        progress: called with bytes done and bytes in all.
+
     Raises:
         ValueError: the source is broken.
         OSError: the disk is full; what was at `destination` is intact.
@@ -104,7 +113,7 @@ def merge(
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
     types = [entry.dtype for entry in contents.values()]
     with room_for(plan.nbytes, Path(destination).parent), FolderWriter(Path(destination)) as folder:
-        _Filler(opened, folder, progress, sum(entry.nbytes for entry in contents.values())).fill(plan, contents)
+        _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
         copy = None if copy_from is None else Path(copy_from)
         write_companions(folder, plan, layout, layout.config, max(types, key=types.count), copy)
 
@@ -126,6 +135,14 @@ class _Entry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Without the padding."""
+        if self.scalar:
+            return self.nbytes
+        pieces = (piece for piece in self.block.pieces if not piece.is_padding)
+        return sum(volume(piece.local_range) for piece in pieces) * self.dtype.itemsize
 
 
 def _contents(
@@ -168,6 +185,7 @@ class _Filler:
                 if entry.scalar:
                     file, info = plan.tensors[name]
                     write_box(fds[file], info, (), self._scalar(entry), self._writing, self._counter)
+                    self._advance(entry.dtype.itemsize)
                     continue
                 for key, copy in shared(entry.block, self._source.slots[entry.slot]):
                     copies.append((*self._source.tensors[key], copy, name))
@@ -186,9 +204,12 @@ class _Filler:
             buffer = self._reading.view(extents(part), info.dtype)
             read_box(source_fd, info, part, buffer, self._reading, self._counter)
             write_box(fd, to, carried_over(part, copy), buffer, self._writing, self._counter)
-            self._done += volume(part) * to.dtype.itemsize
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._advance(volume(part) * to.dtype.itemsize)
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
     def _scalar(self, entry: _Entry) -> Tensor:
         """The one value of all the canonical tensors that a parameter joins."""

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,10 +20,12 @@ from ckpt.files import FilePlan, create_files, plan_files, write_companions
 from ckpt.holdings import Holdings, Tensors, take_stock
 from ckpt.layout import Layout
 from ckpt.owners import Held, assign_owners
-from ckpt.pieces import Box, Piece, intersect
+from ckpt.pieces import Box, Piece, intersect, volume
 from ckpt.place import Place
 from ckpt.tied import require_equal_copies
 from ckpt.transfer import Want, exchange
+
+Progress = Callable[[int, int], None]
 
 
 def save_hf(
@@ -39,6 +41,7 @@ def save_hf(
     copy_from: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
     checksums: bool = False,
+    progress: Progress | None = None,
     counter: IOCounter | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from the ranks' own tensors.
@@ -62,6 +65,8 @@ def save_hf(
         copy_from: a folder whose tokenizer, processor and generation files are copied.
         metadata: strings recorded in every file's header.
         checksums: record a CRC-32 of every tensor in its file's header, computed from the bytes in the file.
+        progress: called, on the group's first rank only, with the bytes that it has written and those it will have
+            written.
         counter: is given the bytes and calls of this rank's writes.
 
     Raises:
@@ -94,15 +99,16 @@ def save_hf(
     room = room_for(plan.nbytes, Path(path).parent)
     writer = agree(room(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None), group)
     count = IOCounter() if counter is None else counter
+    shown = progress if holdings.rank == 0 else None
     try:
         folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
         agree(room(lambda: create_files(folder, plan) if writer else None), group)
         reach = all_gather_json(_can_write(folder, plan), group)
         writers = [rank for rank, can in enumerate(reach) if can]
         if all(reach):
-            agree(room(lambda: _write(folder, plan, owners, holdings, count)), group)
+            agree(room(lambda: _write(folder, plan, owners, holdings, shown, count)), group)
         else:
-            _send(folder, plan, owners, holdings, writers, group, count)
+            _send(folder, plan, owners, holdings, writers, group, shown, count)
         sums = _checksums(folder, plan, holdings.rank, writers, group) if checksums else {}
 
         @room
@@ -141,13 +147,34 @@ def _can_write(folder: Path, plan: FilePlan) -> bool:
     return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
 
 
-def _write(folder: Path, plan: FilePlan, owners: dict[str, list[Held]], holdings: Holdings, counter: IOCounter) -> None:
+class _Meter:
+    """Shows how much of this rank's writing is done."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, nbytes: int) -> None:
+        """Some bytes more are written."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _write(
+    folder: Path,
+    plan: FilePlan,
+    owners: dict[str, list[Held]],
+    holdings: Holdings,
+    progress: Progress | None,
+    counter: IOCounter,
+) -> None:
     """Write the boxes that this rank owns, file by file, and sync each file it touched."""
     mine: dict[str, list[tuple[str, Held]]] = {}
     for name, pieces in owners.items():
         for held in pieces:
             if held.rank == holdings.rank:
                 mine.setdefault(plan.tensors[name][0], []).append((name, held))
+    meter = _Meter(progress, sum(_nbytes(plan, held) for entries in mine.values() for _, held in entries))
     stagings = StagingPool()
     for file, entries in mine.items():
         with FileForWriting(folder / file) as fd:
@@ -158,6 +185,12 @@ def _write(folder: Path, plan: FilePlan, owners: dict[str, list[Held]], holdings
                 if copy is not None:
                     view = view_of(tensor, copy.source_range)
                     write_box(fd, info, copy.destination_range, view, stagings.on(tensor.device), counter)
+                    meter.add(_nbytes(plan, held))
+
+
+def _nbytes(plan: FilePlan, held: Held) -> int:
+    """The bytes of a piece in its file."""
+    return volume(held.piece.local_range) * plan.tensors[held.piece.name][1].dtype.itemsize
 
 
 def _send(
@@ -167,6 +200,7 @@ def _send(
     holdings: Holdings,
     writers: list[int],
     group: ProcessGroup | None,
+    progress: Progress | None,
     counter: IOCounter,
 ) -> None:
     """Where not every rank reaches the files: each file has one writer among those that do, and pieces travel to it."""
@@ -181,6 +215,7 @@ def _send(
 
     with contextlib.ExitStack() as stack:
         mine = [file for file in files if writer_of[file] == holdings.rank]
+        meter = _Meter(progress, sum(info.nbytes for file, info in plan.tensors.values() if file in mine))
         fds = agree(lambda: {file: stack.enter_context(FileForWriting(folder / file)) for file in mine}, group)
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:
@@ -189,6 +224,7 @@ def _send(
                 try:
                     info = plan.tensors[want.piece.name][1]
                     write_box(fds[want.tensor], info, box, values, stagings.on(values.device), counter)
+                    meter.add(volume(box) * info.dtype.itemsize)
                 except OSError as error:
                     errors.append(error)
 

@@ -14,7 +14,7 @@ from click.testing import Result
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ckpt import Grid, layout_for, load_hf, save_hf
+from ckpt import Grid, layout_for, load_hf, reshard, save_hf
 from ckpt.cli import app
 from ckpt.cli.output import print_table
 
@@ -86,15 +86,23 @@ def test_a_name_with_brackets_is_shown_as_it_is(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("command", ["shard", "reshard", "merge", "verify", "diff"])
 def test_progress_is_shown_on_a_terminal_only(
-    terminal: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, terminal: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source, shards = checkpoint("llama", vocab_size=51), tmp_path / "shards"
+    reshard(source, shards, Grid(tp=2))
     # What makes rich take any stream for a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
-    result = run("shard", checkpoint("llama"), tmp_path / "a", "--json")
+    read = source if command == "shard" else shards
+    result = run(command, read, source if command in ("verify", "diff") else tmp_path / "out", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["files"] == 1
-    assert ("B/s" in result.stderr) == terminal
+    facts = json.loads(result.stdout)
+    assert facts["equal"] if command in ("verify", "diff") else facts["files"] == 1
+    shown = re.sub(r"\x1b\[[^m]*m", "", result.stderr)
+    assert ("B/s" in shown) == terminal
+    # It ends at the end.
+    assert bool(re.search(r" (\d+\.\d)/\1 kB ", shown)) == terminal
     assert terminal or result.stderr == ""
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
+from ckpt.cli.output import Json, print_json, print_table, progress_bar, reports_mistakes
 from ckpt.compare import verify as verify_checkpoints
 from ckpt.report import Report
 
@@ -23,7 +23,8 @@ def verify(
     a: A, b: B, atol: Atol = 0.0, rtol: Rtol = 0.0, ignore_dtype: IgnoreDtype = False, json: Json = False
 ) -> None:
     """Say whether two checkpoints are the same, bit by bit or within a tolerance; exit code 1 when they are not."""
-    report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype)
+    with progress_bar("comparing") as progress:
+        report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
     if json:
         print_json(report.to_json())
     else:
@@ -42,7 +43,8 @@ def diff(
     json: Json = False,
 ) -> None:
     """Show a table of all tensors that differ; exit code 1 when there are any."""
-    report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype)
+    with progress_bar("comparing") as progress:
+        report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
     if json:
         print_json(report.to_json())
     elif report.equal:

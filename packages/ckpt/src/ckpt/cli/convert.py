@@ -1,16 +1,12 @@
 """`ckpt shard`, `ckpt reshard` and `ckpt merge`: between Hugging Face folders and sharded ones."""
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ckpt.cli.options import Dtype, Ep, Etp, Layers, Pp, Tp, VocabMultiple, Vpp, read_dtype, read_grid, read_layers
-from ckpt.cli.output import Json, print_json, reports_mistakes
+from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
 from ckpt.offline import merge as merge_files
 from ckpt.offline import reshard as reshard_files
 
@@ -19,16 +15,6 @@ Destination = Annotated[Path, typer.Argument(help="The folder to write; a checkp
 Target = Annotated[
     str | None, typer.Option("--target", help="parallel, megatron or megatron_te; the source's unless given.")
 ]
-
-
-@contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with GB/s on standard error; nothing where that is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @reports_mistakes

@@ -1,13 +1,15 @@
-"""What the commands share: tables for people, JSON for programs, one line for a mistake."""
+"""What the commands share: tables and progress for people, JSON for programs, one line for a mistake."""
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +32,16 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(MISTAKE) from None
 
     return run
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with GB/s on standard error; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def print_json(value: Any) -> None:
