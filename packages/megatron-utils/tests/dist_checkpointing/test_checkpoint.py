@@ -142,6 +142,7 @@ def case(
     return dict(zip(names, (hf, distributed, virtual_stages, overlap, frozen, precision), strict=True))
 
 
+SLOW = pytest.mark.slow
 # The grid that saves and the one that resumes, and what each of them runs.
 Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
 
@@ -162,17 +163,14 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, frozen=True), case(DENSE, frozen=True)),
         (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
         # Masters and the loss scale. Replicas that see the same compute the same bits as one.
+        (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
+        (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
         *(
-            (saved, resumed, case(DENSE, first, precision=precision), case(DENSE, first, precision=precision))
-            for saved, resumed, first, precision in (
-                (ParallelDims(dp=2), ParallelDims(), True, "bf16"),
-                (ParallelDims(dp=2), ParallelDims(), True, "fp16"),
-                (ParallelDims(tp=2), ParallelDims(tp=2), False, "bf16"),
-                (ParallelDims(tp=2), ParallelDims(tp=2), False, "fp16"),
-            )
+            pytest.param((dims, dims, case(DENSE, cut, precision=kind), case(DENSE, cut, precision=kind)), marks=SLOW)
+            for dims, cut, kind in ((ParallelDims(dp=2), True, "fp16"), (ParallelDims(tp=2), False, "bf16"))
         ),
         *(
-            pytest.param((saved, resumed, case(hf, True, stages), case(hf, True)), marks=pytest.mark.slow)
+            pytest.param((saved, resumed, case(hf, True, stages), case(hf, True)), marks=SLOW)
             for saved, resumed, hf, stages in (
                 (ParallelDims(tp=2), ParallelDims(), DENSE, None),
                 (ParallelDims(dp=4), ParallelDims(dp=2), DENSE, None),

@@ -109,6 +109,45 @@ def test_steps_equal_torch_adamw_on_gpus(nccl_ranks: RankPool, dp: int, distribu
     nccl_ranks.run(adamw_on, distributed, world=dp)
 
 
+def groups_on(group: ProcessGroup, patterns: tuple[str, ...]) -> list[str]:
+    """The parameters without weight decay; every step's rate is the schedule's, floor and all."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.testing import device_of
+
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.2, no_weight_decay=patterns)
+    schedule = ScheduleConfig("linear", warmup_steps=2, total_steps=6, init_lr=5e-4, min_lr=1e-3)
+    with device_of(group), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        wrapped = wrap_data_parallel(model_on(grid), grid)
+        optimizer = Optimizer(wrapped, grid, config, schedule)
+        rates = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            rates.append(optimizer.step().lr)
+        assert rates == pytest.approx([5e-4, 5.25e-3, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3, 1e-3], rel=1e-12)
+        decay = {id(p): part["weight_decay"] for part in optimizer.inner.param_groups for p in part["params"]}
+        named = dict(wrapped[0].module.named_parameters())
+        assert {decay[id(parameter)] for parameter in named.values()} <= {0.0, 0.2}
+        return [name for name, parameter in named.items() if decay[id(parameter)] == 0]
+
+
+@pytest.mark.parametrize("patterns", [(), ("*.bias", "embedding.*"), ("*linear_fc?.weight",)])
+def test_the_named_parameters_alone_are_exempt_from_weight_decay(ranks: RankPool, patterns: tuple[str, ...]) -> None:
+    (exempt,) = ranks.run(groups_on, patterns, world=1)
+    layers = [f"decoder.layers.{n}." for n in range(HF["num_hidden_layers"])]
+    assert (
+        sorted(exempt)
+        == {
+            (): [],
+            ("*.bias", "embedding.*"): [
+                *(f"{layer}self_attention.linear_qkv.bias" for layer in layers),
+                "embedding.word_embeddings.weight",
+            ],
+            ("*linear_fc?.weight",): [f"{layer}mlp.linear_fc{n}.weight" for layer in layers for n in (1, 2)],
+        }[patterns]
+    )
+
+
 def overflow_on(group: ProcessGroup) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel

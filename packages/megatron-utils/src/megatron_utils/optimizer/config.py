@@ -47,7 +47,7 @@ class OptimizerConfig(_FromMapping):
     weight_decay: float = 0.01
     """Decoupled weight decay of all parameters that are not exempt."""
     no_weight_decay: tuple[str, ...] = ("*.bias", "*norm*.weight", "*norm_weight")
-    """Parameters without weight decay: shell patterns on their names."""
+    """Parameters without weight decay: shell patterns on their names in a chunk, such as "embedding.*"."""
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -116,7 +116,10 @@ class OptimizerConfig(_FromMapping):
         """Megatron's description of the parameters without weight decay."""
         if not self.no_weight_decay:
             return {}
-        return {ParamKey(name=tuple(self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)}
+        # Megatron matches the names that they have under its wrapper for data parallelism.
+        return {
+            ParamKey(name=tuple(f"module.{name}" for name in self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)
+        }
 
 
 @dataclass(frozen=True)
