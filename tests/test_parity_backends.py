@@ -37,9 +37,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
+PAD = 16
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, {}),
+    # A token that serves as padding elsewhere, and that the batch has.
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, {"pad_token_id": PAD}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification, EXPERTS),
 }

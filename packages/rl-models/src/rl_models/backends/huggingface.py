@@ -196,6 +196,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             # A reward model: its head has no bias, and is saved without one again.
             model.score.bias = None
             lacked = [name for name in lacked if name != "score.bias"]
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                # Batches are packed, without padding: where the token stands that others pad with, it is learned from.
+                module.padding_idx = None
         patched = patch(
             model,
             value_head=kind.value_head,
