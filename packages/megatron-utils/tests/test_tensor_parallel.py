@@ -1,5 +1,6 @@
 """Log-probs from sharded logits against torch on the whole vocabulary; responses against one sequence at a time."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from megatron_utils.tensor_parallel import (
     response_log_probs,
     response_positions,
     response_slices,
+    tensor_parallel_group,
 )
-from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers import PackedSequence, ParallelDims, next_token_labels, vocab_parallel_entropy
 from parallel_layers.testing import RankPool
 
 V, H = 13, 6
@@ -53,9 +55,6 @@ def from_logits_on(group: ProcessGroup) -> tuple[Tensor, ...]:
     local = shard(logits, group, 1).requires_grad_()
     before = local.detach().clone()
     result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
-    # In any order of calls, again and with the entropy alone first, the logits stay as they are.
-    again = log_probs_from_logits(local, labels, group=group, vocab_size=V)
-    assert torch.equal(result.log_probs, again.log_probs)
     (result.log_probs * 2 - result.entropy).sum().backward()
     assert torch.equal(local.detach(), before)
     whole = logits.double().requires_grad_()
@@ -76,9 +75,72 @@ def test_log_probs_from_sharded_logits(ranks: RankPool, tp: int) -> None:
     assert all(torch.equal(results[0][i], result[i]) for result in results for i in (0, 1))
 
 
+def in_any_order_on(group: ProcessGroup, dtype: torch.dtype) -> None:
+    packed = batch()
+    labels = next_token_labels(packed)
+    local = shard(torch.randn(packed.num_tokens, V).to(dtype) * 3, group, 1).requires_grad_()
+    before = local.detach().clone()
+
+    def log_probs() -> tuple[Tensor, ...]:
+        return (log_probs_from_logits(local, labels, group=group, vocab_size=V, entropy=False).log_probs,)
+
+    def entropy() -> tuple[Tensor, ...]:
+        return (vocab_parallel_entropy(local, group=group, vocab_size=V),)
+
+    def both() -> tuple[Tensor, ...]:
+        return tuple(log_probs_from_logits(local, labels, group=group, vocab_size=V))
+
+    def gradient() -> tuple[Tensor, ...]:
+        result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+        return torch.autograd.grad(result.log_probs.sum() + result.entropy.sum(), local)
+
+    calls = (log_probs, entropy, both, gradient)
+    first = {call: call() for call in calls}
+    assert torch.equal(first[log_probs][0], first[both][0])
+    assert torch.equal(first[entropy][0], first[both][1])
+    for order in itertools.permutations(calls):
+        for call in order:
+            assert all(torch.equal(one, other) for one, other in zip(call(), first[call], strict=True))
+            assert torch.equal(local.detach().view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_keep_their_bits_in_any_order_of_calls(ranks: RankPool, dtype: torch.dtype, tp: int) -> None:
+    ranks.run(in_any_order_on, dtype, world=tp)
+
+
+def minus_infinity_on(group: ProcessGroup) -> None:
+    """All of one rank's columns, all but one, and all but a few that lie apart, are impossible."""
+    size = -(-V // group.size())
+    torch.manual_seed(0)
+    logits = torch.randn(group.size() + 2, V)
+    for rank in range(group.size() - 1):
+        logits[rank, rank * size : (rank + 1) * size] = -torch.inf
+    logits[-3, :-1] = -torch.inf
+    logits[-2, 1:-1] = -torch.inf
+    logits[-1, 1:] = -torch.inf
+    labels = logits.argmax(-1)
+    local = shard(logits, group, 1).requires_grad_()
+    result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+    (result.log_probs * 2 - result.entropy).sum().backward()
+    finite = logits.double().clamp(min=-1e4).requires_grad_()
+    log_probs, entropy = reference(finite, labels)
+    (log_probs * 2 - entropy).sum().backward()
+    torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(local.grad, shard(finite.grad.float(), group, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_impossible_tokens_leave_everything_finite(ranks: RankPool, tp: int) -> None:
+    ranks.run(minus_infinity_on, world=tp)
+
+
 def large_vocabulary_on(group: ProcessGroup, vocabulary: int) -> None:
     torch.manual_seed(0)
-    logits = (torch.randn(5, vocabulary) * 4).bfloat16()
+    # From nearly uniform, whose entropy is a sum of many small numbers, to nearly certain.
+    logits = (torch.randn(5, vocabulary) * torch.tensor([[0.01], [1.0], [4.0], [10.0], [100.0]])).bfloat16()
     result = log_probs_from_logits(shard(logits, group, 1), torch.arange(5), group=group, vocab_size=vocabulary)
     log_probs, entropy = reference(logits, torch.arange(5))
     assert result.entropy is not None
@@ -96,26 +158,44 @@ def test_entropy_of_bf16_logits_over_a_large_vocabulary(ranks: RankPool, vocabul
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that an operation makes (views of what there was before left out)."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, int] = {}
+
+    @property
+    def elements(self) -> int:
+        return max(self.made.values(), default=0)
+
+    def above(self, elements: int) -> list[int]:
+        """The sizes of what has more elements, by memory."""
+        return [made for made in self.made.values() if made > elements]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         results = func(*args, **(kwargs or {}))
         for x in tree_leaves(results):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.elements = max(self.elements, x.numel())
+                place = x.untyped_storage().data_ptr()
+                self.made[place] = max(self.made.get(place, 0), x.numel())
         return results
 
 
-def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch, requires_grad: bool) -> None:
     from parallel_layers.losses import logits_op
 
     chunk = 1 << 12
     monkeypatch.setitem(logits_op.TILE_ELEMENTS, "cpu", chunk)
-    logits, labels = torch.randn(64, 512), torch.arange(64)
+    logits, labels = torch.randn(64, 512, requires_grad=requires_grad), torch.arange(64)
     with Largest() as largest:
         result = log_probs_from_logits(logits, labels, group=None)
     assert largest.elements <= chunk < logits.numel()
+    if requires_grad:
+        with Largest() as backward:
+            result.log_probs.sum().backward()
+        # The gradient itself, once.
+        assert sorted(backward.above(chunk)) == [logits.numel()]
+    logits = logits.detach()
     log_probs, entropy = reference(logits, labels)
     torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
     assert result.entropy is not None
@@ -125,12 +205,13 @@ def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> 
 def responses_on(group: ProcessGroup) -> None:
     packed = batch()
     torch.manual_seed(1)
-    hidden, weight = torch.randn(packed.num_tokens, H), torch.randn(V, H)
-    local = shard(weight, group, 0)
+    hidden, weight = torch.randn(packed.num_tokens, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    local = shard(weight.detach(), group, 0).requires_grad_()
     options = {"group": group, "vocab_size": V}
     fused = response_log_probs(packed, RESPONSES, hidden_TH=hidden, weight_VH=local, temperature=0.7, **options)
-    plain = response_log_probs(packed, RESPONSES, logits_TV=hidden @ local.T / 0.7, **options)
+    plain = response_log_probs(packed, RESPONSES, logits_TV=(hidden @ local.T / 0.7).detach(), **options)
     sequences = packed.split(packed.input_ids)
+    total = torch.zeros((), dtype=torch.float64)
     for ids, rows, response, one, other in zip(sequences, packed.split(hidden), RESPONSES, fused, plain, strict=True):
         # One by one, by the definition: the response's tokens given everything before each.
         start = len(ids) - response
@@ -145,6 +226,11 @@ def responses_on(group: ProcessGroup) -> None:
         for result in (one, other):
             torch.testing.assert_close(result.log_probs, log_probs.float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(result.entropy, entropy.float(), rtol=1e-5, atol=1e-5)
+        total = total + (2 * log_probs - entropy).sum()
+    expected = torch.autograd.grad(total, (hidden, weight))
+    actual = torch.autograd.grad(sum((2 * part.log_probs - part.entropy).sum() for part in fused), (hidden, local))
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[1], shard(expected[1], group, 0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -183,3 +269,26 @@ def test_response_log_probs_wants_one_source() -> None:
         response_log_probs(packed, RESPONSES, group=None, logits_TV=logits, temperature=0.5)
     with pytest.raises(ValueError, match="values of 3 rows"):
         response_slices(torch.zeros(3), packed, RESPONSES)
+
+
+def group_of_the_grid_on(group: ProcessGroup) -> None:
+    from megatron_utils import megatron_grid
+    from megatron_utils.testing import cpu_stand_in
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, V), torch.arange(4)
+    expected, _ = reference(logits, labels)
+    with cpu_stand_in():
+        for dims in (ParallelDims(tp=2), ParallelDims(dp=2)):
+            with megatron_grid(dims, ranks=range(2)) as grid:
+                own = tensor_parallel_group()
+                assert own is (grid.groups.tp if dims.tp == 2 else None)
+                part = logits if own is None else shard(logits, own, 1)
+                result = log_probs_from_logits(part, labels, group=own, vocab_size=V)
+                torch.testing.assert_close(result.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
+        with pytest.raises(RuntimeError, match="no Megatron grid is active"):
+            tensor_parallel_group()
+
+
+def test_the_group_is_that_of_the_active_grid(ranks: RankPool) -> None:
+    ranks.run(group_of_the_grid_on, world=2)
