@@ -1,14 +1,13 @@
 """Log-probs from sharded logits against torch on the whole vocabulary; responses against one sequence at a time."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_utils.tensor_parallel import (
     log_probs_from_logits,
@@ -155,48 +154,31 @@ def test_entropy_of_bf16_logits_over_a_large_vocabulary(ranks: RankPool, vocabul
     ranks.run(large_vocabulary_on, vocabulary, world=tp)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation makes (views of what there was before left out)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, int] = {}
-
-    @property
-    def elements(self) -> int:
-        return max(self.made.values(), default=0)
-
-    def above(self, elements: int) -> list[int]:
-        """The sizes of what has more elements, by memory."""
-        return [made for made in self.made.values() if made > elements]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        results = func(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                place = x.untyped_storage().data_ptr()
-                self.made[place] = max(self.made.get(place, 0), x.numel())
-        return results
+def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What a call returns, and the bytes of all memory that it asks for, in custom operations, too; largest first."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        result = call()
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    return result, sorted((e.nbytes() for e in events if e.nbytes() > 0), reverse=True)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch, requires_grad: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     from parallel_layers.losses import logits_op
 
     chunk = 1 << 12
     monkeypatch.setitem(logits_op.TILE_ELEMENTS, "cpu", chunk)
-    logits, labels = torch.randn(64, 512, requires_grad=requires_grad), torch.arange(64)
-    with Largest() as largest:
-        result = log_probs_from_logits(logits, labels, group=None)
-    assert largest.elements <= chunk < logits.numel()
-    if requires_grad:
-        with Largest() as backward:
-            result.log_probs.sum().backward()
-        # The gradient itself, once.
-        assert sorted(backward.above(chunk)) == [logits.numel()]
-    logits = logits.detach()
-    log_probs, entropy = reference(logits, labels)
+    logits, labels = torch.randn(64, 512).to(dtype).requires_grad_(), torch.arange(64)
+    result, forward = allocations(lambda: log_probs_from_logits(logits, labels, group=None))
+    # A chunk is computed with in fp32.
+    assert forward[0] == 4 * chunk < logits.nbytes
+    _, (gradient, *temporaries) = allocations(lambda: (result.log_probs.sum() + result.entropy.sum()).backward())
+    assert gradient == logits.nbytes
+    # log-probs and entropies have been made apart, and so are their gradients, before they are added up
+    assert all(nbytes == logits.nbytes or nbytes <= 4 * chunk for nbytes in temporaries)
+    assert temporaries.count(logits.nbytes) <= 2
+    log_probs, entropy = reference(logits.detach(), labels)
     torch.testing.assert_close(result.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
     assert result.entropy is not None
     torch.testing.assert_close(result.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
