@@ -1,6 +1,7 @@
 """`linear_log_probs` against log-softmax of materialised logits: values, every gradient, memory, errors."""
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -509,3 +510,16 @@ def test_label_outside_the_vocabulary_raises_on_every_rank_alike(ranks: RankPool
     messages = ranks.run(_bad_label, problem(9, 8, 34), world=2, timeout=20)
     assert messages[0] == messages[1]
     assert "label 77 at position 3" in messages[0]
+
+
+def _unequal_tokens(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:
+    hidden, weight, labels, *_ = inputs
+    mine, rows = hidden.split([2, 6])[group.rank()], weight.chunk(group.size())[group.rank()]
+    with pytest.raises(ValueError, match="one for each token of the whole sequence") as error:
+        linear_log_probs(mine, rows, labels, group=group, sequence_parallel=True)
+    return str(error.value)
+
+
+def test_ranks_with_unequal_numbers_of_tokens_are_refused(ranks: RankPool) -> None:
+    messages = ranks.run(_unequal_tokens, problem(8, 8, 34), world=2, timeout=20)
+    assert [re.findall(r"labels must be int64 \[(\d+)\]", message) for message in messages] == [["4"], ["12"]]
