@@ -1,13 +1,17 @@
 """Ulysses and ring attention against attention on one rank: outputs and every gradient."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers import PackedSequence
 from parallel_layers.attention import packed_attention
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.collectives import all_to_all
@@ -47,7 +51,7 @@ def run_sharded(
     if sinks is not None:
         sinks = sinks.to(device, copy=True).requires_grad_()
         options = {**options, "sinks": sinks}
-    out = attention(*leaves, boundaries(lengths).to(device), max(lengths), group=group, **options)
+    out = attention(*leaves, boundaries(lengths).to(device), max(lengths, default=0), group=group, **options)
     out.backward(seed)
     sharded = [out.detach(), *(leaf.grad for leaf in leaves)]
     gathered = [gather_sequence(x, group, layout=layout) for x in sharded]
@@ -71,7 +75,7 @@ def check(
     sinks = torch.randn(heads[0]) if with_sinks else None
     leaves = [x.double().requires_grad_() for x in tensors[:3]]
     wide = None if sinks is None else sinks.double().requires_grad_()
-    out = packed_attention(*leaves, boundaries(lengths), max(lengths), sinks=wide, **options)
+    out = packed_attention(*leaves, boundaries(lengths), max(lengths, default=0), sinks=wide, **options)
     gradients = torch.autograd.grad(out, leaves if wide is None else [*leaves, wide], tensors[3].double())
     expected = [out, *gradients]
     results = ranks.run(run_sharded, name, tensors, sinks, lengths, options, world=world)
@@ -133,7 +137,7 @@ def check_on_gpus(pool: RankPool, name: str, world: int, with_sinks: bool = Fals
     asked = {key: value for key, value in options.items() if key != "backend"}
     if sinks is not None:
         asked["sinks"] = leaves[3]
-    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths), **asked)
+    out = packed_attention(*leaves[:3], boundaries(lengths), max(lengths, default=0), **asked)
     expected = [out, *torch.autograd.grad(out, leaves, tensors[3].double())]
     results = pool.run(run_sharded, name, tensors, sinks, lengths, options, world=world)
     for i, truth in enumerate(expected):
@@ -218,14 +222,47 @@ def test_chunks_outside_the_window_are_not_sent(ranks: RankPool, window: int, to
     assert ranks.run(received_by_halo, window, world=4) == tokens
 
 
-@pytest.mark.parametrize("trial", range(4))
-def test_random_lengths(ranks: RankPool, trial: int) -> None:
-    """Cuts of 48 tokens anywhere, with empty segments."""
-    generator = torch.Generator().manual_seed(trial)
-    cuts = torch.randint(0, 49, (trial * 3,), generator=generator).sort().values.tolist()
-    lengths = [end - start for start, end in zip([0, *cuts], [*cuts, 48], strict=True)]
-    for name in ATTENTIONS:
-        check(ranks, name, lengths, 4)
+@settings(max_examples=25, deadline=None)
+@example(name="ring", world=2, lengths=[], heads=(1, 1), window=None)
+@example(name="ring", world=2, lengths=[0, 0], heads=(1, 1), window=3)
+@example(name="ulysses", world=3, lengths=[0], heads=(2, 2), window=None)
+@given(
+    name=st.sampled_from(sorted(ATTENTIONS)),
+    world=st.integers(2, 4),
+    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 16, 31]), max_size=7),
+    heads=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    window=st.none() | st.integers(1, 40),
+)
+def test_any_lengths(
+    ranks: RankPool, name: str, world: int, lengths: list[int], heads: tuple[int, int], window: int | None
+) -> None:
+    """Packed for a number of ranks that divides neither their total nor the heads."""
+    packed = PackedSequence.from_sequences([torch.zeros(n, dtype=torch.int64) for n in lengths], multiple_of=2 * world)
+    group, kv_heads = heads
+    padded = packed.cu_seqlens.diff().tolist()
+    check(ranks, name, padded, world, (group * kv_heads, kv_heads), window=window)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_segment_never_feels_another_bit_for_bit(
+    ranks: RankPool, name: str, window: int | None, with_sinks: bool
+) -> None:
+    """Every other segment's data changed: this one's output and gradients keep every bit, on whatever ranks."""
+    torch.manual_seed(0)
+    lengths = [13, 1, 22, 4]
+    tensors = [torch.randn(40, heads, 8) for heads in (4, 2, 2, 4)]
+    sinks = torch.randn(4) if with_sinks else None
+    arguments = (sinks, lengths, {"window": window})
+    before = ranks.run(run_sharded, name, tensors, *arguments, world=4)[0]
+    for start, end in pairwise(boundaries(lengths).tolist()):
+        others = torch.ones(40, 1, 1, dtype=torch.bool)
+        others[start:end] = False
+        changed = [torch.where(others, 3 * x + 1, x) for x in tensors]
+        after = ranks.run(run_sharded, name, changed, *arguments, world=4)[0]
+        for x, y in zip(before[:4], after[:4], strict=True):
+            assert torch.equal(x[start:end], y[start:end])
 
 
 def run_layouts(group: ProcessGroup, x: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,6 +72,8 @@ def ring_attention(
         raise ValueError(
             f"{q_TQD.shape[0]} tokens of a rank are not two chunks; use split_sequence(..., layout='zigzag')"
         )
+    if not len(q_TQD):  # nor has another rank a token
+        return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
     window = options.get("window")
     if window is not None and window < max_seqlen:
         return halo_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, group, window, options)
