@@ -97,7 +97,7 @@ OCCUPIED: Sequence[tuple[str, str, str, str]] = [
     ("score", "", "folder", "must be a file in a folder that exists"),
     ("train", "", "file", "exists and is no folder; choose another"),
     ("train", "options.json", "folder", "is a folder, and a file is to be written there; choose another"),
-    ("train", "options.json", "file", "is not valid JSON: "),
+    ("train", "options.json", "file", "(char 0); remove it, or choose another out"),
     ("train", "metrics.jsonl", "folder", "is a folder, and a file is to be written there; choose another"),
     ("train", "training", "file", "is a file, so"),
     ("train", "training/actor", "file", "exists and is no folder; choose another"),

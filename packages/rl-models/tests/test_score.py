@@ -97,6 +97,27 @@ def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, message: st
         read_prompts(data, model, max_tokens=5)
 
 
+def test_text_needs_a_tokenizer_that_can_be_read(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r'line 1: "text" needs .*tokenizer.json, which does not exist; give "tokens"'):
+        read_prompts(tmp_path / "data.jsonl", tmp_path, 9)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"line 1: .*tokenizer.json is no tokenizer that can be read: "):
+        read_prompts(tmp_path / "data.jsonl", tmp_path, 9)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_the_end_of_a_line_ends_it(model: Path, tmp_path: Path, end: str) -> None:
+    """Not the other separators of Unicode, which may stand in a text as they are."""
+    rows = [{"text": "a", "label": "first\u2028second\x85"}, {"text": "b"}]
+    text = end.join(json.dumps(row, ensure_ascii=False) for row in rows) + end
+    (tmp_path / "data.jsonl").write_bytes(text.encode())
+    prompts = read_prompts(tmp_path / "data.jsonl", model, 9)
+    assert [(prompt.tokens, prompt.row) for prompt in prompts] == [([1, 4], rows[0]), ([1, 5], rows[1])]
+    assert [prompt.line for prompt in prompts] == [1, 2]
+
+
 def test_prompts_are_for_models_of_any_family(tmp_path: Path) -> None:
     # Gemma 2 runs on the transformers backend alone, a model with a vision tower has its text's config inside.
     (tmp_path / "prompts.jsonl").write_text('{"tokens": [99]}\n')

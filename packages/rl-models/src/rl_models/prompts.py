@@ -40,7 +40,7 @@ class TextCodec:
         """Token ids, with the special tokens that the tokenizer adds.
 
         Raises:
-            ValueError: there is no tokenizer.
+            ValueError: there is no tokenizer, or its file is broken.
         """
         ids: list[int] = self._loaded().encode(text).ids
         return ids
@@ -56,7 +56,10 @@ class TextCodec:
                 raise ValueError(f'"text" needs {self.file}, which does not exist; give "tokens" instead')
             from tokenizers import Tokenizer  # only text needs it
 
-            self._tokenizer = Tokenizer.from_file(str(self.file))
+            try:
+                self._tokenizer = Tokenizer.from_file(str(self.file))
+            except Exception as error:  # of no type of its own
+                raise ValueError(f"{self.file} is no tokenizer that can be read: {error}") from None
         return self._tokenizer
 
 
@@ -79,7 +82,8 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     prompts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # JSON allows the other characters that `splitlines` takes for ends of lines inside a string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -96,6 +100,18 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
     return prompts
 
 
+def read_json(file: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is not valid JSON; names it.
+    """
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+
+
 def vocabulary_size(folder: Path) -> int:
     """Of a checkpoint, of whatever family: some run on one backend alone.
 
@@ -105,10 +121,7 @@ def vocabulary_size(folder: Path) -> int:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")
-    try:
-        values = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    values = read_json(file)
     try:
         return int((values.get("text_config") or values)["vocab_size"])
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -26,6 +26,7 @@ from rl_models.train.run import plan
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
+        ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
     ],
 )
@@ -41,6 +42,8 @@ def test_what_cannot_run_is_refused_before_it_starts(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(model, "with-a-broken-end")
+    Path("with-a-broken-end/generation_config.json").write_text("{")
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         plan(TrainOptions(**given | options))

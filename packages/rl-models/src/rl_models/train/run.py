@@ -23,7 +23,7 @@ from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
 from rl_models.preflight import check_native_model, check_output, check_writable
-from rl_models.prompts import Prompt, read_prompts, vocabulary_size
+from rl_models.prompts import Prompt, read_json, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
 from rl_models.train.loop import Loop
@@ -117,9 +117,9 @@ def _check_out(options: TrainOptions) -> None:
     before = options.out / "options.json"
     if before.is_file():
         try:
-            found = json.loads(before.read_bytes())
+            found = read_json(before)
         except ValueError as error:
-            raise ValueError(f"{before} is not valid JSON: {error}; choose another out, or remove it") from None
+            raise ValueError(f"{error}; remove it, or choose another out") from None
         options.check_resumes(found)
 
 
@@ -142,7 +142,7 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
     """The model's own end of text, from its generation config or its config."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        ids = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+        ids = read_json(file).get("eos_token_id") if file.is_file() else None
         if ids is not None:
             vocab_size = vocabulary_size(folder)
             return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
