@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -127,6 +127,28 @@ def verify_live(
     return merged
 
 
+def refuse_differing_copies(source: Source, slots: Iterable[str]) -> None:
+    """Refuse files in which the copies of tied weights, or of their moments, differ between pipeline chunks in any bit.
+
+    Args:
+        source: the files.
+        slots: of which weights or moments one copy is to be taken.
+
+    Raises:
+        ValueError: names the tensor and the files.
+    """
+    with _Comparison(Report(), 0.0, 0.0, True) as comparison:
+        for slot in slots:
+            for name in source.copies.get(slot, {}).keys() & source.tied:
+                shown = name if slot == WEIGHTS else f"{slot}/{name}"
+                for difference in comparison.copies(shown, slot, name, source):
+                    raise ValueError(
+                        f"{shown} has copies that differ, of which one would be taken: {difference.detail}; "
+                        f"{source.tensors[source.slots[slot][name][0][0]][0]} has the other. Make them equal, and in "
+                        "training all-reduce the gradients of tied weights over the stages that hold them"
+                    )
+
+
 def _optimizer_slots(a: Source, b: Source) -> list[str]:
     """The slots of either, where both have an optimizer's state."""
     slots = [{*source.slots, *source.scalars} - {WEIGHTS} for source in (a, b)]
@@ -180,13 +202,19 @@ class _Comparison:
         self.report.tensors += 1
         self.report.elements += volume(whole)
         yield from self._boxes(shown, name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
-        for source, part, dtype in zip((a, b), parts, types, strict=True):
-            for key, piece in source.copies.get(slot, {}).get(name, ()):
-                assert piece.canonical_range is not None
-                copy = (source, [(key, piece)], source.tensors[key][1].dtype)
-                for difference in self._boxes(shown, name, piece.canonical_range, (source, part, dtype), copy):
-                    detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
-                    yield dataclasses.replace(difference, detail=detail)
+        for source in (a, b):
+            yield from self.copies(shown, slot, name, source)
+
+    def copies(self, shown: str, slot: str, name: str, source: Source) -> Iterator[Difference]:
+        """What differs between a checkpoint's tensor and the copies of it that further ranks hold."""
+        part = source.slots[slot][name]
+        reference = (source, part, source.tensors[part[0][0]][1].dtype)
+        for key, piece in source.copies.get(slot, {}).get(name, ()):
+            assert piece.canonical_range is not None
+            copy = (source, [(key, piece)], source.tensors[key][1].dtype)
+            for difference in self._boxes(shown, name, piece.canonical_range, reference, copy):
+                detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
+                yield dataclasses.replace(difference, detail=detail)
 
     def _boxes(self, shown: str, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
         tally = Tally(self.atol, self.rtol)

@@ -14,6 +14,7 @@ from ckpt.layout import Layout
 from ckpt.owners import Held, assign_owners
 from ckpt.pieces import Block, Box
 from ckpt.place import Place
+from ckpt.tied import require_equal_copies
 from ckpt.transfer import BUCKET_BYTES, Want, copy_into, exchange
 
 Places = Place | Sequence[Place]
@@ -84,7 +85,8 @@ def redistribute(
         Local name -> tensor, padding zero; a list of such for a sequence of places.
 
     Raises:
-        ValueError: the layouts are of different models, or the tensors do not fit; on every rank.
+        ValueError: the layouts are of different models, the tensors do not fit, or the copies of a tied embedding
+            differ between pipeline stages; on every rank.
     """
     require_same(
         group, layout=layout.fingerprint, to_layout=to_layout.fingerprint, bucket_bytes=bucket_bytes, dtype=dtype
@@ -105,6 +107,7 @@ def redistribute(
         return assign_owners(holdings), chunks
 
     owners, results = agree(prepare, group)
+    require_equal_copies(holdings, group)
     messages = all_gather_json([at.to_json() for at in mine], group)
     wants: dict[str, list[Want]] = {name: [] for name in holdings.dtypes}
     for rank, message in enumerate(messages):
@@ -168,8 +171,8 @@ def redistribute_optimizer(
     sequences.
 
     Raises:
-        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ;
-            on every rank.
+        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ,
+            or those of one tensor between ranks, or the moments of a tied embedding's copies; on every rank.
     """
     held = [state] if isinstance(state, Mapping) else list(state)
     places = [place] if isinstance(place, Place) else list(place)
@@ -226,15 +229,20 @@ def _redistribute_scalars(
     dtype: str,
     group: ProcessGroup | None,
 ) -> list[dict[str, Tensor]]:
-    own = {
-        source: tensor.item()
+    own = [
+        (source, tensor.item())
         for chunk, local in zip(values, blocks, strict=True)
         for name, tensor in chunk.items()
         for source in local[name].names
-    }
+    ]
     merged: dict[str, float] = {}
-    for message in all_gather_json(own, group):
-        merged |= message
+    for rank, message in enumerate(all_gather_json(own, group)):
+        for source, value in message:
+            if merged.setdefault(source, value) != value:
+                raise ValueError(
+                    f"the {slot} of {source} is {merged[source]} on one rank and {value} on rank {rank}; its copies "
+                    "must have taken the same steps"
+                )
 
     def fuse(chunk: Blocks) -> dict[str, Tensor]:
         result = {}

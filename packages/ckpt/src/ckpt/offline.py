@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.compare import refuse_differing_copies
 from ckpt.disk import room_for
 from ckpt.dtypes import check_cast
 from ckpt.families import Role, Target
@@ -59,11 +60,13 @@ def reshard(
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken, or the model does not fit the grid.
+        ValueError: the source is broken, the copies of a tied embedding in it differ, or the model does not fit the
+            grid.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     opened = open_source(source, role)
+    refuse_differing_copies(opened, opened.slots)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
     )
@@ -102,11 +105,12 @@ def merge(
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken.
+        ValueError: the source is broken, or the copies of a tied embedding in it differ.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     opened = open_source(source)
+    refuse_differing_copies(opened, [WEIGHTS])
     layout = opened.layout
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}

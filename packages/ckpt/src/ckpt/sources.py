@@ -13,6 +13,7 @@ from ckpt.layout import Layout, layout_for
 from ckpt.match import detect_role, match
 from ckpt.pieces import Box, Piece, Shape
 from ckpt.shards import WEIGHTS, is_sharded, open_shards
+from ckpt.tied import tied_names
 
 Index = dict[str, list[tuple[str, Piece]]]
 
@@ -27,6 +28,7 @@ class Source:
         slots: slot -> canonical name -> [(key, piece)], each element once; "weights" first.
         copies: the same for what other places hold again.
         scalars: slot -> canonical name -> key, for slots of one element a parameter.
+        tied: the canonical tensors that several pipeline chunks hold.
     """
 
     layout: Layout
@@ -34,6 +36,7 @@ class Source:
     slots: dict[str, Index] = field(default_factory=dict)
     copies: dict[str, Index] = field(default_factory=dict)
     scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
 
     def holds(self, slot: str, name: str) -> bool:
         """Whether there is a canonical tensor in a slot."""
@@ -74,7 +77,7 @@ def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Sourc
 
 def _sharded(path: str | os.PathLike[str]) -> Source:
     shards = open_shards(path)
-    source = Source(shards.layout)
+    source = Source(shards.layout, tied=tied_names(shards.layout, shards.grid.places()))
     for slot in shards.slots:
         boxes: dict[str, set[Box]] = {}
         for index, place in enumerate(shards.grid.places()):

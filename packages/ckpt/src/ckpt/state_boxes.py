@@ -52,9 +52,14 @@ def held_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout:
     return boxes
 
 
+def all_places(place: Places) -> Sequence[Place]:
+    """A rank's places as a sequence."""
+    return [Place()] if place is None else [place] if isinstance(place, Place) else place
+
+
 def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
     """The local tensors of all of a rank's chunks."""
-    places = [Place()] if place is None else [place] if isinstance(place, Place) else place
+    places = all_places(place)
     blocks: dict[str, Block] = {}
     for at in places:
         if both := sorted(blocks.keys() & layout.at(at).keys()):

@@ -13,6 +13,7 @@ from ckpt.layout import Layout
 from ckpt.owners import assign_owners
 from ckpt.pieces import Box, Piece
 from ckpt.place import Place
+from ckpt.tied import require_equal_copies
 from ckpt.transfer import BUCKET_BYTES, Want, copy_into, exchange
 
 
@@ -44,7 +45,8 @@ def stream_hf(
         bucket_bytes: communicate about this much at once.
 
     Raises:
-        ValueError: as `save_hf`; `to` names no rank of the group; on every rank.
+        ValueError: as `save_hf`, differing copies of a tied embedding included; `to` names no rank of the group; on
+            every rank.
     """
     size = 1 if group is None else group.size()
     receivers = range(size) if to is None else sorted(set(to))
@@ -53,6 +55,7 @@ def stream_hf(
         raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
     holdings = take_stock(tensors, layout, place, group)
     owners = agree(lambda: assign_owners(holdings), group)
+    require_equal_copies(holdings, group)
     types = holdings.stored_dtypes(dtype)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device

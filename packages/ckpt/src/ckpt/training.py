@@ -35,7 +35,8 @@ from ckpt.layout import Layout
 from ckpt.live import OptimizerState
 from ckpt.rng import capture_rng, streams_from_json, streams_to_json
 from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
-from ckpt.state_boxes import Places, held_boxes, wanted_state
+from ckpt.state_boxes import Places, all_places, held_boxes, wanted_state
+from ckpt.tied import require_equal_boxes
 
 # What `state.json` holds.
 _FACTS = {"step", "extra", "rng"}
@@ -130,7 +131,8 @@ def save_training(
         The save; without `asynchronous` it is done.
 
     Raises:
-        ValueError: tensors do not fit the layout, or the ranks together lack a part; on every rank.
+        ValueError: tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
+            of its optimizer state, differ between pipeline stages; on every rank.
         OSError: the disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
             entry or the pruning has failed: then it names the new one, which is complete; on every rank.
     """
@@ -148,14 +150,14 @@ def save_training(
     state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
-        _write(Path(root), step, boxes, layout, state, group, keep, count)
+        _write(Path(root), step, boxes, layout, place, state, group, keep, count)
         return PendingSave()
     copies = [BoxOf(box.name, box.shape, box.box, box.memory.to("cpu", copy=True)) for box in boxes]
     pending = PendingSave()
 
     def run() -> None:
         try:
-            _write(Path(root), step, copies, layout, state, group, keep, count)
+            _write(Path(root), step, copies, layout, place, state, group, keep, count)
         except BaseException as error:  # Every error is the waiting caller's.
             pending._errors.append(error)
 
@@ -178,11 +180,13 @@ def _write(
     step: int,
     boxes: list[BoxOf],
     layout: Layout,
+    place: Places,
     state: dict[str, Any],
     group: ProcessGroup | None,
     keep: int | None,
     counter: IOCounter,
 ) -> None:
+    require_equal_boxes(boxes, layout, all_places(place), group)
     rank = 0 if group is None else group.rank()
     folder = root / f"step-{step:08d}"
 

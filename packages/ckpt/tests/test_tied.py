@@ -1,0 +1,172 @@
+"""Copies of a tied embedding on two pipeline stages: where one of them would be taken, they must be the same.
+
+That is so when a live model is streamed or moved, and when a training run is saved; `save_hf` is tested with the rest
+of its refusals in test_save.py, and reading gives every stage the same anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import (
+    Grid,
+    Layout,
+    Place,
+    layout_for,
+    load_hf,
+    load_training,
+    merge,
+    open_shards,
+    redistribute,
+    redistribute_optimizer,
+    reshard,
+    save_shards,
+    save_training,
+    stream_hf,
+    verify,
+)
+
+Checkpoints = Callable[..., Path]
+HEAD = {"parallel": "lm_head.weight", "megatron": "output_layer.weight"}
+State = dict[str, dict[str, Tensor]]
+
+
+def optimizer_of(tensors: dict[str, Tensor]) -> State:
+    return {name: {"step": torch.tensor(7.0), "exp_avg": 2 * tensor} for name, tensor in tensors.items()}
+
+
+def spoil(tensors: dict[str, Tensor], state: State, what: str, target: str) -> None:
+    """Change one element of the last stage's copy, or of its optimizer state."""
+    if what == "weight":
+        tensors[HEAD[target]][-1, -1] += 1
+    elif what == "moment":
+        state[HEAD[target]]["exp_avg"][0, 0] += 1
+    elif what == "count":
+        state[HEAD[target]]["step"] += 1
+
+
+def use(operation: str, tensors: Any, state: Any, layout: Layout, place: Any, group: Any, root: Path) -> None:
+    """Move the model, or save it; to tp 1 on each rank."""
+    to = Place()
+    if operation == "stream":
+        for _ in stream_hf(tensors, layout, group, place):
+            pass
+    elif operation == "redistribute":
+        redistribute(tensors, layout, place, layout, to, group=group)
+    elif operation == "redistribute_optimizer":
+        redistribute_optimizer(state, layout, place, layout, to, group=group)
+    else:
+        asynchronous = operation == "save_training in the background"
+        own = dist.new_group(backend="gloo") if asynchronous else group
+        pending = save_training(root, 1, tensors, layout, place, optimizer=state, group=own, asynchronous=asynchronous)
+        pending.wait(timeout=60)
+
+
+def on_stages(group: Any, source: str, root: Path, target: Any, operation: str, what: str) -> str:
+    layout, place = layout_for(source, target), Place(tp=(group.rank() % 2, 2), pp=(group.rank() // 2, 2))
+    tensors = load_hf(source, layout, place)
+    state = optimizer_of(tensors)
+    if group.rank() == 3:
+        spoil(tensors, state, what, target)
+    try:
+        use(operation, tensors, state, layout, place, group, root)
+    except ValueError as error:
+        return str(error)
+    return "done"
+
+
+CASES = [
+    ("stream", "weight"),
+    ("redistribute", "weight"),
+    ("redistribute_optimizer", "moment"),
+    ("redistribute_optimizer", "count"),
+    ("save_training", "weight"),
+    ("save_training", "moment"),
+    ("save_training", "count"),
+    ("save_training in the background", "weight"),
+]
+
+
+@pytest.mark.parametrize("target", ["parallel", "megatron"])
+@pytest.mark.parametrize(("operation", "what"), CASES)
+def test_stages_whose_copies_differ_are_told_on_every_rank(
+    operation: str, what: str, target: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source = str(checkpoint("llama-tied"))
+    seen = ranks.run(on_stages, source, tmp_path, target, operation, what, world=4, timeout=60)
+    assert len(set(seen)) == 1
+    if (operation, what) == ("redistribute_optimizer", "count"):
+        assert seen[0].startswith("the step of model.embed_tokens.weight is 7.0 on one rank and 8.0 on rank 3")
+    else:
+        assert "model.embed_tokens.weight has copies that differ in " in seen[0]
+        # The place of each version: of the rows that tp rank 1 holds, or of what every rank has one of.
+        first, second = seen[0].split("; other values on ")
+        assert "rank 1 (" in first
+        assert second.startswith("rank 3 (")
+    assert list(tmp_path.iterdir()) == []
+    assert ranks.run(on_stages, source, tmp_path, target, operation, "nothing", world=4, timeout=60) == ["done"] * 4
+    if operation.startswith("save_training"):
+        tensors = load_training(tmp_path, layout_for(source)).tensors
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in load_hf(source, layout_for(source)).items())
+
+
+@pytest.mark.parametrize(
+    ("operation", "what"), [case for case in CASES if "background" not in case[0] and "save" not in case[0]]
+)
+def test_one_process_with_both_stages_is_told_too(
+    operation: str, what: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source = checkpoint("llama-tied")
+    layout, places = layout_for(source), [Place(pp=(stage, 2)) for stage in range(2)]
+    tensors = [load_hf(source, layout, place) for place in places]
+    states = [optimizer_of(held) for held in tensors]
+    use(operation, tensors, states, layout, places, None, tmp_path)
+    spoil(tensors[1], states[1], what, "parallel")
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight (has copies that differ|is 7.0 on one rank)"):
+        use(operation, tensors, states, layout, places, None, tmp_path)
+
+
+def test_training_refuses_differing_chunks_of_one_process(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """There the chunks' tensors are one mapping."""
+    source = checkpoint("llama-tied")
+    layout, places = layout_for(source), [Place(pp=(stage, 2)) for stage in range(2)]
+    tensors = {name: tensor for place in places for name, tensor in load_hf(source, layout, place).items()}
+    tensors["lm_head.weight"][3, 4] += 1
+    with pytest.raises(ValueError, match=r"model/model.embed_tokens.weight has copies that differ"):
+        save_training(tmp_path, 1, tensors, layout, places)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["weight", "moment", "count"])
+def test_files_whose_copies_differ_are_not_converted(what: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source, shards = checkpoint("llama-tied"), tmp_path / "shards"
+    layout = layout_for(source, "megatron")
+    tensors = load_hf(source, layout)
+    save_shards(tmp_path / "one", tensors, layout, Place(), optimizer=optimizer_of(tensors))
+    reshard(tmp_path / "one", shards, Grid(tp=2, pp=2))
+    merge(shards, tmp_path / "whole")
+    # The last element, or count, of the last stage's second rank.
+    last, slot = open_shards(shards), {"weight": "weights", "moment": "exp_avg", "count": "step"}[what]
+    info = last.tensors(3, slot)[HEAD["megatron"]]
+    with open(last.file(3), "r+b") as file:
+        file.seek(info.offset + info.nbytes - 4)
+        file.write(torch.tensor(8.0).numpy().tobytes())
+    names = {entry.name for entry in tmp_path.iterdir()}
+    message = r"step of the tensors fused in .* differ" if what == "count" else r"embed_tokens.weight has copies that"
+    with pytest.raises(ValueError, match=message):
+        reshard(shards, tmp_path / "again", Grid())
+    if what == "weight":
+        with pytest.raises(ValueError, match=message):
+            merge(shards, tmp_path / "other")
+    else:
+        # An optimizer's state is of no account to a Hugging Face checkpoint.
+        merge(shards, tmp_path / "whole")
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+    assert not verify(tmp_path / "one", shards).equal
