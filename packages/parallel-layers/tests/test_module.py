@@ -1,4 +1,4 @@
-"""Copies of layers, and layers under torch.autocast: what a model is put through besides training."""
+"""Copies of layers, evaluation, and layers under torch.autocast: what a model is put through besides training."""
 
 from __future__ import annotations
 
@@ -82,6 +82,37 @@ def copied_over_contexts(group: ProcessGroup) -> None:
 
 def test_a_copy_shares_the_context_group(ranks: RankPool) -> None:
     ranks.run(copied_over_contexts, world=2)
+
+
+def trained_and_evaluated(group: ProcessGroup | None, name: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Model(name, group)
+    outs = [model().detach()]
+    model.eval()
+    with torch.no_grad():
+        outs.append(model())
+    with torch.inference_mode():
+        outs.append(model().clone())
+    return outs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_evaluation_is_bitwise_training(ranks: RankPool, name: str) -> None:
+    for results in ([trained_and_evaluated(None, name)], ranks.run(trained_and_evaluated, name, world=2)):
+        for trained, *evaluated in results:
+            assert all(torch.equal(out, trained) for out in evaluated)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_holds_no_rotary_table(name: str) -> None:
+    """A model has one, and gives every layer the same; a layer that is given none does not rotate."""
+    model = Model(name, None)
+    assert [module for module in model.modules() if isinstance(module, RotaryEmbedding)] == [model.rotary]
+    x, bounds = torch.randn(TOKENS, HIDDEN), torch.tensor([0, 3, TOKENS], dtype=torch.int32)
+    still = model.rotary(torch.zeros(TOKENS, dtype=torch.int64))
+    unrotated = model.layer(x, None, bounds, TOKENS)
+    torch.testing.assert_close(unrotated, model.layer(x, still, bounds, TOKENS), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(unrotated, model.layer(x, model.rotary(torch.arange(TOKENS)), bounds, TOKENS))
 
 
 def autocast_gradients(group: ProcessGroup | None, name: str, *, enabled: bool) -> dict[str, Tensor]:

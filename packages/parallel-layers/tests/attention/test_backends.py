@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_layers.attention import backends, packed_attention
-from parallel_layers.attention.backends import BACKENDS, Backend, choose_backend
+from parallel_layers.attention.backends import BACKENDS, Backend, Needs, choose_backend, why_not
 from parallel_layers.attention.problem import Forward, Scoring, Segments
 from parallel_layers.attention.reference import ReferenceKernel
 
@@ -84,6 +86,37 @@ def test_a_backend_that_cannot_says_why(
     install(*BACKENDS)
     with pytest.raises(ValueError, match=f"backend='{name}' cannot do this case: {message}"):
         choose_backend(name, device, dtype, head_dim, softcap, False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    installed=st.sets(st.sampled_from(sorted(set(BACKENDS) - {"sdpa", "reference", "exact"}))),
+    name=st.sampled_from(sorted(BACKENDS)),
+    device=st.sampled_from(["cpu", "cuda"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    head_dim=st.sampled_from([8, 12, 32, 72, 128, 192, 256, 264, 576]),
+    softcap=st.booleans(),
+    lse=st.booleans(),
+)
+def test_every_case_is_done_or_refused_by_name(
+    installed: set[str], name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool
+) -> None:
+    """A refusal names the backend and exactly those that would do; `auto` takes the first of them."""
+    case = (device, dtype, head_dim, softcap, lse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_is_installed", (installed | {"sdpa", "reference", "exact"}).__contains__)
+        backends._choose.cache_clear()
+        able = [other for other in BACKENDS if why_not(other, Needs(*case)) is None]
+        assert "reference" in able
+        first = next(other for other in able if device == "cuda" or other == "reference")
+        assert choose_backend("auto", *case) == first
+        if name in able:
+            assert choose_backend(name, *case) == name
+        else:
+            with pytest.raises(ValueError, match=f"backend='{name}' cannot do .*; use 'auto' or one of ") as error:
+                choose_backend(name, *case)
+            assert str(error.value).endswith(f"one of {', '.join(able)}")
+    backends._choose.cache_clear()
 
 
 class OneHeadSize(ReferenceKernel):

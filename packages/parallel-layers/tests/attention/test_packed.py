@@ -135,6 +135,15 @@ def test_value_heads_may_be_smaller_or_larger(backend: str, value_dim: int) -> N
     assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
 
 
+@pytest.mark.parametrize("head_dim", [1, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_head_sizes(backend: str, head_dim: int) -> None:
+    leaves = inputs(sum(LENGTHS), head_dim=head_dim)
+    cu_seqlens = boundaries(LENGTHS)
+    ours = packed_attention(*leaves, cu_seqlens, max(LENGTHS), backend=backend)
+    assert_same_with_gradients(ours, dense_attention(*leaves, cu_seqlens)[0], leaves)
+
+
 @pytest.mark.parametrize("case", ["causal", "both ways", "window"])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_more_or_fewer_keys_than_queries(backend: str, case: str) -> None:
