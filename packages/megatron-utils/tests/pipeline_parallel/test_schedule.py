@@ -77,6 +77,115 @@ def test_decoding_goes_on_from_a_cache(
     ranks.run(decoded_on, tiny_config(name), dims, virtual_stages, world=dims.world_size)
 
 
+def built(hf: dict[str, Any], grid: Any, **options: Any) -> list[Any]:
+    """A model of the same weights on every rank that holds the same part of it."""
+    from megatron_utils.gpt import build_gpt
+
+    chunks = build_gpt(hf, grid, **options)
+    generator = torch.Generator().manual_seed(0)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.normal_(0, 0.2, generator=generator)
+    return chunks
+
+
+def dummies_on(
+    group: ProcessGroup, hf: dict[str, Any], dims: ParallelDims, virtual_stages: int | None, role: str
+) -> None:
+    """Gradients with and without micro-batches that hold no sequence; on the second replica there are no others."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import wrap_data_parallel
+    from megatron_utils.pipeline_parallel import pack_micro_batches, run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from parallel_layers import next_token_labels
+
+    rows = [torch.arange(n) % 7 for n in (5, 3, 6, 2)]
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid:
+        chunks = built(hf, grid, role=role)
+
+        def gradients(split: list[list[int]]) -> list[Tensor]:
+            wrapped = wrap_data_parallel(chunks, grid)
+            batches = pack_micro_batches(rows, split, multiple_of=chunks[0].tokens_multiple_of)
+            calls = []
+
+            def loss(output: Any, number: int) -> Tensor:
+                calls.append(number)
+                return output.square().sum() if role == "value" else -output.log_probs.sum()
+
+            labels = None if role == "value" else [next_token_labels(batch) for batch in batches]
+            outputs = run_schedule(wrapped, batches, grid, labels=labels, loss=loss)
+            rows_of = [output if role == "value" else output.log_probs for output in outputs]
+            assert [len(part) for part in rows_of] == [batch.num_tokens for batch in batches]
+            assert calls == [n for n, members in enumerate(split) if members and grid.is_last_stage]
+            return [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()]
+
+        full = [[0, 1], [2, 3]]
+        expected = gradients(full)
+        only_dummies = grid.groups.dp.rank() == 1
+        actual = gradients([[]] * 4 if only_dummies else [*full, [], []])
+        assert sum(gradient.abs().sum() for gradient in expected) > 1
+        for one, other in zip(actual, expected, strict=True):
+            # Replicas are averaged.
+            torch.testing.assert_close(one, other / dims.dp, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "virtual_stages", "role"),
+    [
+        ("qwen3", ParallelDims(tp=2), None, "value"),
+        ("qwen3", ParallelDims(pp=2), None, "causal_lm"),
+        ("qwen3", ParallelDims(pp=2), 2, "value"),
+        ("qwen3_moe", ParallelDims(dp=2, ep=2), None, "causal_lm"),
+    ],
+    ids=str,
+)
+def test_a_dummy_weighs_nothing(
+    ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None, role: str
+) -> None:
+    ranks.run(dummies_on, tiny_config(name), dims, virtual_stages, role, world=dims.world_size)
+
+
+def outputs_on(group: ProcessGroup, virtual_stages: int | None) -> None:
+    """What each stage of two gets of values and of log-probs with and without entropies."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from parallel_layers import next_token_labels
+
+    batches = [PackedSequence.from_sequences([torch.arange(n) for n in lengths]) for lengths in ((5, 2), (4,))]
+    labels = [next_token_labels(batch) for batch in batches]
+    hf = tiny_config("qwen3")
+    with cpu_stand_in(), megatron_grid(ParallelDims(pp=2), ranks=range(2), virtual_stages=virtual_stages) as grid:
+        source = torch.distributed.get_process_group_ranks(grid.groups.pp)[-1]
+        for role, options in (
+            ("value", {}),
+            ("causal_lm", {"labels": labels}),
+            ("causal_lm", {"labels": labels, "entropy": False}),
+        ):
+            chunks = built(hf, grid, role=role)
+            last = run_schedule(chunks, batches, grid, broadcast=False, **options)
+            assert (last is not None) == grid.is_last_stage
+            everywhere = run_schedule(chunks, batches, grid, **options)
+            assert everywhere is not None
+            for number, (batch, output) in enumerate(zip(batches, everywhere, strict=True)):
+                parts = (output,) if isinstance(output, Tensor) else output
+                assert [part is not None for part in parts] == [True, options.get("entropy", True)][: len(parts)]
+                assert len(parts) == (1 if role == "value" else 2)
+                for place, part in enumerate(part for part in parts if part is not None):
+                    assert part.dtype == torch.float32
+                    # What the last stage has when nothing is sent.
+                    own = torch.empty(batch.num_tokens)
+                    if last is not None:
+                        own = last[number] if role == "value" else last[number][place]
+                    torch.distributed.broadcast(own, source, group=grid.groups.pp)
+                    assert torch.equal(part, own)
+
+
+@pytest.mark.parametrize("virtual_stages", [None, 2])
+def test_outputs_go_to_every_stage_that_wants_them(ranks: RankPool, virtual_stages: int | None) -> None:
+    ranks.run(outputs_on, virtual_stages, world=2)
+
+
 def mistakes_on(group: ProcessGroup) -> list[str]:
     from megatron_utils import megatron_grid
     from megatron_utils.pipeline_parallel import run_schedule
