@@ -1,4 +1,4 @@
-"""What a group can hold beside a plain actor or critic: both on one backbone, a mixture of experts, models on GPUs."""
+"""What a group can hold: both heads on one backbone, a mixture of experts, another backend, models on GPUs."""
 
 from __future__ import annotations
 
@@ -114,6 +114,29 @@ def test_a_mixture_of_experts_replays_its_routing(ray_cluster: Any, mixture: Pat
         close(group.log_probs(replayed), one.log_probs(replayed))
         learn_the_same(group, one, replayed, policy_loss(), tmp_path)
         close(group.log_probs(replayed), one.log_probs(replayed))
+
+
+@pytest.mark.slow
+def test_the_transformers_backend(ray_cluster: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """Its numbers; and its weights, streamed on every rank and saved in the background."""
+    (tmp_path / "before").symlink_to(checkpoint)
+    options: dict[str, Any] = {"backend": "transformers", "optimizer": OPTIMIZER}
+    one, batch = Actor.from_pretrained(checkpoint, **options), make_batch()
+    with RayModelGroup(Actor, ParallelDims(dp=2), checkpoint, resources=ON_CPUS, **options) as group:
+        close(group.log_probs(batch), one.log_probs(batch))
+        learn_the_same(group, one, batch, policy_loss(), tmp_path)
+        learned = load_file(tmp_path / "group" / "model.safetensors")
+        for streamed in group.apply(lambda worker: {name: tensor.clone() for name, tensor in worker.stream_weights()}):
+            assert streamed.keys() == learned.keys()
+            assert all(torch.equal(streamed[name], tensor) for name, tensor in learned.items())
+
+        found = group.log_probs(batch)
+        group.save_training(tmp_path / "run", asynchronous=True, extra={"position": 3})
+        group.update(batch, policy_loss())
+        group.wait_for_save()
+        resumed = group.load_training(tmp_path / "run")
+        assert (resumed.step, resumed.extra) == (1, {"position": 3})
+        assert all(map(torch.equal, group.log_probs(batch), found))
 
 
 @pytest.mark.parametrize(
