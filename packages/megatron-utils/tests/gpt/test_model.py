@@ -319,8 +319,11 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             LLAMA | {"num_key_value_heads": 3},
             ParallelDims(tp=2),
             {},
-            "num_key_value_heads=3 and tp=2: one must divide the other",
+            r"num_key_value_heads=3 and tp=2: one must divide the other; use tp in \[1\]",
         ),
+        (LLAMA, ParallelDims(pp=8), {}, "num_hidden_layers=4 is fewer than pp .* = 8; .* up to 4"),
+        (LLAMA, ParallelDims(dp=2, ep=2), {}, "ep=2 is for a mixture of experts, which llama is not"),
+        (LLAMA, ParallelDims(), {"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         (
             LLAMA | {"num_hidden_layers": 30},
             ParallelDims(pp=4),
@@ -345,7 +348,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             MIXTURE | {"moe_intermediate_size": 21},
             ParallelDims(tp=2),
             {},
-            "experts 21 wide do not divide over expert_tp=2; use expert_tp=1",
+            r"experts 21 wide do not divide over expert_tp=2; use expert_tp=1, or tp in \[1\]",
         ),
         (LLAMA, ParallelDims(), {"recompute": True}, "TransformerConfig of this megatron-core has no field recompute"),
         (tiny_config("qwen2", mlp_bias=True), ParallelDims(), {}, "mlp_bias=True is not known of .*qwen2"),
@@ -371,6 +374,19 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             ParallelDims(pp=2),
             {"virtual_stages": 2, "batch_p2p_comm": True},
             "batch_p2p_comm=True with virtual_stages=2",
+        ),
+        # Two stages would take each other's shapes for their own.
+        (
+            LLAMA,
+            ParallelDims(pp=2),
+            {"virtual_stages": 2, "variable_seq_lengths": True},
+            "variable_seq_lengths: this follows from the grid; leave it out",
+        ),
+        (
+            MIXTURE,
+            ParallelDims(dp=2, ep=2),
+            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2},
+            "expert_model_parallel_size, tensor_model_parallel_size: this follows from the grid",
         ),
     ],
 )

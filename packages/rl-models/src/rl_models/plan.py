@@ -126,7 +126,10 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=split)
     whole = dims.pp * pipeline.virtual_stages
     if model.num_layers < whole:
-        raise ValueError(f"num_hidden_layers={model.num_layers} is fewer than pp * virtual_stages = {whole}")
+        raise ValueError(
+            f"num_hidden_layers={model.num_layers} is fewer than pp * virtual_stages = {whole}; every chunk needs a "
+            f"layer: use pp * virtual_stages up to {model.num_layers}"
+        )
     # See `rl_models.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []

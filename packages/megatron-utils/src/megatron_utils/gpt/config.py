@@ -200,6 +200,8 @@ def transformer_config(
     kind = TransformerConfig if family.latent is None else MLATransformerConfig
     if unknown := sorted(options.keys() - kind.__dataclass_fields__.keys()):
         raise ValueError(f"{kind.__name__} of this megatron-core has no field {', '.join(unknown)}")
+    if given := sorted(options.keys() & _OF_THE_GRID):
+        raise ValueError(f"{', '.join(given)}: this follows from the grid; leave it out")
     heads = hf["num_attention_heads"]
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
@@ -261,7 +263,11 @@ def transformer_config(
             "expert_tensor_parallel_size": expert_tp or dims.tp,
             **family.moe(hf),
         }
-        _check_experts(fields, dims)
+        _check_experts(hf, fields, dims)
+    elif dims.ep > 1:
+        raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {hf['model_type']} is not; leave it out")
+    if sequence_parallel and dims.tp == 1:
+        raise ValueError("sequence_parallel=True needs tp > 1; leave it out")
     fields |= options
     if virtual_stages is not None and fields["batch_p2p_comm"]:
         raise ValueError(
@@ -274,6 +280,18 @@ def transformer_config(
     return kind(**fields)
 
 
+# Contradicted, they compute something else or wait for ever, without an error.
+_OF_THE_GRID = {
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "variable_seq_lengths",
+}
+
+
 def _layout(layers_per_stage: list[int]) -> list[list[str]]:
     layout = [["decoder"] * count for count in layers_per_stage]
     layout[0].insert(0, "embedding")
@@ -282,17 +300,16 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
 
 
 def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list[int] | None) -> None:
-    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    for name in ("num_attention_heads", "intermediate_size"):
-        if hf[name] % dims.tp:
-            fits = [n for n in range(1, hf[name] + 1) if hf[name] % n == 0 and n <= 64]
-            raise ValueError(f"{name}={hf[name]} is not divisible by tp={dims.tp}; use tp in {fits}")
-    groups = hf.get("num_key_value_heads") or heads
-    if family_of(hf).latent is not None:
-        if hf.get("attention_bias"):
-            raise ValueError("attention_bias=True is not supported with latent attention; known checkpoints have none")
-    elif groups % dims.tp and dims.tp % groups:
-        raise ValueError(f"num_key_value_heads={groups} and tp={dims.tp}: one must divide the other")
+    layers = hf["num_hidden_layers"]
+    if family_of(hf).latent is not None and hf.get("attention_bias"):
+        raise ValueError("attention_bias=True is not supported with latent attention; known checkpoints have none")
+    if misfit := _tp_misfit(hf, dims.tp):
+        raise ValueError(f"{misfit}; use tp in {_fitting_tp(hf)}")
+    if layers < chunks:
+        raise ValueError(
+            f"num_hidden_layers={layers} is fewer than pp * virtual_stages = {chunks}; every chunk needs a layer: use "
+            f"pp * virtual_stages up to {layers}"
+        )
     if layers_per_stage is None and layers % chunks:
         raise ValueError(
             f"num_hidden_layers={layers} does not divide into {chunks} pipeline chunks; "
@@ -308,13 +325,31 @@ def _check(hf: HfConfig, dims: ParallelDims, chunks: int, layers_per_stage: list
         raise ValueError(f"mlp_bias=True is not known of model_type={hf['model_type']!r}; leave it out")
 
 
-def _check_experts(fields: dict[str, Any], dims: ParallelDims) -> None:
+def _fitting_tp(hf: HfConfig) -> list[int]:
+    return [n for n in range(1, hf["num_attention_heads"] + 1) if not _tp_misfit(hf, n)]
+
+
+def _tp_misfit(hf: HfConfig, tp: int) -> str:
+    """The first size that does not divide over `tp` ranks, empty where all do."""
+    for name in ("num_attention_heads", "intermediate_size"):
+        if hf[name] % tp:
+            return f"{name}={hf[name]} is not divisible by tp={tp}"
+    groups = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    if family_of(hf).latent is None and groups % tp and tp % groups:
+        return f"num_key_value_heads={groups} and tp={tp}: one must divide the other"
+    return ""
+
+
+def _check_experts(hf: HfConfig, fields: dict[str, Any], dims: ParallelDims) -> None:
     experts, top_k, width = fields["num_moe_experts"], fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
     expert_tp = fields["expert_tensor_parallel_size"]
     if experts % dims.ep:
         fits = [n for n in range(1, experts + 1) if experts % n == 0]
         raise ValueError(f"{experts} experts do not divide over ep={dims.ep}; use ep in {fits}")
     if width % expert_tp:
-        raise ValueError(f"experts {width} wide do not divide over expert_tp={expert_tp}; use expert_tp=1")
+        fits = [n for n in _fitting_tp(hf) if width % n == 0]
+        raise ValueError(
+            f"experts {width} wide do not divide over expert_tp={expert_tp}; use expert_tp=1, or tp in {fits}"
+        )
     if not 1 <= top_k <= experts:
         raise ValueError(f"num_experts_per_tok={top_k} is not in 1..{experts}, the number of experts")

@@ -11,6 +11,7 @@ import ckpt
 from ckpt import agree
 from parallel_layers import ParallelDims
 from parallel_layers.activations import XIELU
+from parallel_layers.dims import divisors
 from rl_models.backends.engine import Role
 from rl_models.backends.options import EngineOptions, RouterLosses
 from rl_models.backends.parallel_engine import ParallelEngine
@@ -38,6 +39,29 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if given and not any(config.moe):
             raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
+    # See `Grid.expert_tensor_parallel`.
+    divided_experts = dims.dp * dims.cp % dims.ep == 0
+    if misfit := _tp_misfit(config, dims.tp, divided_experts):
+        fits = [n for n in divisors(config.decoder.num_heads) if not _tp_misfit(config, n, divided_experts)]
+        raise ValueError(f"{misfit}; use tp in {{{', '.join(map(str, fits))}}}")
+
+
+def _tp_misfit(config: ModelConfig, tp: int, divided_experts: bool) -> str:
+    """The first size of the model that does not divide over `tp` ranks, empty where all do."""
+    decoder, sizes = config.decoder, {"num_attention_heads": config.decoder.num_heads}
+    if None in config.moe:
+        sizes["intermediate_size"] = decoder.intermediate_size
+    for moe in filter(None, config.moe):
+        if divided_experts:
+            sizes["moe_intermediate_size"] = moe.intermediate_size
+        sizes["the shared experts' intermediate_size"] = moe.shared_intermediate_size
+    for name, size in sizes.items():
+        if size % tp:
+            return f"{name}={size} is not divisible by tp={tp}"
+    groups = decoder.num_heads if decoder.latent else decoder.num_kv_heads
+    if groups % tp and tp % groups:
+        return f"num_key_value_heads={groups} neither divides tp={tp} nor is divisible by it"
+    return ""
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
@@ -118,6 +142,6 @@ def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
     if not all(layers):
         raise ValueError(
             f"num_hidden_layers={layout.num_layers} is fewer than pp * virtual_stages = {len(layers)}; every chunk "
-            "needs a layer"
+            f"needs a layer: use pp * virtual_stages up to {layout.num_layers}"
         )
     return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]

@@ -14,6 +14,7 @@ from ckpt.config import classifies_sequences
 from ckpt.families import Target
 from megatron_utils import megatron_grid
 from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
+from megatron_utils.gpt.config import family_of
 from rl_models.backends.engine import EngineOptions, Role
 from rl_models.backends.megatron.chunks import ChunkedLayout, places_of, stored_tensors
 from rl_models.backends.megatron.engine import MegatronEngine, check_device
@@ -65,6 +66,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
 
         def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
             config = hf_config(path)
+            if family_of(config).moe and dims.tp > 1 and options.sequence_parallel is False:
+                raise ValueError(
+                    f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
+                    "with sequence parallelism alone; leave it out, or use backend='parallel'"
+                )
             split = "balanced" if pipeline.split is None else list(pipeline.split)
             layout = ckpt.layout_for(config, target=TARGETS[layers], role=role, layers=split)
             if virtual_stages:

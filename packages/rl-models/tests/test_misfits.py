@@ -1,0 +1,227 @@
+"""A grid that a model does not fit is refused alike on every rank, and the error names one that fits: it does."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor
+from rl_models.backends import PipelineOptions
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 60,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 15, "norm_topk_prob": True}
+MODELS: dict[str, Any] = {
+    "heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "kv-heads": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 3})),
+    "mlp": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 51})),
+    "experts": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    dims: ParallelDims
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def grid(*, vpp: int = 1, split: list[int] | None = None, sp: bool | None = None, **sizes: int) -> Grid:
+    options: dict[str, Any] = {} if sp is None else {"sequence_parallel": sp}
+    if vpp > 1 or split is not None:
+        options["pipeline"] = PipelineOptions(virtual_stages=vpp, split=split)
+    return Grid(ParallelDims(**sizes), options)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A model and a grid that does not fit it, what each backend says of that, and a grid that the message names."""
+
+    model: str
+    asked: Grid
+    parallel: str
+    megatron: str
+    fits: Grid
+
+
+MISFITS = {
+    "query heads": Misfit(
+        "heads",
+        grid(tp=4),
+        "num_attention_heads=6 is not divisible by tp=4; use tp in {1, 2, 6}",
+        "num_attention_heads=6 is not divisible by tp=4; use tp in [1, 2, 6]",
+        grid(tp=2),
+    ),
+    "key-value heads": Misfit(
+        "kv-heads",
+        grid(tp=2),
+        "num_key_value_heads=3 neither divides tp=2 nor is divisible by it; use tp in {1, 3, 6}",
+        "num_key_value_heads=3 and tp=2: one must divide the other; use tp in [1, 3, 6]",
+        grid(tp=3),
+    ),
+    "intermediate size": Misfit(
+        "mlp",
+        grid(tp=2),
+        "intermediate_size=51 is not divisible by tp=2; use tp in {1}",
+        "intermediate_size=51 is not divisible by tp=2; use tp in [1]",
+        grid(),
+    ),
+    "experts' intermediate size": Misfit(
+        "experts",
+        grid(tp=2),
+        "moe_intermediate_size=15 is not divisible by tp=2; use tp in {1}",
+        "experts 15 wide do not divide over expert_tp=2; use expert_tp=1, or tp in [1]",
+        grid(),
+    ),
+    "more stages than layers": Misfit(
+        "heads",
+        grid(pp=4),
+        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
+        "up to 3",
+        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
+        "up to 3",
+        grid(pp=3),
+    ),
+    "more virtual stages than layers": Misfit(
+        "heads",
+        grid(pp=2, vpp=2),
+        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
+        "up to 3",
+        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
+        "up to 3",
+        grid(pp=2),
+    ),
+    "a split of other layers": Misfit(
+        "heads",
+        grid(pp=2, split=[1, 1]),
+        "layers=[1, 1] sums to 2; the model has num_hidden_layers=3",
+        "layers=[1, 1] sums to 2; the model has num_hidden_layers=3",
+        grid(pp=2, split=[1, 2]),
+    ),
+    "a split into other stages": Misfit(
+        "heads",
+        grid(pp=2, split=[1, 1, 1]),
+        "layers=[1, 1, 1] has 3 entries for pp * vpp = 2 chunks",
+        "layers=[1, 1, 1] has 3 entries for pp * vpp = 2 chunks",
+        grid(pp=2, split=[2, 1]),
+    ),
+    "experts over data parallelism": Misfit(
+        "experts",
+        grid(dp=4, ep=4),
+        "num_experts=6 is not divisible by ep=4; use ep in {1, 2, 3, 6}",
+        "6 experts do not divide over ep=4; use ep in [1, 2, 3, 6]",
+        grid(dp=4, ep=2),
+    ),
+    "experts over tensor parallelism": Misfit(
+        "experts",
+        grid(dp=2, tp=2, ep=4),
+        "num_experts=6 is not divisible by ep=4; use ep in {1, 2, 3, 6}",
+        "6 experts do not divide over ep=4; use ep in [1, 2, 3, 6]",
+        grid(tp=2, ep=2),
+    ),
+    "no experts": Misfit(
+        "heads",
+        grid(dp=2, ep=2),
+        "ep=2 is for a mixture of experts, which llama is not; leave it out",
+        "ep=2 is for a mixture of experts, which llama is not; leave it out",
+        grid(dp=2),
+    ),
+    "no tensor parallelism": Misfit(
+        "heads",
+        grid(sp=True),
+        "sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)",
+        "sequence_parallel=True needs tp > 1; leave it out",
+        grid(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("misfits")
+    for name, build in MODELS.items():
+        torch.manual_seed(0)
+        build().save_pretrained(folder / name)
+    return folder
+
+
+def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | None:
+    """What is said where the model does not fit."""
+    from megatron_utils.testing import cpu_stand_in
+
+    dims = grid.dims
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        try:
+            actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **grid.options)
+            actor.generate([[1, 2, 3]], max_new_tokens=1)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("backend", ["parallel", "megatron"])
+def test_what_is_named_fits(ranks: RankPool, folder: Path, backend: str, name: str) -> None:
+    misfit = MISFITS[name]
+    path = folder / misfit.model
+    said = ranks.run(load, path, backend, misfit.asked, world=misfit.asked.dims.world_size, timeout=60)
+    assert said == [misfit.parallel if backend == "parallel" else misfit.megatron] * len(said)
+    assert ranks.run(load, path, backend, misfit.fits, world=misfit.fits.dims.world_size, timeout=60)[0] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["parallel", "megatron"])
+@pytest.mark.parametrize("name", ["query heads", "key-value heads"])
+def test_every_tp_that_is_named_fits_and_no_other(ranks: RankPool, folder: Path, backend: str, name: str) -> None:
+    misfit = MISFITS[name]
+    message = misfit.parallel if backend == "parallel" else misfit.megatron
+    named = [int(number) for number in re.findall(r"\d+", message.split("use tp in")[1])]
+    for tp in range(1, 5):
+        said = ranks.run(load, folder / misfit.model, backend, grid(tp=tp), world=tp, timeout=60)
+        assert (said == [None] * tp) == (tp in named), (tp, said)
+
+
+def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(ranks: RankPool, folder: Path) -> None:
+    said = ranks.run(load, folder / "experts", "megatron", grid(tp=2, ep=2, sp=False), world=2)
+    message = (
+        "sequence_parallel=False with tp=2: Megatron-Core trains a mixture of experts over tp with sequence "
+        "parallelism alone; leave it out, or use backend='parallel'"
+    )
+    assert said == [message] * 2
+    assert ranks.run(load, folder / "experts", "megatron", grid(tp=2, ep=2), world=2) == [None, None]
+    assert ranks.run(load, folder / "experts", "parallel", grid(tp=2, ep=2, sp=False), world=2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "fits"),
+    [
+        (grid(tp=2), "tp=2", grid(dp=2)),
+        (grid(pp=2), "pp=2", grid(cp=2)),
+        (grid(dp=2, ep=2), "ep=2", grid(dp=2, cp=2)),
+    ],
+    ids=["tp", "pp", "ep"],
+)
+def test_transformers_names_the_axes_that_it_has(
+    ranks: RankPool, folder: Path, asked: Grid, said: str, fits: Grid
+) -> None:
+    messages = ranks.run(load, folder / "heads", "transformers", asked, world=2)
+    assert messages == [f"backend='transformers' does not offer {said}; it offers dp, cp"] * 2
+    results = ranks.run(load, folder / "heads", "transformers", fits, world=fits.dims.world_size)
+    assert results == [None] * fits.dims.world_size
