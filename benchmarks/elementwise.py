@@ -287,7 +287,7 @@ def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
     count = TOKENS * HIDDEN // size
     tensors = [[normal(count, size) for _ in range(3)] for _ in range(2)]
     weight, rstd, bytes_moved = normal(size), torch.ones(count, device="cuda"), 4 * 2 * count * size
-    base = rms_norm.forward_launch(size).rows
+    base = rms_norm.forward_launch(size, residual=True).rows
     forwards = [(base * n, warps, None, 1) for n in (1, 2) for warps in (4, 8, 16)]
     loops = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
     backwards = [

@@ -15,10 +15,12 @@ Variants of ours, which share one model:
     auto                                    the layers' default
     kept                                    auto, and the head keeps its probabilities in bf16 from the forward: three
                                             products instead of four, and [T, V/tp] of memory
+    graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps in
+                                            the first of the ways above, whatever the number of tokens (CUDA)
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
-megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed; it is left out
-where it is not, or where it fails, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
+megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed. It is left out where
+it fails, as a graph is, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
 flash-attn-4 (NVTE_FLASH_ATTN_V4=0): the kernels of 4.0.0b36 finish sooner than the GPU can multiply, so not all of the
 attention is there. cuDNN and flash-attn 2 remain; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says which it takes, and why.
 A step is refused in which a sequence's second token does not see its first.
@@ -75,7 +77,7 @@ TINY = LLAMA_3_8B | {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 515,
 }  # fmt: skip
 Step = Callable[[], None]
-MEGATRON, COMPILED = "megatron", "compiled"
+MEGATRON, COMPILED, GRAPH = "megatron", "compiled", "graph"
 
 
 @dataclass
@@ -126,8 +128,9 @@ def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
     if variant == COMPILED:
         torch._dynamo.config.recompile_limit = 64  # each layer may get code of its own
         model = view_of(model, compile_layers)
-    keep = variant in ("kept", COMPILED)
-    overlap = variant if variant in available_overlaps(task.group, DEVICE) else "auto"
+    keep = variant in ("kept", COMPILED, GRAPH)
+    overlaps = available_overlaps(task.group, DEVICE)
+    overlap = overlaps[0] if variant == GRAPH and task.group else variant if variant in overlaps else "auto"
     labels = next_token_labels(task.packed)
 
     def step() -> None:
@@ -146,7 +149,35 @@ def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
             keep_probabilities=keep,
         ).log_probs.sum().backward()
 
-    return step
+    return Graph(step) if variant == GRAPH else step
+
+
+class Graph:
+    """A step as one CUDA graph, captured at the first call and replayed at the others."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            self.capture()
+        else:
+            self.graph.replay()
+
+    def capture(self) -> None:
+        """Also anew, to see what memory that takes."""
+        self.graph = None
+        warm = torch.cuda.Stream()
+        with torch.cuda.stream(warm):
+            for _ in range(2):
+                self.step()
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # The threads of a process group ask for their collectives meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.step()
+        self.graph = graph
 
 
 def compile_layers(module: nn.Module, view: nn.Module) -> None:
@@ -251,7 +282,7 @@ def peak(model: nn.Module, step: Step) -> float:
     synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step()
+    step.capture() if isinstance(step, Graph) else step()
     synchronize()
     own = sum(p.nbytes for p in model.parameters())
     held = torch.tensor(float(torch.cuda.max_memory_allocated() - before + own), device=DEVICE)
@@ -273,7 +304,7 @@ def main() -> None:
     hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)
     task = Task.random(hf, count, length, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
-    variants += ["auto", "kept"]
+    variants += ["auto", "kept", *([GRAPH] if CUDA else [])]
     if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
         variants.append(MEGATRON)
     if options.only:
@@ -290,7 +321,7 @@ def main() -> None:
             )
             step()
         except Exception as error:
-            if name != MEGATRON:
+            if name not in (MEGATRON, GRAPH):
                 raise
             print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue

@@ -205,8 +205,8 @@ def chosen(group: ProcessGroup) -> list[str]:
     gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
     cpu: Any = SimpleNamespace(is_cuda=False, device=torch.device("cpu"), dtype=torch.bfloat16)
     cases = [
-        ("auto", gpu, 4096),
-        ("auto", gpu, 4095),
+        ("auto", gpu, 8192),
+        ("auto", gpu, 8191),
         ("auto", cpu, 8192),
         ("collectives", cpu, 1),
         ("serial", gpu, 8192),
@@ -227,7 +227,7 @@ def chosen(group: ProcessGroup) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(overlap, "why_not_symmetric_memory", lambda *_, reason=reason: reason)
             names += [choose_overlap(name, x, rows, group) for name, x, rows in cases]
-            names += [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (4096, 1)]
+            names += [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (8192, 1)]
     return names + messages
 
 

@@ -88,10 +88,12 @@ class Launch:
 _FORWARD_TILE, _BACKWARD_TILE = 2048, 4096
 
 
-def forward_launch(size: int) -> Launch:
-    """The forward's cut for rows of `size`."""
+def forward_launch(size: int, *, residual: bool) -> Launch:
+    """The forward's cut for rows of `size`. One tensor's whole rows take fewer warps than two tensors' or many rows."""
     block = next_power_of_2(size)
     rows = max(1, min(16, _FORWARD_TILE // block))
+    if not residual and rows == 1 and block <= 8192:
+        return Launch(rows=1, num_warps=min(8, block // 512))
     return Launch(rows=rows, num_warps=min(16, max(4, rows * block // 256)))
 
 
@@ -359,7 +361,7 @@ def launch_backward(
 @torch.library.custom_op("parallel_layers::rms_norm", mutates_args=())
 def rms_norm_op(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
     """`(normed, rstd)`; the arguments are those of `fused_rms_norm`."""
-    normed, _, rstd = launch_forward(x, None, weight, eps, unit_offset, forward_launch(x.shape[-1]))
+    normed, _, rstd = launch_forward(x, None, weight, eps, unit_offset, forward_launch(x.shape[-1], residual=False))
     return normed, rstd
 
 
@@ -373,7 +375,8 @@ def add_rms_norm_op(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(normed, total, rstd)`; the arguments are those of `fused_add_rms_norm`."""
-    normed, total, rstd = launch_forward(x, residual, weight, eps, unit_offset, forward_launch(x.shape[-1]))
+    launch = forward_launch(x.shape[-1], residual=True)
+    normed, total, rstd = launch_forward(x, residual, weight, eps, unit_offset, launch)
     assert total is not None
     return normed, total, rstd
 

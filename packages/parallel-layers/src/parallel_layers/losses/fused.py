@@ -55,14 +55,21 @@ def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
 def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
     """Vocabulary entries of a slice: about a tenth, bounded, and whole tiles.
 
-    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Where a tenth
-    less fills whole waves of the multiprocessors with tiles of the weight's gradient, it is a tenth less.
+    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Of sizes near
+    a tenth, that whose products for the weight's gradient leave the fewest multiprocessors idle in their last waves.
     """
-    entries = min(-(-num_entries // _SLICES), max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE))
-    entries = -(-max(entries, _MIN_SLICE) // head.BLOCK_V) * head.BLOCK_V
-    wave = multiprocessors * _GRADIENT_TILE / hidden_size
-    filled = int(entries // wave * wave) // head.BLOCK_V * head.BLOCK_V
-    return filled if filled >= 0.9 * entries else entries
+    most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
+    tenth = -(-max(num_entries // _SLICES, _MIN_SLICE) // head.BLOCK_V)
+    sizes = [n * head.BLOCK_V for n in range(round(0.9 * tenth), round(1.05 * tenth) + 1)]
+
+    def waves(entries: int) -> int:
+        return -(-entries * hidden_size // (_GRADIENT_TILE * multiprocessors))
+
+    def cost(entries: int) -> tuple[int, int]:
+        slices, rest = divmod(num_entries, entries)
+        return slices * waves(entries) + waves(rest), slices
+
+    return min(sorted({min(size, most) for size in sizes}, reverse=True), key=cost)
 
 
 def _numbers(transform: LogitTransform) -> tuple[head.Numbers, Tensor | None]:
