@@ -1,4 +1,4 @@
-"""torch.compile with its own backend, which generates and builds C++ here: linear layers and losses as one graph.
+"""torch.compile with its own backend, which generates and builds C++ here: layers and losses as one graph.
 
 The other tests of compilation, beside the layers', take the backend "aot_eager", which traces the same graphs.
 """
@@ -9,10 +9,11 @@ import shutil
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers import DecoderConfig, DecoderLayer, ParallelMLP, RMSNorm, RotaryEmbedding
 from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_layers.losses import linear_log_probs, vocab_parallel_cross_entropy
@@ -53,3 +54,29 @@ def test_linears_and_losses_compile_without_a_graph_break(ranks: RankPool, sp: b
     for results in ranks.run(two_lengths, sp, world=2, timeout=600):
         for compiled, eager in results:
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+SIZES = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24}
+LAYERS = {
+    "norm": lambda: RMSNorm(16),
+    "mlp": lambda: ParallelMLP(16, 24),
+    "qwen3": lambda: DecoderLayer(DecoderConfig(**SIZES, qk_norm="head", window=4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compile_without_a_graph_break(name: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer: nn.Module = LAYERS[name]()
+    compiled = torch.compile(layer, fullgraph=True)
+    for lengths in ([5, 2, 9], [3, 8, 0, 1, 12]):
+        x, seed = torch.randn(sum(lengths), 16, requires_grad=True), torch.randn(sum(lengths), 16)
+        tables = RotaryEmbedding(4)(torch.cat([torch.arange(n) for n in lengths]))
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        arguments = (tables, bounds, max(lengths)) if isinstance(layer, DecoderLayer) else ()
+        leaves, outs = [x, *layer.parameters()], [run(x, *arguments) for run in (compiled, layer)]
+        torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*(torch.autograd.grad(out, leaves, seed) for out in outs), rtol=1e-5, atol=1e-5)

@@ -116,9 +116,10 @@ def test_compiles_without_a_graph_break(is_gated: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     for tokens in (5, 9):
-        x = torch.randn(tokens, HIDDEN, requires_grad=True)
-        torch.testing.assert_close(compiled(x), mlp(x))
-        compiled(x).sum().backward()
+        x, seed = torch.randn(tokens, HIDDEN, requires_grad=True), torch.randn(tokens, HIDDEN)
+        leaves, outs = [x, *mlp.parameters()], (compiled(x), mlp(x))
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(out, leaves, seed) for out in outs))
 
 
 def test_clamped_swiglu_by_its_formula() -> None:
