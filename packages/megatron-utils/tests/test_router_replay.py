@@ -170,6 +170,41 @@ def test_padding_gets_distinct_balanced_experts() -> None:
     assert padding.tolist() == [[0, 1], [2, 0], [1, 2]]
 
 
+def interleaved_on(group: ProcessGroup) -> list[Tensor]:
+    """Which experts this rank's layers gave each token, of two micro-batches of very different lengths."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.router_replay import make_replay
+    from megatron_utils.testing import cpu_stand_in
+
+    given = []
+    with cpu_stand_in(), megatron_grid(ParallelDims(pp=2), ranks=range(2), virtual_stages=2, seed=0) as grid:
+        chunks = build_gpt(HF, grid)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.normal_(0, 0.2)
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(lambda *call: given.append(call[2][1]))
+        packed = [PackedSequence.from_sequences([torch.arange(n)]) for n in (15, 3)]
+        routing = [torch.tensor([4, 5]).expand(part.num_tokens, len(LAYERS), 2) for part in packed]
+        replays = [
+            make_replay([table], part, LAYERS, num_experts=6) for table, part in zip(routing, packed, strict=True)
+        ]
+        labels = [next_token_labels(part) for part in packed]
+        run_schedule(chunks, packed, grid, labels=labels, routing=replays)
+    return given
+
+
+def test_padding_for_interleaving_burdens_no_expert(ranks: RankPool) -> None:
+    loads = [table.sum(0).tolist() for given in ranks.run(interleaved_on, world=2) for table in given]
+    # 15 tokens of the first; 3 of the second, and 12 of padding spread over all.
+    assert sorted(map(tuple, loads)) == sorted([(0, 0, 0, 0, 15, 15), (4, 4, 4, 4, 7, 7)] * len(LAYERS))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,6 +229,7 @@ def test_bad_rows_are_named(change: Any, message: str) -> None:
 
 def sessions_on(group: ProcessGroup) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay as Global
 
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
@@ -220,6 +256,8 @@ def sessions_on(group: ProcessGroup) -> None:
                 with first.micro_batch(forced):
                     pass
         assert recording.experts.keys() == set(LAYERS)
+        # Megatron-Core's own lists every router of the process.
+        assert not Global.global_router_replay_instances
         with pytest.raises(KeyError), router_replay([one]):
             raise KeyError
         assert all(m.router_replay is None for m in one.modules() if isinstance(m, TopKRouter))

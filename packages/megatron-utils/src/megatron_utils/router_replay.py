@@ -194,7 +194,14 @@ def make_replay(
             token, column, _ = missing[0].tolist()
             raise ValueError(f"routing of sequence {index} is missing at layer {layers[column]}, token {token}")
     device = packed.input_ids.device
-    spread = torch.arange(packed.padding * top_k, device=device).view(-1, 1, top_k) % num_experts
-    padding = spread.expand(-1, len(layers), -1)
+    like = torch.empty(0, top_k, dtype=torch.int64, device=device)
+    padding = spread_experts(packed.padding, num_experts, like)[:, None].expand(-1, len(layers), -1)
     whole = torch.cat([*(table.to(device, torch.int64) for table in routing), padding])
     return RouterReplay.from_tensor(whole, layers, num_experts=num_experts)
+
+
+def spread_experts(num_tokens: int, num_experts: int, like_Tk: Tensor) -> Tensor:
+    """Experts `[num_tokens, k]` for padding: distinct for each token, and as many tokens for each as can be."""
+    top_k = like_Tk.shape[1]
+    numbers = torch.arange(num_tokens * top_k, dtype=like_Tk.dtype, device=like_Tk.device)
+    return numbers.view(num_tokens, top_k) % num_experts

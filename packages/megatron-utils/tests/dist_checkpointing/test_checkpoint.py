@@ -103,6 +103,10 @@ def save_on(
             for parameter in run.wrapped[0].parameters():
                 parameter.data.zero_()
             assert latest_step(root) is None
+            # All ranks ask equally often: each time, all of them learn whether all have written.
+            while not pending.poll():
+                assert not pending.done
+                assert latest_step(root) is None
             pending.wait()
             assert pending.done
             assert latest_step(root) == 3

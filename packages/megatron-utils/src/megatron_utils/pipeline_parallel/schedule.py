@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.pipeline_parallel.packing import pad_to
-from megatron_utils.router_replay import router_replay
+from megatron_utils.router_replay import router_replay, spread_experts
 from parallel_layers import LogProbs, PackedSequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
@@ -90,7 +90,7 @@ def run_schedule(
     if grid.virtual_stages:
         run = [pad_to(packed, max(sizes)) for packed in micro_batches]
         labels = labels and [F.pad(part, (0, max(sizes) - len(part)), value=-100) for part in labels]
-        routing = routing and [_extended(replay, max(sizes)) for replay in routing]
+        routing = routing and [_extended(replay, max(sizes), chunks[0]) for replay in routing]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         number = next(numbers)
@@ -156,13 +156,14 @@ def _training(chunks: Sequence[nn.Module], grad_scale: Callable[[Tensor], Tensor
         config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = saved
 
 
-def _extended(replay: RouterReplay, num_tokens: int) -> RouterReplay:
-    """A replay for a batch that was padded further: the router chooses for the new padding itself."""
+def _extended(replay: RouterReplay, num_tokens: int, chunk: nn.Module) -> RouterReplay:
+    """A replay for a batch that was padded further."""
     if replay.recording:
         return replay
+    num_experts = get_model_config(chunk).num_moe_experts
     longer = replay.replaying()
     longer.experts = {
-        layer: F.pad(experts, (0, 0, 0, num_tokens - len(experts)), value=-1)
+        layer: torch.cat([experts, spread_experts(num_tokens - len(experts), num_experts, experts)])
         for layer, experts in replay.experts.items()
     }
     return longer
