@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,21 @@ def test_what_cannot_run_is_refused_before_it_starts(
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         plan(TrainOptions(**given | options))
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize(
+    ("option", "module", "message"),
+    [
+        ("ray", "ray", r"needs Ray, which is not installed: pip install 'rl-models\[ray\]'"),
+        ("tensorboard", "torch.utils.tensorboard", r"needs TensorBoard; pip install 'rl-models\[tensorboard\]'"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, module: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: True}))
+    assert not out.exists()

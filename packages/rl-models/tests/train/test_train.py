@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
+import ckpt
 from rl_models.cli import app
 
 METRICS = (
@@ -219,6 +220,48 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     assert [timeless(record) for record in lines(tmp_path / "killed")] == second
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards", "quiet_ray")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (["--dims=tp=2"], ["--dims=pp=2"]),
+        (["--dims=pp=2"], ["--dims=cp=2", "--backend=transformers"]),
+        (["--dims=cp=2", "--critic-dims=tp=2"], ["--dims=tp=2", "--ray"]),
+    ],
+    ids=["tp2-pp2", "pp2-transformers", "cp2-ray"],
+)
+def test_a_run_goes_on_on_another_grid(
+    model: Path, prompts: Path, tmp_path: Path, first: list[str], then: list[str]
+) -> None:
+    """Two steps on one and two on the other are the four steps of one rank."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    options: dict[str, Any] = {"algorithm": "ppo", "save_every": 1, "keep": 1, "kl_coefficient": 0.1}
+    for folder, steps, flags in ((whole, 4, []), (out, 2, first), (out, 4, then)):
+        process = launch([*arguments(model, prompts, folder, **options, steps=steps), *flags], Path.cwd())
+        _, said = process.communicate(timeout=280)
+        assert process.returncode == 0, said
+    assert "going on after step 2" in said
+    for one, other in zip(lines(whole), lines(out), strict=True):
+        assert timeless(one) == pytest.approx(timeless(other), rel=1e-3, abs=2e-4)
+    # Of two models that are saved one after the other, a kill may leave the newest of one alone.
+    assert [ckpt.saved_steps(out / "training" / name) for name in ("actor", "critic")] == [[3, 4]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("dims", ["dp=2", "cp=2"])
+def test_the_backends_give_the_same_curve(model: Path, prompts: Path, tmp_path: Path, dims: str) -> None:
+    curves = []
+    for backend in ("parallel", "transformers"):
+        options = {"algorithm": "ppo", "steps": 3, "dims": dims, "kl_coefficient": 0.1, "backend": backend}
+        result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / backend, **options))
+        assert result.exit_code == 0, result.output
+        curves.append([timeless(record) for record in lines(tmp_path / backend)])
+    for one, other in zip(*curves, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
+
+
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -313,6 +356,7 @@ def test_mistakes_are_one_line_and_named(
         pytest.param(["--share-backbone"], {"actor": 1}, id="one backbone"),
         pytest.param(["--share-backbone", "--dims=dp=2"], {"actor": 2}, id="one backbone on dp 2"),
         pytest.param(["--dims=tp=2", "--critic-dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
+        pytest.param(["--kl-coefficient=0.1", "--offload"], {"actor": 1, "critic": 1}, id="three models in turns"),
     ],
 )
 def test_ray_gives_the_same_curve(

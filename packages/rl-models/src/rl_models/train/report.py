@@ -27,7 +27,7 @@ class Metrics:
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._board: Any = None
         if tensorboard:
-            self._board = _summary_writer(folder / "tensorboard", done)
+            self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
 
     def _keep(self, done: int) -> None:
         if not self.path.is_file():
@@ -53,12 +53,17 @@ class Metrics:
             self._board.close()
 
 
-def _summary_writer(folder: Path, done: int) -> Any:
+def summary_writer() -> Any:
+    """The class that writes TensorBoard's events, which only the extra `rl-models[tensorboard]` brings.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter  # the extra `tensorboard`
+        from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("--tensorboard needs TensorBoard; pip install 'rl-models[tensorboard]'") from None
-    return SummaryWriter(str(folder), purge_step=done + 1)
+    return SummaryWriter
 
 
 class Display:

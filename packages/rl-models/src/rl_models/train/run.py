@@ -19,6 +19,7 @@ from parallel_layers import ParallelDims
 from rl_models.actor import Actor, Policy
 from rl_models.actor_critic import ActorCritic
 from rl_models.backends import Role, offered
+from rl_models.cluster.resources import import_ray
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
@@ -29,6 +30,7 @@ from rl_models.train.derived import engine_options, loss_rules, optimizer_option
 from rl_models.train.loop import Loop
 from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
+from rl_models.train.report import summary_writer
 from rl_models.train.reward import load_reward
 from rl_models.train.turns import Turns
 from rl_models.worker import Worker
@@ -97,7 +99,11 @@ def plan(options: TrainOptions) -> Plan:
     prompts = read_prompts(options.prompts, folder, room, limit=limit)
     eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
     load_reward(options.reward)
-    if not options.ray:
+    if options.tensorboard:
+        summary_writer()
+    if options.ray:
+        import_ray()
+    else:
         Devices.find(options.device).require(options.grid.world_size)
     _check_models(options, folder)
     stops = _end_of_text(folder) if options.stops is None else options.stops
