@@ -116,6 +116,30 @@ def test_ranks_that_wait_for_one_that_failed_are_named_and_end(group: RayModelGr
 
 
 @pytest.mark.slow
+def test_a_collective_that_a_rank_does_not_reach_fails_in_time(ray_cluster: Any, checkpoint: Path) -> None:
+    seconds = 30.0  # that ranks may lie apart when they start
+
+    def come_late(worker: Any) -> None:
+        time.sleep((seconds + 10) * dist.get_rank())
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    resources = Resources(device="cpu", strategy="SPREAD")
+    with RayModelGroup(
+        Actor, ParallelDims(dp=2), checkpoint, resources=resources, name="late", collective_timeout=seconds
+    ) as group:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed out") as late:
+            group.apply(come_late)
+        assert seconds <= time.monotonic() - began < LIMIT + seconds
+        assert [note.splitlines()[0].partition(" (")[0] for note in late.value.__notes__] == ["on rank 0"]
+        with pytest.raises(RankFailed, match="apply failed on ranks 0 alone, so the ranks no longer agree"):
+            group.log_probs(make_batch(0))
+        group.restart()
+        assert group.log_probs(make_batch(0)).log_probs.isfinite().all()
+
+
+@pytest.mark.slow
 def test_a_lost_node_is_named_and_another_takes_its_place(ray_cluster: Any, checkpoint: Path, tmp_path: Path) -> None:
     def meet(worker: Any, folder: Path) -> None:
         (folder / f"rank {dist.get_rank()}").touch()
