@@ -57,8 +57,16 @@ def test_transformers_writes_what_is_read_here(name: str, checkpoint: Checkpoint
         assert torch.equal(stacked[prefix + "mlp.experts.down_proj"][expert], own[down])
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("target", ["parallel", "megatron", "megatron_te"])
+@pytest.mark.parametrize(
+    ("target", "grid"),
+    [
+        # Its 48 places take seconds, so one target stands for the others there.
+        pytest.param(target, grid, marks=pytest.mark.slow if grid.pp > 1 and target != "megatron" else ())
+        for target in ("parallel", "megatron", "megatron_te")
+        for grid in GRIDS
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MOE)
 def test_every_place_loads_the_same_as_from_separate_experts(
     name: str, target: Any, grid: Grid, checkpoint: Checkpoints, assert_same: AssertSame
