@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_utils.testing import cpu_stand_in, stand_in_is_active
@@ -49,9 +50,22 @@ for module, state in zip(modules, before):
     assert not changed, (module, changed)
 """
 
+NOT_USED = """
+import importlib, sys
+names = (
+    "dist_checkpointing memory optimizer pipeline_parallel router_replay sequence_parallel tensor_parallel gpt grid "
+    "pipeline_parallel.schedule"
+)
+for name in names.split():
+    importlib.import_module(f"megatron_utils.{name}")
+used = [name for name in sys.modules if name.startswith("megatron_utils.testing")]
+assert not used, used
+"""
 
-def test_importing_it_changes_nothing() -> None:
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTED], capture_output=True, text=True, timeout=200)
+
+@pytest.mark.parametrize("program", [IMPORTED, NOT_USED], ids=["importing it changes nothing", "nothing imports it"])
+def test_only_entering_it_has_an_effect(program: str) -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
 
 

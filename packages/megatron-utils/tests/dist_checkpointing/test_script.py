@@ -1,0 +1,50 @@
+"""Saving starts processes, which import the entry script again: one with a guard saves, in both ways."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_utils.dist_checkpointing import latest_step
+
+SCRIPT = """
+import sys
+
+import torch.distributed as dist
+from megatron_utils import megatron_grid
+from megatron_utils.dist_checkpointing import load_checkpoint, save_checkpoint
+from megatron_utils.gpt import build_gpt
+from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+from megatron_utils.testing import cpu_stand_in, tiny_config
+from parallel_layers import ParallelDims
+
+
+def main(root):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with cpu_stand_in(), megatron_grid(ParallelDims()) as grid:
+        chunks = wrap_data_parallel(build_gpt(tiny_config("llama"), grid), grid)
+        for parameter in chunks[0].parameters():
+            parameter.data.zero_()
+        optimizer = Optimizer(chunks, grid, OptimizerConfig())
+        save_checkpoint(root, 1, optimizer, grid)
+        save_checkpoint(root, 2, optimizer, grid, asynchronous=True).wait()
+        print("loaded", load_checkpoint(root, optimizer, grid).step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_entry_script_with_a_guard_saves(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-W", "ignore", "train.py", "checkpoints"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "loaded 2\n"
+    assert latest_step(tmp_path / "checkpoints") == 2
