@@ -15,12 +15,12 @@ Variants of ours, which share one model:
     auto                                    the layers' default
     kept                                    auto, and the head keeps its probabilities in bf16 from the forward: three
                                             products instead of four, and [T, V/tp] of memory
-    graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps in
-                                            the first of the ways above, whatever the number of tokens (CUDA)
+    graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps
+                                            in the first of the ways above, whatever the number of tokens (CUDA)
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
-megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed. It is left out where
-it fails, as a graph is, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
+megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed. It is left out
+where it fails, as a graph is, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
 flash-attn-4 (NVTE_FLASH_ATTN_V4=0): the kernels of 4.0.0b36 finish sooner than the GPU can multiply, so not all of the
 attention is there. cuDNN and flash-attn 2 remain; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says which it takes, and why.
 A step is refused in which a sequence's second token does not see its first.
@@ -165,9 +165,15 @@ class Graph:
         else:
             self.graph.replay()
 
+    def release(self) -> None:
+        """Before the process group: its communicators wait at their end for graphs that hold collectives."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph = None
+
     def capture(self) -> None:
         """Also anew, to see what memory that takes."""
-        self.graph = None
+        self.release()
         warm = torch.cuda.Stream()
         with torch.cuda.stream(warm):
             for _ in range(2):
@@ -347,6 +353,9 @@ def main() -> None:
         traces = "\n\n".join(f"## {name}, tp {world}\n\n{kernel_times(step)}" for name, step in steps.items())
         if rank == 0:
             Path(options.trace).write_text(traces + "\n")
+    for step in steps.values():
+        if isinstance(step, Graph):
+            step.release()
     if dist.is_initialized():
         dist.destroy_process_group()
 
