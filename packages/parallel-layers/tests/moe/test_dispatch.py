@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
 
+from parallel_layers.moe import GroupedExperts, grouped
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.testing import RankPool
 
@@ -55,3 +60,36 @@ def test_rows_travel_between_ranks(ranks: RankPool) -> None:
         sent = torch.cat([x for x, _ in results]).repeat_interleave(2, 0)
         arrived = torch.cat([rows for _, rows in results])
         assert torch.equal(sent.sort(0).values, arrived.sort(0).values)
+
+
+class Reads(TorchFunctionMode):
+    """Notes what reads a tensor's value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.nonzero):
+            self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of_experts(group: ProcessGroup) -> list[str]:
+    """Of a forward and a backward; but for the bounds of grouped products, which the kernel on CUDA does not read."""
+    layer = GroupedExperts(8, 6, 4, bias=True, expert_group=group)
+    x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
+    bounds = grouped._runs
+
+    def unseen(*arguments: Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return bounds(*arguments)
+
+    with patch.object(grouped, "_runs", unseen), Reads() as reads:
+        layer(x, choices(5, 4, 2, seed=group.rank()), weights).sum().backward()
+    assert x.grad is not None
+    return reads.seen
+
+
+def test_a_layer_reads_once_how_many_rows_each_rank_sends(ranks: RankPool) -> None:
+    assert ranks.run(reads_of_experts, world=2) == [["tolist"], ["tolist"]]
