@@ -142,3 +142,15 @@ def test_steps_do_not_matter(cached: str) -> None:
     for steps in ([[1, 1]] * 6, [[2, 0], [4, 1], [0, 5]]):
         for ours, theirs in zip(decode(None, cached, CONFIG, sequences, steps, False), once, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gqa", "window"])
+@pytest.mark.parametrize("cached", CACHES)
+def test_a_sequence_never_feels_another_bit_for_bit(cached: str, case: str) -> None:
+    """Whatever the others of the cache bring, and whatever is left of them in its memory."""
+    torch.manual_seed(0)
+    sequences = [torch.randn(sum(step[i] for step in STEPS), CONFIG.hidden_size) for i in range(3)]
+    before = decode(None, cached, CONFIGS[case], sequences, STEPS, False)
+    for kept in range(3):
+        changed = [x if i == kept else 3 * x + 1 for i, x in enumerate(sequences)]
+        assert torch.equal(decode(None, cached, CONFIGS[case], changed, STEPS, False)[kept], before[kept])
