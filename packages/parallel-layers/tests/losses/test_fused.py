@@ -49,6 +49,24 @@ def exact(
     return [log_probs.detach(), entropy.detach(), *gradients]
 
 
+@pytest.mark.parametrize("hidden_size", [8, 1024, 2560, 4096, 16384])
+@pytest.mark.parametrize("num_entries", [1, 515, 30000, 128256, 151936])
+def test_slices_are_whole_tiles_near_a_tenth_and_within_their_bounds(num_entries: int, hidden_size: int) -> None:
+    for num_tokens in (1, 100, 8192, 16384, 262144):
+        entries = fused.slice_entries(num_tokens, num_entries, hidden_size, multiprocessors=132)
+        wanted = min(max(num_entries / 10, 2048), max(2**28 / num_tokens, 2048))
+        assert entries % 256 == 0
+        assert entries * num_tokens <= max(2**28, 2048 * num_tokens)
+        assert 0.87 * wanted <= entries <= 1.07 * wanted + 256
+
+
+def test_slices_fill_the_multiprocessors() -> None:
+    """A tenth, 12826 entries, is 12.1 waves of 132 tiles of 128 x 256: 13 with most of them idle in the last one."""
+    assert fused.slice_entries(8192, 128256, 4096, multiprocessors=132) * 4096 / (128 * 256 * 132) == pytest.approx(
+        13, abs=0.2
+    )
+
+
 def run(
     hidden: Tensor, weight: Tensor, labels: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, **options: object
 ) -> list[Tensor]:
