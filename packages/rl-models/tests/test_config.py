@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckpt
+from parallel_layers import PackedSequence, RotaryEmbedding
 from parallel_layers.moe import MoEConfig
 from rl_models import CausalLM, ModelConfig, ValueModel
 from rl_models.families import FAMILIES
@@ -155,3 +156,14 @@ def test_the_models_have_the_tensors_of_the_layout(family: str, options: str, mo
     assert {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()} == {
         name: tuple(block.shape) for name, block in blocks.items()
     }
+
+
+@pytest.mark.parametrize("model_class", [CausalLM, ValueModel])
+def test_a_model_makes_its_rotary_table_once_for_all_layers(model_class: Any) -> None:
+    model = model_class(ModelConfig.from_hf(LLAMA | {"num_hidden_layers": 4}))
+    tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    calls: list[Any] = []
+    for table in tables:
+        table.register_forward_hook(lambda *call: calls.append(call))
+    model(PackedSequence.from_sequences([torch.arange(5), torch.arange(3)]))
+    assert len(tables) == len(calls) == 1
