@@ -34,6 +34,14 @@ def test_attention_that_looks_ahead_is_found(monkeypatch):
         patch(model)
 
 
+def test_weights_that_are_not_finite_are_named():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"not finite, nor are its weights model\.layers\.1\.mlp\.up_proj\.weight;"):
+        patch(model)
+
+
 def test_a_layer_that_ignores_our_function_is_found():
     model = tiny_model("llama")
     layer = model.model.layers[1].self_attn

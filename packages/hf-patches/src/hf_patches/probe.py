@@ -62,6 +62,12 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
     # The label of the token before the perturbed ones changes with them, so its log-prob may move.
     keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     keep[_PERTURBED.start - 1 : _PERTURBED.stop] = False
+    if not before.isfinite().all():
+        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        raise RuntimeError(
+            f"the probe of {type(model).__name__} failed: its outputs are not finite"
+            + (f", nor are its weights {', '.join(wrong[:5])}; load it from another checkpoint" if wrong else "")
+        )
     difference = (after - before).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
     attention_leak = _attention_leak(calls[0], calls[layers], keep)
