@@ -63,10 +63,10 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
     keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     keep[_PERTURBED.start - 1 : _PERTURBED.stop] = False
     if not before.isfinite().all():
-        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
         raise RuntimeError(
             f"the probe of {type(model).__name__} failed: its outputs are not finite"
-            + (f", nor are its weights {', '.join(wrong[:5])}; load it from another checkpoint" if wrong else "")
+            + (f", nor are its weights {', '.join(broken[:5])}; load it from another checkpoint" if broken else "")
         )
     difference = (after - before).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
