@@ -65,8 +65,8 @@ def _halves(x):
 def _finish(part, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAVES: tl.constexpr):
     """Add to a leaf's sums `part [M, N]` those that it completes; write the whole tree's to `y`, others to scratch.
 
-    Sums of two leaves go to the left one's slot: 0 and 1 to the first, 2 and 3 to the second. Loads and stores of scratch
-    have one layout, so a thread reads what it wrote itself, and nothing has to wait.
+    Sums of two leaves go to the left one's slot: 0 and 1 to the first, 2 and 3 to the second. Loads and stores of
+    scratch have one layout, so a thread reads what it wrote itself, and nothing has to wait.
     """
     M: tl.constexpr = part.shape[0]
     N: tl.constexpr = part.shape[1]
