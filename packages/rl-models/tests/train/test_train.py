@@ -353,7 +353,6 @@ def test_mistakes_are_one_line_and_named(
     ("flags", "parts"),
     [
         pytest.param([], {"actor": 1, "critic": 1}, id="two models"),
-        pytest.param(["--share-backbone"], {"actor": 1}, id="one backbone"),
         pytest.param(["--share-backbone", "--dims=dp=2"], {"actor": 2}, id="one backbone on dp 2"),
         pytest.param(["--dims=tp=2", "--critic-dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
         pytest.param(["--kl-coefficient=0.1", "--offload"], {"actor": 1, "critic": 1}, id="three models in turns"),
