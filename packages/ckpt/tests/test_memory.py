@@ -34,6 +34,7 @@ def extra_bytes(*arguments: object) -> int:
     return int(run.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_conversions_need_far_less_memory_than_the_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("llama", hidden_size=1024, intermediate_size=4096, vocab_size=20_000)

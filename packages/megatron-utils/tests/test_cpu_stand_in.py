@@ -63,6 +63,7 @@ assert not used, used
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [IMPORTED, NOT_USED], ids=["importing it changes nothing", "nothing imports it"])
 def test_only_entering_it_has_an_effect(program: str) -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)

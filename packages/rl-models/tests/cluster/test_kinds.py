@@ -92,6 +92,7 @@ def test_one_backbone_says_and_learns_what_it_does_in_one_process(
         close(group.estimate(batch), one.estimate(batch))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_replays_its_routing(ray_cluster: Any, mixture: Path, tmp_path: Path) -> None:
     """On dp 2 x ep 2, where either rank holds half of the experts."""
     (tmp_path / "before").symlink_to(mixture)
