@@ -60,6 +60,10 @@ class Misfit:
     fits: Grid
 
 
+TOO_FEW_LAYERS = (
+    "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
+    "up to 3"
+)
 MISFITS = {
     "query heads": Misfit(
         "heads",
@@ -92,19 +96,15 @@ MISFITS = {
     "more stages than layers": Misfit(
         "heads",
         grid(pp=4),
-        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
-        "up to 3",
-        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
-        "up to 3",
+        TOO_FEW_LAYERS,
+        TOO_FEW_LAYERS,
         grid(pp=3),
     ),
     "more virtual stages than layers": Misfit(
         "heads",
         grid(pp=2, vpp=2),
-        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
-        "up to 3",
-        "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
-        "up to 3",
+        TOO_FEW_LAYERS,
+        TOO_FEW_LAYERS,
         grid(pp=2),
     ),
     "a split of other layers": Misfit(

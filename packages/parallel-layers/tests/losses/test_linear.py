@@ -1,4 +1,7 @@
-"""`linear_log_probs` against log-softmax of materialised logits: values, every gradient, memory, errors."""
+"""`linear_log_probs` against log-softmax of materialised logits: values, every gradient, memory, errors.
+
+One file, although long: on one rank and on several the problem, the reference and the tolerance are the same.
+"""
 
 import math
 import re
