@@ -5,9 +5,11 @@ Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -231,14 +233,14 @@ def _mark_shards(chunk: PackedGPTModel) -> None:
     it out.
     """
     for module in chunk.modules():
-        for kinds, name, dim in _SHARDED:
-            parameter = getattr(module, name, None) if isinstance(module, kinds) else None
-            if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        for kinds, names, dim in _SHARDED:
+            for name, parameter in module.named_parameters(recurse=False) if isinstance(module, kinds) else ():
+                if re.fullmatch(names, name) and not hasattr(parameter, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
+# Grouped experts number their weights. Their classes are None without Transformer Engine, which 2.20 marks none of.
 _SHARDED = (
-    ((ColumnParallelLinear, VocabParallelEmbedding), "weight", 0),
-    (ColumnParallelLinear, "bias", 0),
-    (RowParallelLinear, "weight", 1),
+    ((ColumnParallelLinear, VocabParallelEmbedding, TEColumnParallelGroupedLinear or ()), r"(weight|bias)\d*", 0),
+    ((RowParallelLinear, TERowParallelGroupedLinear or ()), r"weight\d*", 1),
 )
