@@ -9,7 +9,11 @@ import re
 from typing import Any, Literal
 
 import torch
-from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TELinear,
+    TERowParallelGroupedLinear,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -227,19 +231,22 @@ def build_gpt(
 
 
 def _mark_shards(chunk: PackedGPTModel) -> None:
-    """Say which parameters are shards. Megatron does that when it initialises weights, which we never ask for.
+    """Say which parameters are shards: of others, gradient norms count the first tensor-parallel rank's alone.
 
-    What is not marked counts as a replica: on every tensor-parallel rank but the first, gradient norms would leave
-    it out.
+    Megatron says so when it initialises weights, which we never ask for; Transformer Engine 2.20 leaves out its grouped
+    experts, and takes a linear that every rank has whole (a latent's down projection) for a shard.
     """
     for module in chunk.modules():
         for kinds, names, dim in _SHARDED:
             for name, parameter in module.named_parameters(recurse=False) if isinstance(module, kinds) else ():
                 if re.fullmatch(names, name) and not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        if type(module) is TELinear:  # the parallel ones are subclasses
+            for parameter in module.parameters():
+                parameter.tensor_model_parallel = False
 
 
-# Grouped experts number their weights. Their classes are None without Transformer Engine, which 2.20 marks none of.
+# Grouped experts number their weights; without Transformer Engine their classes are None.
 _SHARDED = (
     ((ColumnParallelLinear, VocabParallelEmbedding, TEColumnParallelGroupedLinear or ()), r"(weight|bias)\d*", 0),
     ((RowParallelLinear, TERowParallelGroupedLinear or ()), r"weight\d*", 1),
