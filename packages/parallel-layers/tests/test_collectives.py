@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import collectives
+from parallel_layers import collectives, comm
 from parallel_layers.testing import RankPool
 
 Ranks = list[Tensor]
@@ -319,6 +319,18 @@ def test_dtypes(ranks: RankPool) -> None:
         for dtype, total in result.items():
             assert total.dtype == dtype
             assert total.tolist() == [0, 2, 4]
+
+
+def gather_many_at_once(group: ProcessGroup) -> None:
+    x = torch.arange(2.0)
+    for _ in range(4000):
+        for gathered in [comm.start_all_gather(x, group) for _ in range(64)]:
+            assert comm.wait(gathered).shape == x.shape
+
+
+def test_gathers_that_complete_at_once(ranks: RankPool) -> None:
+    """gloo's threads free memory twice when two gathers of another operator of torch complete at once."""
+    ranks.run(gather_many_at_once, world=1)
 
 
 @pytest.mark.parametrize("case_index", range(len(CASES)), ids=CASE_IDS)

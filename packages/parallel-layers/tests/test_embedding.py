@@ -63,7 +63,7 @@ def communication(group: ProcessGroup, sp: bool) -> list[list[str]]:
 
 def test_how_often_it_communicates(ranks: RankPool) -> None:
     reduce, scatter, gather = (
-        f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+        f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor_out")
     )
     assert ranks.run(communication, False, world=2) == [[[reduce], []]] * 2
     assert ranks.run(communication, True, world=2) == [[[scatter], [gather]]] * 2

@@ -495,7 +495,7 @@ def _communication(group: ProcessGroup, sequence_parallel: bool) -> list[list[st
 
 def test_how_often_it_communicates(ranks: RankPool) -> None:
     reduce, scatter, gather = (
-        f"_c10d_functional::{name}" for name in ("all_reduce_", "reduce_scatter_tensor", "all_gather_into_tensor")
+        f"_c10d_functional::{name}" for name in ("all_reduce_", "reduce_scatter_tensor", "all_gather_into_tensor_out")
     )
     assert ranks.run(_communication, False, world=2) == [[[gather], [reduce]]] * 2
     assert ranks.run(_communication, True, world=2) == [[[gather, gather], [gather, scatter]]] * 2
