@@ -18,12 +18,11 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
     available_overlaps,
-    comm,
     overlap,
 )
 from parallel_layers.overlap import Overlap, choose_overlap
 from parallel_layers.sharding import load_full_
-from parallel_layers.testing import RankPool
+from parallel_layers.testing import RankPool, peer_memory_on_cpu
 
 IN, OUT = 8, 12
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -39,28 +38,6 @@ def chunks_of(rows: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "CHUNK_ROWS", rows)
         yield
-
-
-@contextmanager
-def stand_in_for_symmetric_memory() -> Iterator[list[str]]:
-    """The products over symmetric memory by collectives, as if these ranks had it; which of them were called."""
-    called = []
-
-    def gather(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        called.append("gather")
-        gathered = comm.all_gather(x, group)
-        return F.linear(gathered, weight, bias), gathered
-
-    def scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-        called.append("scatter")
-        y = comm.reduce_scatter(F.linear(x, weight), group)
-        return y if bias is None else y + bias
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "gather_matmul", gather)
-        patch.setattr(overlap, "matmul_reduce_scatter", scatter)
-        patch.setattr(overlap, "why_not_symmetric_memory", lambda group, device: None)
-        yield called
 
 
 def forward_and_backward(layer: nn.Module, x: Tensor, seed: int = 1) -> dict[str, Tensor]:
@@ -92,7 +69,7 @@ def serial_and_overlapped(
         for parameter in layer.parameters():
             nn.init.normal_(parameter)
         x = tokens_of(kind, group, shape, options.get("dtype", torch.float32))
-        with chunks_of(2), stand_in_for_symmetric_memory() as called:
+        with chunks_of(2), peer_memory_on_cpu() as called:
             results.append(forward_and_backward(layer, x))
         fused = (["gather"] if kind != "row" else ["scatter", "gather"]) if way == "symmetric-memory" else []
         assert called == (fused if x.numel() else []), way

@@ -103,7 +103,7 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> di
 
 
 def head_start(sent: Tensor) -> None:
-    """On CUDA, let the collective that was just started with `sent` begin before the product that is queued next.
+    """On CUDA, let what was just started with `sent` on another stream begin before the product that is queued next.
 
     A product takes every multiprocessor as soon as it may, and a kernel of another stream that is ready a moment later
     gets its own only when most of the product is done. So a large collective is given that moment: the current stream

@@ -7,8 +7,8 @@ Three ways, by name:
 
     "serial"             One collective, then one product, or the other way round.
     "collectives"        The group's own collectives, asynchronous, over chunks of every rank's tokens. Any backend.
-    "symmetric-memory"   GPUs copy from each other's memory by their copy engines, which leaves all multiprocessors to
-                         the product; see `symmetric_memory`. NVLink; no multicast.
+    "symmetric-memory"   GPUs write to each other's memory, by their copy engines or from the product itself, which
+                         leaves all multiprocessors to the product; see `symmetric_memory`. NVLink; no multicast.
 
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles (one such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer: both grow with its inputs), and the host has the
@@ -104,7 +104,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 def gather_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dtype: torch.dtype | None, how: str
 ) -> Tensor:
-    """`all_gather(x) W^T + b` in `dtype` (None: x's), rounded once ("symmetric-memory": before the bias, too).
+    """`all_gather(x) W^T + b` in `dtype` (None: x's), rounded once.
 
     Args:
         x: `[T/n, ..., I]`, this rank's tokens.
@@ -131,13 +131,17 @@ def gather_product(
 def gather_product_and_x(x: Tensor, weight: Tensor, group: ProcessGroup, how: str) -> tuple[Tensor, Tensor]:
     """`gather_product` in x's dtype, and what was gathered: `[T, ..., O]` and `[T, ..., I]`.
 
+    What was gathered is good until the group's next product here.
+
     Communication: all-gather of x, never cut, so that its tokens arrive in order.
     """
     if how == "serial" or not x.numel():
         gathered = comm.all_gather(x, group)
         return product(gathered, weight, None, x.dtype), gathered
     if how == "symmetric-memory":
-        return gather_matmul(x, weight, None, group)
+        y, received = gather_matmul(x, weight, None, group, return_gathered=True)
+        assert received is not None
+        return y, received
     y, gathered = _gather_product(x, weight, None, group, x.dtype, 1)
     return y, gathered.view(len(x) * group.size(), *x.shape[1:])
 

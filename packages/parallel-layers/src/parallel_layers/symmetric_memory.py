@@ -1,46 +1,115 @@
 """Matrix products that overlap with their gather or scatter, over memory that the ranks' GPUs map of each other.
 
-torch's operators cut the product by rank: while one part is multiplied, the next is copied from (or to) its rank by the
-GPU's copy engines. They need peer access between all GPUs of the group (NVLink), and no multicast: of torch's kernels
-only those are taken that copy from one GPU to one. Where a GPU reports multicast but its driver or container refuses
-it, torch cannot map the memory either, unless the environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+A gather sends this rank's tokens to the others' memory by the GPU's copy engines, while the product of its own tokens
+runs; those of the others follow as they arrive. A scatter multiplies each rank's tokens straight into that rank's
+memory, and then sums what it got itself. Products take turns on two streams, so that one fills the multiprocessors that
+the last wave of the other leaves idle. This needs peer access between all GPUs of the group (NVLink), and no multicast.
+Where a GPU reports multicast but its driver or container refuses it, torch cannot map the memory either, unless the
+environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+
+A rank writes to another one's memory only behind a barrier at the beginning of each call: by then every GPU has come to
+the call, past all that reads what it got before. So the calls of one group belong on one stream. The memory, as large
+as one activation of all tokens, stays allocated with the group, outside of torch's caching allocator.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import cycle
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import comm
+from parallel_layers.kernels.sum import sum_parts
+from parallel_layers.peer_memory import PeerMemory, peer_memory
+from parallel_layers.products import product_into
 
 
-def gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """`all_gather(x) W^T + b` and `all_gather(x)`.
+def gather_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *, return_gathered: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`all_gather(x) W^T + b` and, if asked for, `all_gather(x)`, which is good until the group's next call.
 
     x `[T/n, ..., I]`, weight `[O/n, I]`, bias `[O/n]` -> `[T, ..., O/n]` and `[T, ..., I]`.
     """
-    # Without the gathered x among its results, torch would take a multicast kernel for few tokens.
-    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-        x.contiguous(), [weight.t()], 0, group.group_name, return_A=True
-    )
-    return y if bias is None else y.add_(bias), gathered
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    size, rank = group.size(), group.rank()
+    shape = (size, *rows.shape)
+    memory = peer_memory(group, size * rows.nbytes, x.device)
+    received = memory.of(rank, shape, x.dtype)
+    y = rows.new_empty(size, len(rows), weight.shape[0])
+    main, side, copies = _streams(x.device)
+
+    copies.wait_stream(main)
+    arrivals = []
+    with torch.cuda.stream(copies):
+        memory.barrier()
+        for step in range(1, size):
+            memory.of((rank + step) % size, shape, x.dtype)[rank].copy_(rows)
+            memory.barrier()
+            arrivals.append(((rank - step) % size, copies.record_event()))
+        if return_gathered:
+            received[rank].copy_(rows)
+    side.wait_stream(main)
+    comm.head_start(rows)
+    product_into(y[rank], rows, weight, bias)
+    for (source, arrived), stream in zip(arrivals, cycle((side, main)), strict=False):
+        stream.wait_event(arrived)
+        with torch.cuda.stream(stream):
+            product_into(y[source], received[source], weight, bias)
+    main.wait_stream(side)
+    main.wait_stream(copies)
+    gathered = received.view(size * len(x), *x.shape[1:]) if return_gathered else None
+    return y.view(size * len(x), *x.shape[1:-1], -1), gathered
 
 
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
     """`reduce_scatter(x W^T) + b`: x `[T, ..., I/n]`, weight `[O, I/n]`, bias `[O]` -> `[T/n, ..., O]`.
 
-    The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once.
+    The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
 
     Raises:
         ValueError: n does not divide T.
     """
     comm.check_divisible(x, 0, group)
-    y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight.t(), "sum", 0, group.group_name)
-    return y if bias is None else y.add_(bias)
+    size, rank = group.size(), group.rank()
+    rows = x.reshape(size, -1, x.shape[-1])
+    shape = (size, rows.shape[1], weight.shape[0])
+    memory = peer_memory(group, rows[..., 0].numel() * len(weight) * x.element_size(), x.device)
+    received = memory.of(rank, shape, x.dtype)
+    bias = bias if rank == 0 else None
+    main, side, copies = _streams(x.device)
+
+    copies.wait_stream(main)
+    with torch.cuda.stream(copies):
+        memory.barrier()
+        free = copies.record_event()
+    side.wait_stream(main)
+    comm.head_start(x)
+    product_into(received[rank], rows[rank], weight, bias)
+    for step, stream in zip(range(1, size), cycle((side, main)), strict=False):
+        stream.wait_event(free)
+        other = (rank + step) % size
+        with torch.cuda.stream(stream):
+            product_into(memory.of(other, shape, x.dtype)[rank], rows[other], weight, bias)
+    main.wait_stream(side)
+    main.wait_stream(copies)
+    memory.barrier()
+    return sum_parts(received).view(len(x) // size, *x.shape[1:-1], -1)
+
+
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+    """The current stream, one for every other product, and one for copies and the barriers around them."""
+    return torch.cuda.current_stream(device), *_streams_of(device)
+
+
+@functools.cache
+def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
 
 
 def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
@@ -95,19 +164,10 @@ def _gpu_id(index: int) -> bytes:
 
 def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:
     try:
-        # Also defines the operators. Not imported above: it starts the compiler's machinery, and few need it.
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        buffer = symmetric_memory.empty(1024, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(buffer, group)
+        PeerMemory(group, 1024, device)
     except (ImportError, RuntimeError) as error:
         return f"torch could not map symmetric memory: {error}"
-    missing = [name for name in ("all_gather_matmul", "matmul_reduce_scatter") if not _has_operator(f"fused_{name}")]
-    return f"this torch has no torch.ops.symm_mem.fused_{missing[0]}" if missing else None
-
-
-def _has_operator(name: str) -> bool:
-    return hasattr(torch.ops.symm_mem, name)
+    return None
 
 
 def _agree(reason: str | None, group: ProcessGroup, device: torch.device) -> str | None:

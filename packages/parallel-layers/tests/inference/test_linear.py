@@ -1,8 +1,6 @@
 """Linears for inference: views that share every weight, bitwise as in training, and the products that overlap."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +16,11 @@ from parallel_layers import (
     DecoderLayer,
     RotaryEmbedding,
     RowParallelLinear,
-    overlap,
     symmetric_memory,
 )
-from parallel_layers.inference import available_linear_backends, for_inference, linear
+from parallel_layers.inference import available_linear_backends, for_inference
 from parallel_layers.symmetric_memory import why_not_peers, why_not_symmetric_memory
-from parallel_layers.testing import RankPool
+from parallel_layers.testing import RankPool, peer_memory_on_cpu
 
 CONFIG = DecoderConfig(
     hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=24, attention_bias=True, output_bias=True
@@ -44,30 +41,6 @@ def run(layer: nn.Module, x: Tensor) -> Tensor:
     tokens = TOKENS if x.shape[0] else 0
     rotary = RotaryEmbedding(4)(torch.arange(tokens))
     return layer(x, rotary, torch.tensor([0, tokens], dtype=torch.int32), tokens)
-
-
-@contextmanager
-def stand_in_for_symmetric_memory() -> Iterator[list[str]]:
-    """torch's operators on a CPU, by torch's own unfused definition of them; which of them were called."""
-    from torch.distributed import _symmetric_memory as theirs
-
-    called = []
-
-    def gather(x: Tensor, weights: list[Tensor], *rest: Any, return_A: bool = True) -> Any:
-        assert return_A
-        called.append("gather")
-        return theirs._fused_all_gather_matmul_fallback(x, weights, *rest, return_A=return_A)
-
-    def scatter(*arguments: Any) -> Tensor:
-        called.append("scatter")
-        return theirs._fused_matmul_reduce_scatter_fallback(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
-        library.impl("fused_all_gather_matmul", gather, "CPU")
-        library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
-        for asker in (linear, overlap):
-            patch.setattr(asker, "why_not_symmetric_memory", lambda group, device: None)
-        yield called
 
 
 @torch.no_grad()
@@ -93,7 +66,7 @@ def test_evaluation_is_bitwise_training(ranks: RankPool, world: int, sequence_pa
 def _run_fused(group: ProcessGroup, x: Tensor) -> tuple[Tensor, Tensor, list[str], int]:
     layer = new_layer(group)
     x = x.chunk(group.size())[group.rank()]
-    with stand_in_for_symmetric_memory() as called:
+    with peer_memory_on_cpu() as called:
         view = for_inference(layer)
         out, first = run(view, x), list(called)
         run(view, x[:0])
@@ -124,7 +97,7 @@ def _run_options(group: ProcessGroup, x: Tensor) -> None:
         RowParallelLinear(8, 4, reduce_dtype=torch.float64, **place),
         RowParallelLinear(8, 4, input_is_parallel=False, **place),
     ]
-    with stand_in_for_symmetric_memory() as called:
+    with peer_memory_on_cpu() as called:
         for layers, fused in ((columns, ["gather"] * 3), (rows, ["scatter"] * 4)):
             called.clear()
             for layer in layers:
@@ -145,7 +118,7 @@ def _run_bf16(group: ProcessGroup, x: Tensor) -> list[tuple[bool, list[str]]]:
     layer = RowParallelLinear(8, 4, group=group, sequence_parallel=True, dtype=torch.bfloat16)
     x = x[:, :4].bfloat16()
     results = []
-    with stand_in_for_symmetric_memory() as called:
+    with peer_memory_on_cpu() as called:
         for dtype in (None, torch.float32, torch.bfloat16):
             called.clear()
             ours = for_inference(layer, reduce_dtype=dtype)(x)

@@ -89,20 +89,22 @@ _FORWARD_TILE, _BACKWARD_TILE = 2048, 4096
 
 
 def forward_launch(size: int, *, residual: bool) -> Launch:
-    """The forward's cut for rows of `size`. One tensor's whole rows take fewer warps than two tensors' or many rows."""
+    """The forward's cut for rows of `size`. Few warps suffice, but for two tensors whose rows leave no thread idle."""
     block = next_power_of_2(size)
     rows = max(1, min(16, _FORWARD_TILE // block))
-    if not residual and rows == 1 and block <= 8192:
-        return Launch(rows=1, num_warps=min(8, block // 512))
-    return Launch(rows=rows, num_warps=min(16, max(4, rows * block // 256)))
+    if block > 8192 or (residual and rows == 1 and size == block):
+        return Launch(rows=rows, num_warps=min(16, block // 256))
+    return Launch(rows=rows, num_warps=4 if rows == 1 else 2)
 
 
 def backward_launch(size: int, element_size: int, device: torch.device) -> Launch:
     """The backward's cut for rows of `size` elements of `element_size` bytes."""
     block = next_power_of_2(size)
     rows = max(1, min(32, _BACKWARD_TILE // block))
-    tiles = (shared_memory(device) - 16 * 1024) // (3 * rows * block * element_size)
-    return Launch(rows=rows, num_warps=8 if block <= 8192 else 16, programs=1, stages=min(4, max(1, tiles)))
+    room = (shared_memory(device) - 16 * 1024) // (3 * rows * element_size)
+    # What fits, and no more than leaves room for one: full shared memory is slower.
+    stages = min(4, room // block, max(2, room // size - 1))
+    return Launch(rows=rows, num_warps=8 if block <= 8192 else 16, programs=1, stages=max(1, stages))
 
 
 @dataclass(frozen=True)
@@ -163,20 +165,10 @@ def _forward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & (column < SIZE)
-        x = tl.load(
-            x_ptr + _starts(row, inner, x_outer, x_inner, STRIDED) + column,
-            mask=mask,
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        x = tl.load(x_ptr + _starts(row, inner, x_outer, x_inner, STRIDED) + column, mask=mask, other=0.0)
         dense = (row * SIZE)[:, None] + column
         if ADD:
-            residual = tl.load(
-                residual_ptr + (row * residual_stride)[:, None] + column,
-                mask=mask,
-                other=0.0,
-                eviction_policy="evict_first",
-            )
+            residual = tl.load(residual_ptr + (row * residual_stride)[:, None] + column, mask=mask, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
             tl.store(total_ptr + dense, x, mask=mask)
         wide = x.to(tl.float32)

@@ -1,0 +1,82 @@
+"""Symmetric memory on a CPU, of files that all ranks map, so that `overlap="symmetric-memory"` runs on one machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import overlap, symmetric_memory
+from parallel_layers.inference import linear as inference
+
+
+class _FileMemory:
+    """`peer_memory.PeerMemory` of CPU tensors; a barrier is the group's own."""
+
+    def __init__(self, group: ProcessGroup, num_bytes: int) -> None:
+        self.group = group
+        self.num_bytes = num_bytes
+        handle, own = tempfile.mkstemp()
+        os.close(handle)
+        paths = [""] * group.size()
+        try:
+            os.truncate(own, num_bytes)
+            dist.all_gather_object(paths, own, group=group)
+            self._buffers = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+            self.barrier()
+        finally:
+            os.unlink(own)
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._buffers[rank][:num_bytes].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
+
+@contextmanager
+def peer_memory_on_cpu() -> Iterator[list[str]]:
+    """Within it, ranks on CPUs have symmetric memory; which products over it were called, "gather" or "scatter".
+
+    Every rank of the groups that compute has to enter it. Streams do at once what they are told.
+    """
+    memories: WeakKeyDictionary[ProcessGroup, _FileMemory] = WeakKeyDictionary()
+    called: list[str] = []
+
+    def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> _FileMemory:
+        memory = memories.get(group)
+        if memory is None or memory.num_bytes < num_bytes:
+            memory = memories[group] = _FileMemory(group, num_bytes)
+        return memory
+
+    def recorded(name: str, product: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(product)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return product(*args, **kwargs)
+
+        return call
+
+    stream = SimpleNamespace(**dict.fromkeys(("wait_stream", "wait_event", "record_event"), lambda *_: None))
+    with (
+        patch.object(symmetric_memory, "peer_memory", peer_memory),
+        patch.object(symmetric_memory, "_streams", lambda device: (stream,) * 3),
+        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+        patch.object(overlap, "why_not_symmetric_memory", lambda group, device: None),
+        patch.object(inference, "why_not_symmetric_memory", lambda group, device: None),
+        patch.object(overlap, "gather_matmul", recorded("gather", symmetric_memory.gather_matmul)),
+        patch.object(overlap, "matmul_reduce_scatter", recorded("scatter", symmetric_memory.matmul_reduce_scatter)),
+    ):
+        yield called

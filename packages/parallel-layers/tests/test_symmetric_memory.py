@@ -1,0 +1,140 @@
+"""Products over memory that ranks write into each other's: in order, on any number of ranks, call after call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import comm
+from parallel_layers.kernels.sum import sum_parts
+from parallel_layers.peer_memory import peer_memory
+from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter
+from parallel_layers.testing import RankPool, peer_memory_on_cpu
+
+IN, OUT = 24, 20
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Small ones, whose products and sums are exact in every order."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
+    size, rank = group.size(), group.rank()
+    with peer_memory_on_cpu():
+        for call, rows in enumerate((5, 1, 7, 7, 2)):
+            x = whole_numbers(size * rows, 3, IN, seed=call)
+            weight, add = whole_numbers(OUT, IN, seed=100 + call), whole_numbers(OUT, seed=200 + call)
+            expected = x @ weight.T + add * bias
+            y, gathered = gather_matmul(x.chunk(size)[rank], weight, add if bias else None, group, return_gathered=True)
+            assert torch.equal(y, expected)
+            assert gathered is not None
+            assert torch.equal(gathered, x)
+            assert gather_matmul(x.chunk(size)[rank], weight, None, group)[1] is None
+            for more in range(2):
+                parts = [whole_numbers(size * rows, 3, IN, seed=300 + call + r + more) for r in range(size)]
+                y = matmul_reduce_scatter(parts[rank], weight, add if bias else None, group)
+                total = torch.stack(parts).sum(0) @ weight.T
+                assert torch.equal(y, (total + add * bias).chunk(size)[rank])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_calls_follow_each_other(ranks: RankPool, world: int, bias: bool) -> None:
+    """Of unequal sizes, and of either kind after either: what was received is read before it is written over."""
+    ranks.run(calls_in_a_row, bias, world=world)
+
+
+def test_tokens_that_do_not_divide_are_refused() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(ValueError, match="3"):
+        matmul_reduce_scatter(torch.ones(3, IN), torch.ones(OUT, IN), None, group)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (2, 5, 7), (3, 4096), (4, 1000, 33), (2, 0)], ids=str)
+def test_parts_are_summed_in_order_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    parts = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    total = torch.zeros(shape[1:], device=device, dtype=torch.promote_types(dtype, torch.float32))
+    for part in parts:
+        total = total + part
+    found = sum_parts(parts)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, total.to(dtype), rtol=1e-6 if dtype.itemsize > 2 else 0, atol=0)
+
+
+def in_graphs(group: ProcessGroup) -> None:
+    """Replays between calls: of an odd number of calls, and of ones whose memory has been outgrown since."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    size, rank = group.size(), group.rank()
+    weight = whole_numbers(OUT * 8, IN * 8, seed=1).to(device, torch.bfloat16)
+
+    def tokens(rows: int, seed: int) -> Tensor:
+        return whole_numbers(size * rows, IN * 8, seed=seed).to(device, torch.bfloat16)
+
+    def gather(own: Tensor) -> Tensor:
+        return gather_matmul(own, weight, None, group)[0]
+
+    def scatter(part: Tensor) -> Tensor:
+        return matmul_reduce_scatter(part, weight, None, group)
+
+    def check(found: Tensor, x: Tensor, summed: bool) -> None:
+        expected = (x.float() @ weight.float().T).mul(size if summed else 1).bfloat16()
+        assert torch.equal(found, expected.chunk(size)[rank] if summed else expected)
+
+    static = tokens(64, 0)
+    for call in (gather, scatter):
+        call(static.chunk(size)[rank].clone() if call is gather else static)
+    torch.cuda.synchronize()
+    own, whole = static.chunk(size)[rank].clone(), static.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = gather(own), scatter(whole), gather(own)
+    held = peer_memory(group, 1, device)
+    for turn in range(6):
+        x = tokens(64, 10 + turn)
+        own.copy_(x.chunk(size)[rank])
+        whole.copy_(x)
+        graph.replay()
+        graph.replay()
+        rows = 64 if turn < 3 else 64 * 50
+        eager = tokens(rows, 20 + turn)
+        check(gather(eager.chunk(size)[rank]), eager, False)
+        check(scatter(eager), eager, True)
+        for found, summed in zip(outputs, (False, True, False), strict=True):
+            check(found, x, summed)
+    torch.cuda.synchronize()
+    grown = peer_memory(group, 1, device)
+    assert grown is not held
+    assert held in grown.in_graphs
+    graph.reset()
+
+
+@pytest.mark.gpu(2)
+def test_graphs_between_calls(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(in_graphs, world=2)
+
+
+def grown_in_a_graph(group: ProcessGroup) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, weight = torch.ones(1 << 14, IN * 8, device=device), torch.ones(OUT, IN * 8, device=device)
+    comm.all_reduce(x[:1], group)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError) as caught,
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        gather_matmul(x, weight, None, group)
+    return str(caught.value)
+
+
+@pytest.mark.gpu(2)
+def test_memory_does_not_grow_in_a_graph(nccl_ranks: RankPool) -> None:
+    for message in nccl_ranks.run(grown_in_a_graph, world=2):
+        assert "what is to be captured once before" in message
