@@ -321,6 +321,17 @@ def test_dtypes(ranks: RankPool) -> None:
             assert total.tolist() == [0, 2, 4]
 
 
+def gather_in_every_dtype(group: ProcessGroup) -> dict[torch.dtype, Tensor]:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+    return {d: comm.all_gather(torch.arange(3).to(d) * group.rank(), group) for d in dtypes}
+
+
+def test_dtypes_of_gathers(ranks: RankPool) -> None:
+    for gathered in ranks.run(gather_in_every_dtype, world=2):
+        for dtype, whole in gathered.items():
+            assert torch.equal(whole, torch.tensor([0, 0, 0, 0, 1, 2]).to(dtype)), dtype
+
+
 def gather_many_at_once(group: ProcessGroup) -> None:
     x = torch.arange(2.0)
     for _ in range(4000):
