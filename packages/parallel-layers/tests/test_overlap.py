@@ -267,15 +267,18 @@ def on_gpus(group: ProcessGroup, kind: str, rows: int, options: dict[str, Any]) 
     return results
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.parametrize("world", [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)])
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}, {"bias": True}], ids=str)
 @pytest.mark.parametrize("rows", [1, 1000, 4097, 12000])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_every_way_on_gpus(nccl_ranks: RankPool, kind: str, rows: int, options: dict[str, Any]) -> None:
+def test_every_way_on_gpus(
+    request: pytest.FixtureRequest, kind: str, rows: int, options: dict[str, Any], world: int
+) -> None:
     """Equal within bf16, and with no more memory than the serial way and one chunk take."""
-    for results in nccl_ranks.run(on_gpus, kind, rows, options):
+    pool: RankPool = request.getfixturevalue("nccl_ranks" if world == 2 else "four_nccl_ranks")
+    for results in pool.run(on_gpus, kind, rows, options, world=world):
         assert {"serial", "auto", "collectives"} <= set(results)
-        chunk = 4 * 1024 * 2 * max(rows, overlap.CHUNK_ROWS)
+        chunk = 4 * 1024 * world * max(rows, overlap.CHUNK_ROWS)
         for way, (error, memory) in results.items():
             assert error <= 5e-3, way
             assert memory <= results["serial"][1] + chunk, way

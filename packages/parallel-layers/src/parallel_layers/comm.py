@@ -104,15 +104,16 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> di
 
 
 def head_start(sent: Tensor) -> None:
-    """On CUDA, let what was just started with `sent` on another stream begin before the product that is queued next.
+    """On CUDA, let what was just started on another stream begin before the product that is queued next.
 
     A product takes every multiprocessor as soon as it may, and a kernel of another stream that is ready a moment later
-    gets its own only when most of the product is done. So a large collective is given that moment: the current stream
-    is held for some microseconds. (Where all streams are put in one order by CUDA_DEVICE_MAX_CONNECTIONS=1, it is not
-    needed; here nothing has to be set.)
+    gets its own only when most of the product is done. So a large transfer, about as large as `sent`, is given that
+    moment: the current stream is held for some microseconds. (Where all streams are put in one order by
+    CUDA_DEVICE_MAX_CONNECTIONS=1, it is not needed; here nothing has to be set.)
     """
     if sent.is_cuda and not torch.compiler.is_compiling() and sent.nbytes >= _WORTH_A_HEAD_START:
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        with torch.cuda.device(sent.device):
+            torch.cuda._sleep(_HEAD_START_CYCLES)
 
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:

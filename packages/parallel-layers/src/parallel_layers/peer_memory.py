@@ -3,16 +3,15 @@
 On torch's symmetric memory, of which only mapped buffers and barriers are taken: no multicast.
 """
 
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_TIMEOUT_MS = 600_000
-"""How long a GPU waits at a barrier for the others before it fails: as long as NCCL does."""
-
-_memories: WeakKeyDictionary[ProcessGroup, "PeerMemory"] = WeakKeyDictionary()
+_TIMEOUT = timedelta(minutes=10)
+"""How long a GPU waits at a barrier for the others, where the group does not say: NCCL's default."""
 
 
 class PeerMemory:
@@ -30,14 +29,13 @@ class PeerMemory:
     """
 
     def __init__(self, group: ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        # Not imported above: it starts the compiler's machinery, and few need it.
-        from torch.distributed import _symmetric_memory as symmetric_memory
+        # What torch.distributed._symmetric_memory calls, whose own `empty` may take memory from a pool of torch's.
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         self.num_bytes = num_bytes
-        self.in_graphs: list[PeerMemory] = []
-        """This and what it took the place of, as far as captured CUDA graphs use them."""
-        self._own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._own, group)
+        self._timeout_ms = _timeout(group, device) // timedelta(milliseconds=1)
+        self._own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The beginning of a rank's buffer, as a tensor on this rank's device."""
@@ -47,20 +45,30 @@ class PeerMemory:
     def barrier(self) -> None:
         """On the current stream: what follows runs when every rank's stream has come to its own call.
 
-        What a rank's stream wrote before is then there. The ranks' barriers meet in the order of their calls.
+        What a rank's stream wrote before is then there. The ranks' barriers meet in the order of their calls. When
+        another rank does not come within the group's timeout, the kernel traps and the process can use its GPU no more.
         """
-        self._handle.barrier(0, _TIMEOUT_MS)
+        self._handle.barrier(0, self._timeout_ms)
+
+
+_memories: WeakKeyDictionary[ProcessGroup, dict[torch.device, PeerMemory]] = WeakKeyDictionary()
+_in_graphs: WeakKeyDictionary[ProcessGroup, set[PeerMemory]] = WeakKeyDictionary()
+"""What captured CUDA graphs use, also when larger memory has taken its place."""
 
 
 def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
     """The group's memory, of at least `num_bytes`; every rank asks for as many, in the same order.
 
-    It grows with what is asked for. What captured CUDA graphs use is kept as long as the group.
+    It grows with what is asked for, and lives as long as the group.
+
+    Communication: that of `PeerMemory`, when it grows; the host then waits for the GPU.
 
     Raises:
-        RuntimeError: A CUDA graph is being captured, and there is less; or torch cannot map the memory.
+        RuntimeError: A CUDA graph is being captured, and there is less. Or torch cannot map the memory: if on one rank
+            alone, whose GPU is full, then the others wait for it until the store's timeout.
     """
-    memory = _memories.get(group)
+    memories = _memories.setdefault(group, {})
+    memory = memories.get(device)
     capturing = torch.cuda.is_current_stream_capturing()
     if memory is None or memory.num_bytes < num_bytes:
         if capturing:
@@ -69,9 +77,16 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
                 "to be captured once before"
             )
         torch.cuda.synchronize(device)  # what is given up may still be in use
-        outgrown, memory = memory, PeerMemory(group, num_bytes, device)
-        memory.in_graphs += outgrown.in_graphs if outgrown else []
-        _memories[group] = memory
-    if capturing and memory not in memory.in_graphs:
-        memory.in_graphs.append(memory)
+        memory = None
+        memories.pop(device, None)
+        torch.cuda.empty_cache()  # this memory is not of torch's allocator, which keeps what is free
+        memory = memories[device] = PeerMemory(group, num_bytes, device)
+    if capturing:
+        _in_graphs.setdefault(group, set()).add(memory)
     return memory
+
+
+def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", _TIMEOUT)
+    return timeout

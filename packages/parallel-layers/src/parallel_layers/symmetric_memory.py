@@ -7,9 +7,10 @@ the last wave of the other leaves idle. This needs peer access between all GPUs 
 Where a GPU reports multicast but its driver or container refuses it, torch cannot map the memory either, unless the
 environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 
-A rank writes to another one's memory only behind a barrier at the beginning of each call: by then every GPU has come to
-the call, past all that reads what it got before. So the calls of one group belong on one stream. The memory, as large
-as one activation of all tokens, stays allocated with the group, outside of torch's caching allocator.
+Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
+call, and has read what the last one brought. So the calls of one group belong on one stream, in the same order on every
+rank. The memory, as large as the largest activation of all tokens so far, stays allocated with the group, outside of
+torch's caching allocator; smaller memory that captured CUDA graphs use stays, too.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
 """
@@ -35,6 +36,11 @@ def gather_matmul(
     """`all_gather(x) W^T + b` and, if asked for, `all_gather(x)`, which is good until the group's next call.
 
     x `[T/n, ..., I]`, weight `[O/n, I]`, bias `[O/n]` -> `[T, ..., O/n]` and `[T, ..., I]`.
+
+    Communication: all-gather of x, by copies.
+
+    Raises:
+        RuntimeError: As `peer_memory`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     size, rank = group.size(), group.rank()
@@ -72,8 +78,11 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
 
+    Communication: reduce-scatter of the product, written by the product itself.
+
     Raises:
         ValueError: n does not divide T.
+        RuntimeError: As `peer_memory`.
     """
     comm.check_divisible(x, 0, group)
     size, rank = group.size(), group.rank()
@@ -103,7 +112,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """The current stream, one for every other product, and one for copies and the barriers around them."""
+    """The current stream, one for every second product, and one for copies and the barriers around them."""
     return torch.cuda.current_stream(device), *_streams_of(device)
 
 

@@ -102,7 +102,7 @@ def backward_launch(size: int, element_size: int, device: torch.device) -> Launc
     block = next_power_of_2(size)
     rows = max(1, min(32, _BACKWARD_TILE // block))
     room = (shared_memory(device) - 16 * 1024) // (3 * rows * element_size)
-    # What fits, and no more than leaves room for one: full shared memory is slower.
+    # As many as fit; where rows fill their tiles, one less, but two if they fit: full shared memory is slower.
     stages = min(4, room // block, max(2, room // size - 1))
     return Launch(rows=rows, num_warps=8 if block <= 8192 else 16, programs=1, stages=max(1, stages))
 

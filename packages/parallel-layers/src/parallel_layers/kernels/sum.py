@@ -1,4 +1,4 @@
-"""The sum of a few tensors that lie one after the other, in fp32, rounded once, in one pass over memory."""
+"""The sum of a few tensors that lie one after the other, in at least fp32, rounded once, in one pass over memory."""
 
 # Triton reads a kernel's annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
@@ -16,14 +16,18 @@ def _sum_kernel(parts_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexp
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + part * count + at, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        parts_ptr += count
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 def sum_parts(parts: Tensor) -> Tensor:
-    """`[n, ...]` -> `[...]`: the sum over dim 0, from the first to the last, in fp32 at least. No gradient."""
+    """`[n, ...]` -> `[...]`: the sum over dim 0, in at least fp32, rounded once; on a GPU from the first to the last.
+
+    No gradient.
+    """
     if not use_triton(parts) or not parts.is_contiguous():
         wide = torch.promote_types(parts.dtype, torch.float32)
         return parts.sum(0, dtype=wide).to(parts.dtype)
