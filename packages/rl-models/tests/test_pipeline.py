@@ -171,6 +171,7 @@ def test_twenty_steps_on_two_grids_give_one_curve(
     assert expected[-1] < expected[0] - 0.2
 
 
+@pytest.mark.slow
 def test_twenty_bf16_steps_stay_within_bf16_of_fp32(ranks: RankPool, models: dict[str, Path]) -> None:
     def curve(dims: ParallelDims, dtype: torch.dtype) -> Tensor:
         results = ranks.run(train, models["bf16"], dims, 20, {"dtype": dtype}, world=dims.world_size, timeout=120)

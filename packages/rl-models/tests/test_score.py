@@ -247,10 +247,10 @@ def scored(arguments: list[str], dims: str, out: Path) -> list[dict[str, Any]]:
     ("family", "dims"),
     [
         ("dense", "cp=2"),
-        ("moe", "dp=2,ep=2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("moe", "dp=2,ep=2"),
                 ("dense", "tp=2,pp=2"),
                 ("dense", "cp=2,tp=2"),
                 ("dense", "pp=2,cp=2"),
