@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,6 +58,18 @@ def test_tokens_that_do_not_divide_are_refused() -> None:
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(ValueError, match="3"):
         matmul_reduce_scatter(torch.ones(3, IN), torch.ones(OUT, IN), None, group)
+
+
+def timeout_of_a_new_group(group: ProcessGroup) -> timedelta:
+    new = dist.new_group(timeout=timedelta(minutes=3))
+    try:
+        return peer_memories._timeout(new, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group(new)
+
+
+def test_barriers_wait_as_long_as_the_group(ranks: RankPool) -> None:
+    assert ranks.run(timeout_of_a_new_group) == [timedelta(minutes=3)] * 4
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

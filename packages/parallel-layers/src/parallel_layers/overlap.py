@@ -13,12 +13,12 @@ Three ways, by name:
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles (one such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer: both grow with its inputs), and the host has the
 pieces to launch. Of a Llama 3 8B shaped step on H200s, symmetric memory saved 4 % with 8192 tokens on each of two
-ranks; with 4096 on each of four, torch's own operators for it left the host behind, and these have not been measured.
-Hence the rule of "auto" for CUDA tensors from
-8192 tokens a rank on: "symmetric-memory" where the group has it, else "collectives", with products of at least 2048
-tokens; "serial" below, and on a CPU, whose cores do the sending too. Where the host does not count, in a CUDA graph,
-ask for a way by name. The chunks never need a copy of a whole activation: products are written to their rows of the
-output, sums to theirs. Compiled code is "serial" whatever is asked for.
+ranks; with 4096 on each of four torch's own operators left the host behind, and these products have not been measured.
+Hence the rule of "auto" for CUDA tensors from 8192 tokens a rank on: "symmetric-memory" where the group has it, else
+"collectives", with products of at least 2048 tokens; "serial" below, and on a CPU, whose cores do the sending too.
+Where the host does not count, in a CUDA graph, ask for a way by name. The chunks never need a copy of a whole
+activation: products are written to their rows of the output, sums to theirs. Compiled code is "serial" whatever is
+asked for.
 
 Shape suffixes: T tokens, I input features, O output features, n ranks.
 """

@@ -50,8 +50,8 @@ class _FileMemory:
 def peer_memory_on_cpu() -> Iterator[list[str]]:
     """Within it, ranks on CPUs have symmetric memory; which products over it were called, "gather" or "scatter".
 
-    Every rank of the groups that compute has to enter it. Streams do at once what they are told, so
-    the order between them is not tested.
+    Every rank of the groups that compute has to enter it. Streams do at once what they are told, so the order
+    between them is not tested.
     """
     memories: WeakKeyDictionary[ProcessGroup, _FileMemory] = WeakKeyDictionary()
     called: list[str] = []
