@@ -11,41 +11,53 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _SECONDS_BETWEEN = 0.002
-_LOOKS = 3
+_LOOKS = 4
 _MOST_LOOKS = 1000
 
 
 def wait_for_gloo() -> None:
     """Return once gloo's threads rest, and after a thousand looks in any case: others may be waiting for this rank."""
     looks_at_rest = 0
+    before: dict[str, str] | None = None
     for _ in range(_MOST_LOOKS):
-        states = _states()
-        if not states:
+        threads = _threads()
+        if threads == {}:
             return
         # Several in a row: a thread just woken may have found the lock taken by the look itself, and sleep again.
-        looks_at_rest = 0 if "R" in states else looks_at_rest + 1
+        looks_at_rest = looks_at_rest + 1 if threads is not None and threads == before else 0
         if looks_at_rest == _LOOKS:
             return
+        before = threads
         time.sleep(_SECONDS_BETWEEN)  # without the lock, so that a thread that waits for it runs
 
 
-def _states() -> list[str]:
-    """One letter for each of gloo's threads in this process: R runs or could run, S sleeps (proc_pid_stat(5))."""
-    states = []
+def _threads() -> dict[str, str] | None:
+    """How often each of gloo's threads in this process has gone to sleep; None when one is awake (proc_pid_status(5)).
+
+    One that looks after connections wakes up every 10 ms, and has no tensors: it counts as one that never did. One that
+    was just made bears the name of this thread until it runs: awake under that name, it may be gloo's.
+    """
+    threads, this = {}, str(threading.get_native_id())
+    unnamed = (_TASKS / this / "comm").read_text().rstrip("\n")
     for task in _TASKS.iterdir():
+        if task.name == this:
+            continue
         try:
-            stat = (task / "stat").read_text()
+            status = dict(line.split(":\t") for line in (task / "status").read_text().splitlines() if ":\t" in line)
         except OSError:
             continue  # it ended meanwhile
-        name, _, fields = stat.rpartition(")")
+        asleep, name = status["State"].startswith("S"), status["Name"]
+        if not asleep and ("gloo" in name or name == unnamed):
+            return None
         if "gloo" in name:
-            states.append(fields.split()[0])
-    return states
+            threads[task.name] = status["voluntary_ctxt_switches"] if "runloop" in name else ""
+    return threads
 
 
 if sys.platform == "linux" and sys.version_info < (3, 14):
