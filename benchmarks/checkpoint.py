@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-import ckpt
+from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
 
 MIB = 1 << 20
 BLOCK = 64 * MIB
@@ -51,13 +51,13 @@ def config_of(gb: float) -> dict[str, Any]:
 
 def make(folder: Path, gb: float) -> None:
     """Write the checkpoint with random values."""
-    layout = ckpt.layout_for(config_of(gb))
+    layout = layout_for(config_of(gb))
     values = torch.randn(BLOCK // 2).bfloat16()
     tensors = {}
-    for name, block in layout.at(ckpt.Place()).items():
+    for name, block in layout.at(Place()).items():
         repeats = -(-block.numel // values.numel())
         tensors[name] = values.repeat(repeats)[: block.numel].view(block.shape) if repeats else values[:0]
-    ckpt.save_hf(folder, tensors, layout, max_shard_size="2GB")
+    save_hf(folder, tensors, layout, max_shard_size="2GB")
 
 
 def status(field: str) -> int:
@@ -120,18 +120,16 @@ def plain_write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def measure_load(folder: Path, tp: int, rank: int, rounds: int, threads: int) -> dict[str, Any]:
-    layout, place = ckpt.layout_for(folder), ckpt.Place(tp=(rank, tp))
+    layout, place = layout_for(folder), Place(tp=(rank, tp))
     largest = max(block.numel * 2 for block in layout.at(place).values())
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    counter = ckpt.IOCounter()
-    tensors = ckpt.load_hf(folder, layout, place, counter=counter, threads=threads)
+    counter = IOCounter()
+    tensors = load_hf(folder, layout, place, counter=counter, threads=threads)
     held = nbytes(tensors)
     extra = status("VmHWM") - before - held
     del tensors
-    pairs = alternate(
-        lambda: ckpt.load_hf(folder, layout, place, threads=threads), lambda: plain_read(folder, held), rounds
-    )
+    pairs = alternate(lambda: load_hf(folder, layout, place, threads=threads), lambda: plain_read(folder, held), rounds)
     return {
         "bytes_held": held,
         "read_over_held": counter.data_bytes / held,
@@ -143,14 +141,14 @@ def measure_load(folder: Path, tp: int, rank: int, rounds: int, threads: int) ->
 
 
 def measure_save(folder: Path, rounds: int) -> dict[str, Any]:
-    layout = ckpt.layout_for(folder)
-    tensors = ckpt.load_hf(folder, layout)
+    layout = layout_for(folder)
+    tensors = load_hf(folder, layout)
     held = nbytes(tensors)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         count = iter(range(2 * rounds))
         # Every write goes to a folder of its own, so that neither pays for removing the other's files.
         pairs = alternate(
-            lambda: ckpt.save_hf(Path(scratch) / str(next(count)), tensors, layout),
+            lambda: save_hf(Path(scratch) / str(next(count)), tensors, layout),
             lambda: plain_write(Path(scratch) / str(next(count)), tensors),
             rounds,
         )
@@ -169,7 +167,7 @@ def measure_peer(folder: Path, name: str, rounds: int, threads: int) -> dict[str
 
 
 def load_ours(folder: Path, threads: int) -> None:
-    ckpt.load_hf(folder, ckpt.layout_for(folder), threads=threads)
+    load_hf(folder, layout_for(folder), threads=threads)
 
 
 def load_transformers(folder: Path, _threads: int) -> None:
@@ -185,7 +183,7 @@ def load_torch(folder: Path, _threads: int) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors = ckpt.open_checkpoint(folder).tensors
+    tensors = open_checkpoint(folder).tensors
     state = {name: torch.empty(info.shape, dtype=info.dtype) for name, (_, info) in tensors.items()}
     load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 

@@ -12,6 +12,7 @@ import pytest
 FIXED_BYTES = 64 << 20
 MEASURED = """
 import sys
+from ckpt import *  # here already, not inside the command
 from ckpt.cli import app
 
 def status(key):

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +36,21 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.boxio import IOCounter, StagingPool, read_box, view_of
+from ckpt.boxio import BoxOf, IOCounter, StagingPool, read_box, view_of
 from ckpt.config import read_json_file
 from ckpt.disk import bytes_in, room_for
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.files import write_json
 from ckpt.header import read_header
-from ckpt.pieces import Box, Shape, extents, volume
+from ckpt.pieces import Shape, extents, volume
 from ckpt.relay import write_own_file
 
 METADATA = "metadata.json"
 
 
-@dataclass(frozen=True)
-class BoxOf:
-    """A box of a named tensor of `shape`, and the memory that holds it; the memory has the box's extents."""
-
-    name: str
-    shape: Shape
-    box: Box
-    memory: Tensor
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """The box in torch's terms."""
-        return ChunkStorageMetadata(torch.Size(start for start, _ in self.box), torch.Size(extents(self.box)))
-
-    @property
-    def index(self) -> MetadataIndex:
-        """What torch knows the box by."""
-        return MetadataIndex(self.name, self.chunk.offsets)
+def _chunk(box: BoxOf) -> ChunkStorageMetadata:
+    """The box in torch's terms."""
+    return ChunkStorageMetadata(torch.Size(start for start, _ in box.box), torch.Size(extents(box.box)))
 
 
 def _key(name: str, offsets: torch.Size) -> str:
@@ -78,15 +62,17 @@ class BoxSavePlanner(DefaultSavePlanner):
 
     def __init__(self, boxes: list[BoxOf]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = {_key(box.name, box.chunk.offsets): box for box in boxes}
+        self._boxes = {_key(box.name, _chunk(box).offsets): box for box in boxes}
 
     def create_local_plan(self) -> SavePlan:
         """One shard for each box."""
         items = [
             WriteItem(
-                index=box.index,
+                index=MetadataIndex(box.name, _chunk(box).offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(box.chunk, TensorProperties(dtype=box.memory.dtype), torch.Size(box.shape)),
+                tensor_data=TensorWriteData(
+                    _chunk(box), TensorProperties(dtype=box.memory.dtype), torch.Size(box.shape)
+                ),
             )
             for box in self._boxes.values()
         ]
@@ -104,7 +90,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, boxes: list[BoxOf]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = {_key(box.name, box.chunk.offsets): box for box in boxes}
+        self._boxes = {_key(box.name, _chunk(box).offsets): box for box in boxes}
 
     def create_local_plan(self) -> LoadPlan:
         """The stored chunks' parts that fill each box."""
@@ -115,7 +101,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != box.shape:
                 there = "is not in it" if stored is None else f"has shape {tuple(getattr(stored, 'size', ()))} in it"
                 raise ValueError(f"the training checkpoint is of another model: {box.name} {box.shape} {there}")
-            parts = create_read_items_for_chunk_list(box.name, stored, [box.chunk])
+            parts = create_read_items_for_chunk_list(box.name, stored, [_chunk(box)])
             if sum(math.prod(part.lengths) for part in parts) != volume(box.box):
                 raise ValueError(f"the training checkpoint does not hold every element of {box.name} once; restore it")
             items += parts

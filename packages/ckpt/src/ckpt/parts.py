@@ -1,10 +1,23 @@
 """What data parallelism leaves on a rank: of a DTensor, as FSDP2 makes of a place's tensors, one box."""
 
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.pieces import Box, Shape, full_box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Whoever has one has imported them; to import them here would take over a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def require_memory(what: str, device: torch.device) -> None:
@@ -31,8 +44,10 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
     require_memory(name, tensor.device)
     box = list(full_box(shape))
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach(), tuple(box)
+    from torch.distributed.tensor import Shard
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name} lies on {tensor.device_mesh}, which does not have this rank")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
@@ -29,6 +28,7 @@ from ckpt.folder import LAYOUT
 from ckpt.header import Header, TensorInfo, read_header
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
+from ckpt.parts import is_dtensor
 from ckpt.pieces import Box, distinct_cover_problem, full_box
 from ckpt.place import Grid, Place
 from ckpt.relay import write_own_file
@@ -200,7 +200,7 @@ def save_shards(
         unknown = [key for key in own if key.partition("/")[2] not in blocks]
         if unknown:
             raise ValueError(f"{unknown[:3]} are not in the layout at {place}")
-        divided = [key for key, tensor in own.items() if isinstance(tensor, DTensor)]
+        divided = [key for key, tensor in own.items() if is_dtensor(tensor)]
         if divided:
             raise ValueError(
                 f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "

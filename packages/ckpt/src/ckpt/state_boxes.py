@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt.boxio import view_of
-from ckpt.dcp import BoxOf, stored_tensors
+from ckpt.boxio import BoxOf, view_of
+from ckpt.dcp import stored_tensors
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
 from ckpt.parts import on_this_rank, require_memory

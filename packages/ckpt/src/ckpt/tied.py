@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree, all_gather_json
-from ckpt.boxio import StagingPool, view_of
-from ckpt.dcp import BoxOf
+from ckpt.boxio import BoxOf, StagingPool, view_of
 from ckpt.holdings import Holdings
 from ckpt.layout import Layout
 from ckpt.pieces import Box, full_box

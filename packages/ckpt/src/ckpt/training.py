@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt.agreement import agree, all_gather_json, require_same
 from ckpt.atomic import FolderWriter
-from ckpt.boxio import IOCounter
+from ckpt.boxio import BoxOf, IOCounter
 from ckpt.config import read_json_file
-from ckpt.dcp import BoxLoadPlanner, BoxOf, BoxSavePlanner, SafetensorsReader, SafetensorsWriter, stored_tensors
+from ckpt.dcp import BoxLoadPlanner, BoxSavePlanner, SafetensorsReader, SafetensorsWriter, stored_tensors
 from ckpt.disk import bytes_in, room_for
 from ckpt.files import write_json
 from ckpt.layout import Layout

@@ -1,5 +1,7 @@
 """The command line.
 
+Its files import what needs torch inside the commands: `--help` and a wrong option wait for nothing.
+
 Exit codes: 0 all is well, 1 differences were found, 2 a mistake, which one line on standard error names.
 """
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+import ckpt
 from ckpt.cli.output import Json, print_json, print_table, progress_bar, reports_mistakes
-from ckpt.compare import verify as verify_checkpoints
 from ckpt.report import Report
 
 DIFFERENT = 1
@@ -24,7 +24,7 @@ def verify(
 ) -> None:
     """Say whether two checkpoints are the same, bit by bit or within a tolerance; exit code 1 when they are not."""
     with progress_bar("comparing") as progress:
-        report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
+        report = ckpt.verify(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
     if json:
         print_json(report.to_json())
     else:
@@ -44,7 +44,7 @@ def diff(
 ) -> None:
     """Show a table of all tensors that differ; exit code 1 when there are any."""
     with progress_bar("comparing") as progress:
-        report = verify_checkpoints(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
+        report = ckpt.verify(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
     if json:
         print_json(report.to_json())
     elif report.equal:

@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
+import ckpt
 from ckpt.cli.options import Dtype, Ep, Etp, Layers, Pp, Tp, VocabMultiple, Vpp, read_dtype, read_grid, read_layers
 from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
-from ckpt.offline import merge as merge_files
-from ckpt.offline import reshard as reshard_files
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder or a sharded one.")]
 Destination = Annotated[Path, typer.Argument(help="The folder to write; a checkpoint that is there is replaced.")]
@@ -35,7 +34,7 @@ def shard(
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files."""
     grid = read_grid(tp, pp, vpp, ep, etp)
     with progress_bar("writing") as progress:
-        reshard_files(
+        ckpt.reshard(
             source,
             destination,
             grid,
@@ -61,7 +60,7 @@ def merge(
 ) -> None:
     """Write the Hugging Face checkpoint of a sharded one."""
     with progress_bar("merging") as progress:
-        merge_files(
+        ckpt.merge(
             source,
             destination,
             dtype=read_dtype(dtype),

@@ -1,16 +1,15 @@
 """`ckpt inspect`: what a checkpoint is, from its headers alone."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import ckpt
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
-from ckpt.dtypes import NAMES
-from ckpt.folder import Checkpoint, open_checkpoint
-from ckpt.layout import layout_for
-from ckpt.match import detect_role, match
 
 
 @reports_mistakes
@@ -19,7 +18,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers only and checks them against the config."""
-    checkpoint = open_checkpoint(folder)
+    checkpoint = ckpt.open_checkpoint(folder)
     facts = describe(checkpoint)
     if json:
         print_json(facts)
@@ -40,13 +39,16 @@ def inspect(
     print_table(str(folder), ("", ""), rows, header=False)
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(checkpoint: ckpt.Checkpoint) -> dict[str, Any]:
     """The facts that `inspect` shows.
 
     Raises:
         ValueError: the checkpoint is broken, or its tensors do not fit its config.
     """
-    layout = layout_for(checkpoint.path, role=detect_role(checkpoint))
+    from ckpt.dtypes import NAMES
+    from ckpt.match import detect_role, match
+
+    layout = ckpt.layout_for(checkpoint.path, role=detect_role(checkpoint))
     match(checkpoint, layout)
     dtypes: dict[str, int] = {}
     for _, info in checkpoint.tensors.values():

@@ -1,12 +1,15 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from ckpt.dtypes import DTYPES
 from ckpt.place import Grid, LayerPlacement
+
+if TYPE_CHECKING:
+    import torch
 
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
@@ -49,6 +52,10 @@ def read_dtype(text: str | None) -> torch.dtype | None:
     """
     if text is None:
         return None
+    import torch
+
+    from ckpt.dtypes import DTYPES
+
     dtype = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values() or not dtype.is_floating_point:
         raise ValueError(f"--dtype={text!r} is no type of weights; use one such as bfloat16 or float32")

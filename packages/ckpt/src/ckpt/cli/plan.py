@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import ckpt
 from ckpt.cli.options import (
     Dtype,
     Ep,
@@ -20,10 +21,6 @@ from ckpt.cli.options import (
     read_layers,
 )
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
-from ckpt.folder import INDEX, SINGLE, open_checkpoint
-from ckpt.layout import layout_for
-from ckpt.match import detect_role
-from ckpt.plan import config_dtype, plan_bytes, stored_dtypes
 
 
 @reports_mistakes
@@ -41,10 +38,14 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
+    from ckpt.folder import INDEX, SINGLE
+    from ckpt.match import detect_role
+    from ckpt.plan import config_dtype, plan_bytes, stored_dtypes
+
     grid = read_grid(tp, pp, vpp, ep, etp)
     has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    checkpoint = open_checkpoint(folder) if has_weights else None
-    layout = layout_for(
+    checkpoint = ckpt.open_checkpoint(folder) if has_weights else None
+    layout = ckpt.layout_for(
         folder,
         target,  # type: ignore[arg-type]  # layout_for refuses an unknown one by name
         "causal_lm" if checkpoint is None else detect_role(checkpoint),

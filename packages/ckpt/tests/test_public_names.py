@@ -1,0 +1,44 @@
+"""The package's public names, and what is not imported for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ckpt
+
+TRAINING = {"PendingSave", "TrainingState", "load_training", "save_training"}
+
+
+def imported(code: str) -> set[str]:
+    """The modules that a new process has imported after running `code`."""
+    program = (
+        f"import contextlib, io, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n    {code}\nprint(*sys.modules)"
+    )
+    return set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+def test_every_public_name_is_there() -> None:
+    assert dir(ckpt) == ckpt.__all__
+    for name in ckpt.__all__:
+        assert getattr(ckpt, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'convert'"):
+        ckpt.convert  # noqa: B018
+
+
+def test_help_is_printed_without_torch() -> None:
+    imports = "from typer.testing import CliRunner; from ckpt.cli import app"
+    for arguments in (["--help"], ["shard", "--help"]):
+        assert "torch" not in imported(f"{imports}; assert CliRunner().invoke(app, {arguments}).exit_code == 0")
+
+
+def test_only_training_checkpoints_import_what_takes_as_long_as_torch() -> None:
+    """`torch.distributed.tensor`, whose tensors are told from others without it, and `torch.distributed.checkpoint`."""
+    names = ", ".join(f"ckpt.{name}" for name in ckpt.__all__ if name not in TRAINING)
+    slow = {"torch.distributed.tensor", "torch.distributed.checkpoint"}
+    assert not slow & imported(f"import ckpt; {names}")
+    assert slow <= imported(f"import ckpt; {names}, ckpt.save_training")
