@@ -184,6 +184,7 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads in /proc")
+@pytest.mark.slow
 def test_a_destroyed_default_group_takes_the_groups_of_its_grids_along() -> None:
     """A thread of gloo that still runs as the interpreter ends can abort it."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", DESTROYED], capture_output=True, text=True, timeout=200)

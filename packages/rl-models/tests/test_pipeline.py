@@ -158,7 +158,7 @@ def test_the_schedule_that_runs_is_the_one_asked_for(
     ("model", "dims", "options"),
     [
         ("tied", ParallelDims(pp=2, dp=2), {"pipeline": PipelineOptions(virtual_stages=2)}),
-        ("moe", ParallelDims(dp=2, tp=2, ep=2), {}),
+        pytest.param("moe", ParallelDims(dp=2, tp=2, ep=2), {}, marks=pytest.mark.slow),
     ],
     ids=["llama", "qwen3_moe"],
 )

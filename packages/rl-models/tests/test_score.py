@@ -46,7 +46,12 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "grid", ["--tp=2", "--dims=dp=2", "--dims=pp=2", pytest.param("--dims=dp=2,pp=2", marks=pytest.mark.slow)]
+    "grid",
+    [
+        "--tp=2",
+        "--dims=dp=2",
+        *(pytest.param(f"--dims={dims}", marks=pytest.mark.slow) for dims in ("pp=2", "dp=2,pp=2")),
+    ],
 )
 def test_scores_equal_transformers_in_the_order_of_the_data(
     model: Path, critic: Path, tmp_path: Path, grid: str

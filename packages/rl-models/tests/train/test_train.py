@@ -164,6 +164,18 @@ def launch(command: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+def finish(command: list[str]) -> str:
+    """Run a command to its end and return what it said: over Ray as a process of its own, on ranks from this one."""
+    if "--ray" not in command:
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stderr
+    process = launch(command, Path.cwd())
+    _, said = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    return said
+
+
 @pytest.fixture
 def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of its own, whatever else runs here; and as in the tests of Ray groups no `uv run` for each worker, no
@@ -205,10 +217,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert len(lines(tmp_path / "killed")) < 8
-    resumed = launch([*slow, flag], folder_of_rewards)
-    _, said = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, said
-    assert "going on after step" in said
+    assert "going on after step" in finish([*slow, flag])
     first, second = ([timeless(record) for record in lines(tmp_path / name)] for name in ("whole", "killed"))
     assert [record["step"] for record in second] == list(range(1, 9))
     # Ranks on Ray have another number of threads than the whole run had, so sums are rounded otherwise.
@@ -238,9 +247,7 @@ def test_a_run_goes_on_on_another_grid(
     out, whole = tmp_path / "run", tmp_path / "whole"
     options: dict[str, Any] = {"algorithm": "ppo", "save_every": 1, "keep": 1, "kl_coefficient": 0.1}
     for folder, steps, flags in ((whole, 4, []), (out, 2, first), (out, 4, then)):
-        process = launch([*arguments(model, prompts, folder, **options, steps=steps), *flags], Path.cwd())
-        _, said = process.communicate(timeout=280)
-        assert process.returncode == 0, said
+        said = finish([*arguments(model, prompts, folder, **options, steps=steps), *flags])
     assert "going on after step 2" in said
     for one, other in zip(lines(whole), lines(out), strict=True):
         assert timeless(one) == pytest.approx(timeless(other), rel=1e-3, abs=2e-4)
@@ -365,10 +372,7 @@ def test_ray_gives_the_same_curve(
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
         options = {"algorithm": "ppo", "steps": 3, "save_every": 2}
-        command = [*arguments(model, prompts, tmp_path / name, **options), flag, *flags]
-        process = launch(command, Path.cwd())
-        _, said = process.communicate(timeout=280)
-        assert process.returncode == 0, said
+        finish([*arguments(model, prompts, tmp_path / name, **options), flag, *flags])
         curves.append([timeless(record) for record in lines(tmp_path / name)])
         assert (tmp_path / name / "critic" / "model.safetensors").is_file() == ("critic" in parts)
         files = (tmp_path / name / "training").glob("*/step-00000003/metadata.json")
