@@ -1,4 +1,4 @@
-"""Which kernels take the time of a step, and on which stream."""
+"""Which kernels take the time of a step, and how busy its streams are."""
 
 from collections import defaultdict
 
@@ -7,7 +7,7 @@ from measure import CUDA, Call, synchronize, table
 
 
 def kernel_times(step: Call) -> str:
-    """Of one profiled step: how busy each stream was, and the 25 kernels that took most time, by stream.
+    """Of one profiled step: how busy the busiest streams were, and the 25 kernels that took most time.
 
     On a CPU: its operators.
     """
@@ -19,23 +19,26 @@ def kernel_times(step: Call) -> str:
         synchronize()
     wanted = torch.autograd.DeviceType.CUDA if CUDA else torch.autograd.DeviceType.CPU
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    totals: dict[tuple[int, str], list[float]] = defaultdict(list)
+    totals: dict[str, list[float]] = defaultdict(list)
+    streams_of: dict[str, set[int]] = defaultdict(set)
     for event in profile.events():
         if event.device_type == wanted:
             stream = event.device_resource_id if CUDA else 0
             spans[stream].append((event.time_range.start, event.time_range.end))
-            totals[stream, event.name].append(event.time_range.elapsed_us())
+            totals[event.name].append(event.time_range.elapsed_us())
+            streams_of[event.name].add(stream)
     every = [span for own in spans.values() for span in own]
     wall = max(end for _, end in every) - min(start for start, _ in every)
-    streams: list[list[object]] = [[stream, _covered(own) * 1e-3] for stream, own in sorted(spans.items())]
+    busiest = sorted(spans.items(), key=lambda item: -_covered(item[1]))[:8]  # each branch of a CUDA graph is a stream
+    streams: list[list[object]] = [[stream, _covered(own) * 1e-3] for stream, own in busiest]
     streams += [["any", _covered(every) * 1e-3], ["none", (wall - _covered(every)) * 1e-3]]
     largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:25]
     rows: list[list[object]] = [
-        [stream, len(times), sum(times) * 1e-3, sum(times) / len(times), name.replace("|", "/")[:110]]
-        for (stream, name), times in largest
+        [len(streams_of[name]), len(times), sum(times) * 1e-3, sum(times) / len(times), name.replace("|", "/")[:110]]
+        for name, times in largest
     ]
     return "\n\n".join(
-        [table(["stream", "busy ms"], streams), table(["stream", "calls", "ms", "us each", "kernel"], rows)]
+        [table(["stream", "busy ms"], streams), table(["streams", "calls", "ms", "us each", "kernel"], rows)]
     )
 
 

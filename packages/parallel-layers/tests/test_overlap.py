@@ -71,8 +71,8 @@ def serial_and_overlapped(
         x = tokens_of(kind, group, shape, options.get("dtype", torch.float32))
         with chunks_of(2), peer_memory_on_cpu() as called:
             results.append(forward_and_backward(layer, x))
-        fused = (["gather"] if kind != "row" else ["scatter", "gather"]) if way == "symmetric-memory" else []
-        assert called == (fused if x.numel() else []), way
+        fused = ["scatter", "gather"] if kind == "row" else ["gather", "scatter beside gather"]
+        assert called == (fused if x.numel() and way == "symmetric-memory" else []), way
     return results
 
 
@@ -93,6 +93,40 @@ def test_every_way_adds_the_same_to_main_grad(ranks: RankPool, kind: str) -> Non
     for serial, *others in ranks.run(serial_and_overlapped, kind, (7,), {"accumulate_main_grad": True}, world=2):
         for other in others:
             torch.testing.assert_close(other, serial, rtol=1e-5, atol=1e-5)
+
+
+def one_gradient(group: ProcessGroup, kind: str, frozen: str) -> list[tuple[Tensor, list[str]]]:
+    """By way: the gradient of the input or of the weight, where the other wants none, and what was called."""
+    results = []
+    ways: tuple[Overlap, ...] = ("serial", "collectives", "symmetric-memory")
+    for way in ways:
+        torch.manual_seed(0)
+        layer = LAYERS[kind](group=group, sequence_parallel=True, overlap=way, bias=False, dtype=torch.float64)
+        (weight,) = layer.parameters()
+        nn.init.normal_(weight)
+        x = tokens_of(kind, group, (7,), torch.float64).requires_grad_(frozen == "weight")
+        weight.requires_grad_(frozen == "input")
+        with chunks_of(2), peer_memory_on_cpu() as called:
+            y = layer(x)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
+        assert (x if frozen == "input" else weight).grad is None
+        gradient = (x if frozen == "weight" else weight).grad
+        assert gradient is not None
+        results.append((gradient, called))
+    return results
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_every_way_computes_one_gradient_alone(ranks: RankPool, kind: str, frozen: str) -> None:
+    """Of a frozen weight, of a first layer's input: with no more communication than that takes."""
+    backward = [] if frozen == "input" else ["gather"] if kind == "row" else ["scatter"]
+    forward = ["scatter"] if kind == "row" else ["gather"]
+    for (serial, none), (other, nothing), (symmetric, called) in ranks.run(one_gradient, kind, frozen, world=2):
+        torch.testing.assert_close(other, serial, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(symmetric, serial, rtol=1e-13, atol=1e-13)
+        assert none == nothing == []
+        assert called == forward + backward
 
 
 def bf16_errors(group: ProcessGroup, kind: str, dtypes: dict[str, torch.dtype]) -> list[bool]:

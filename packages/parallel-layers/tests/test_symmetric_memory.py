@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,11 @@ from parallel_layers import comm
 from parallel_layers import peer_memory as peer_memories
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.peer_memory import peer_memory
-from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter
+from parallel_layers.symmetric_memory import (
+    gather_matmul,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_beside_gather,
+)
 from parallel_layers.testing import RankPool, peer_memory_on_cpu
 
 IN, OUT = 24, 20
@@ -26,6 +31,10 @@ on_gpus = [pytest.param(world, marks=pytest.mark.gpu(gpus)) for world, gpus in (
 def whole_numbers(*shape: int, seed: int) -> Tensor:
     """Small ones, whose products and sums are exact in every order."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
@@ -45,6 +54,12 @@ def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
                 y = matmul_reduce_scatter(parts[rank], weight, add if bias else None, group)
                 total = torch.stack(parts).sum(0) @ weight.T
                 assert torch.equal(y, (total + add * bias).chunk(size)[rank])
+            dys = [whole_numbers(size * rows, 3, OUT, seed=400 + call + r) for r in range(size)]
+            dx, dw = matmul_reduce_scatter_beside_gather(
+                dys[rank], weight.T, x.chunk(size)[rank], group, partial(weight_gradient, dys[rank])
+            )
+            assert torch.equal(dx, (torch.stack(dys).sum(0) @ weight).chunk(size)[rank])
+            assert torch.equal(dw, weight_gradient(dys[rank], x))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -92,40 +107,48 @@ def in_graphs(group: ProcessGroup) -> None:
     # Of -1, 0 and 1: what comes out is exact in bf16, too.
     weight = whole_numbers(OUT * 8, IN * 8, seed=1).sign().to(device, torch.bfloat16)
 
-    def tokens(rows: int, seed: int) -> Tensor:
-        return whole_numbers(size * rows, IN * 8, seed=seed).sign().to(device, torch.bfloat16)
+    def tokens(rows: int, features: int, seed: int) -> Tensor:
+        return whole_numbers(size * rows, features, seed=seed).sign().to(device, torch.bfloat16)
 
-    def gather(own: Tensor) -> Tensor:
-        return gather_matmul(own, weight, None, group)[0]
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(size)[rank]
 
-    def scatter(part: Tensor) -> Tensor:
-        return matmul_reduce_scatter(part, weight, None, group)
+    def run(x: Tensor, other: Tensor) -> list[Tensor]:
+        """A gather, a scatter, the backward of a gather, and a gather, of x; `other` has the features of a product."""
 
-    def check(found: Tensor, x: Tensor, summed: bool) -> None:
-        expected = (x.float() @ weight.float().T).mul(size if summed else 1).bfloat16()
-        assert torch.equal(found, expected.chunk(size)[rank] if summed else expected)
+        def use(gathered: Tensor) -> Tensor:
+            return weight_gradient(x.float(), gathered.float())
 
-    static = tokens(64, 0)
-    for call in (gather, scatter):
-        call(static.chunk(size)[rank].clone() if call is gather else static)
+        return [
+            gather_matmul(mine(x), weight, None, group)[0],
+            matmul_reduce_scatter(x, weight, None, group),
+            *matmul_reduce_scatter_beside_gather(x, weight, mine(other), group, use),
+            gather_matmul(mine(x), weight, None, group)[0],
+        ]
+
+    def check(found: list[Tensor], x: Tensor, other: Tensor) -> None:
+        y = x.float() @ weight.float().T
+        dw = weight_gradient(x.float(), other.float())
+        for result, expected in zip(found, (y, mine(y * size), mine(y * size), dw, y), strict=True):
+            assert torch.equal(result, expected.to(result.dtype))
+
+    static = tokens(64, IN * 8, 0), tokens(64, OUT * 8, 1)
+    run(*static)
     torch.cuda.synchronize()
-    own, whole = static.chunk(size)[rank].clone(), static.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = gather(own), scatter(whole), gather(own)
+        outputs = run(*static)
     held = peer_memory(group, 1, device)
     for turn in range(6):
-        x = tokens(64, 10 + turn)
-        own.copy_(x.chunk(size)[rank])
-        whole.copy_(x)
+        x, other = tokens(64, IN * 8, 10 + turn), tokens(64, OUT * 8, 20 + turn)
+        static[0].copy_(x)
+        static[1].copy_(other)
         graph.replay()
         graph.replay()
         rows = 64 if turn < 3 else 64 * 50
-        eager = tokens(rows, 20 + turn)
-        check(gather(eager.chunk(size)[rank]), eager, False)
-        check(scatter(eager), eager, True)
-        for found, summed in zip(outputs, (False, True, False), strict=True):
-            check(found, x, summed)
+        eager = tokens(rows, IN * 8, 30 + turn), tokens(rows, OUT * 8, 40 + turn)
+        check(run(*eager), *eager)
+        check(outputs, x, other)
     torch.cuda.synchronize()
     assert peer_memory(group, 1, device) is not held
     assert peer_memories._in_graphs[group] == {held}

@@ -28,6 +28,7 @@ from parallel_layers.overlap import (
     gather_product,
     gather_product_and_x,
     product_scatter,
+    product_scatter_beside_gather,
 )
 from parallel_layers.products import add_wide_mm, product, wide, wide_mm
 
@@ -64,7 +65,7 @@ def column_parallel_linear(
         output_dtype: Of y; default x's. A wider one is the product's own: nothing is rounded to x's first.
         reduce_dtype: Of the sum dx over the ranks; default at least fp32, see `row_parallel_linear`.
         overlap: How the gather of x overlaps with the product under sequence parallelism; see `overlap`. The backward
-            overlaps in every case.
+            overlaps in every case, by whole collectives, or over symmetric memory where dx is summed in its own dtype.
         main_grads: fp32 tensors that the gradients of weight and bias are added to; the parameters' `.grad` then stay
             None.
 
@@ -176,6 +177,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not gather:
             return product(x, weight, bias, output_dtype)
         assert group is not None
+        ctx.how = choose_overlap(overlap, x, _rows(x), group, ctx.reduce_dtype)  # of the backward
         how = choose_overlap(overlap, x, _rows(x), group, output_dtype)
         return gather_product(x, weight, bias, group, output_dtype, how)
 
@@ -187,25 +189,30 @@ class _ColumnLinear(torch.autograd.Function):
         dy = dy.to(weight.dtype)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if needs_weight and ctx.gather:
-            x = comm.start_all_gather(x, group)
-            comm.head_start(x)
-        if needs_x:
-            dx = product(dy, weight.t(), None, ctx.reduce_dtype)
-            if ctx.gather:
-                dx = comm.start_reduce_scatter(dx, group)
-            elif ctx.reduce:
+
+        def weight_gradient(x: Tensor) -> Tensor | None:
+            return _outer(dy, x, group, shared_rows, ctx.main_grads[0])
+
+        if ctx.gather:
+            if needs_x and needs_weight:
+                dx, dw = product_scatter_beside_gather(
+                    dy, weight.t(), x, group, ctx.reduce_dtype, ctx.how, weight_gradient
+                )
+            elif needs_x:
+                dx = product_scatter(dy, weight.t(), None, group, ctx.reduce_dtype, ctx.how)
+            elif needs_weight:
+                dw = weight_gradient(comm.all_gather(x, group))
+        else:
+            dx = product(dy, weight.t(), None, ctx.reduce_dtype) if needs_x else None
+            if dx is not None and ctx.reduce:
                 dx = comm.start_all_reduce(dx, group, owned=True)
-            if needs_weight and (ctx.gather or ctx.reduce):
                 comm.head_start(dx)
-        if needs_weight:
-            x = comm.wait(x) if ctx.gather else x
-            dw = _outer(dy, x, group, shared_rows, ctx.main_grads[0])
+            dw = weight_gradient(x) if needs_weight else None
+            if dx is not None and ctx.reduce:
+                dx = comm.wait(dx)
         if needs_bias:
             db = _column_sum(dy, group, shared_rows, ctx.main_grads[1])
-        if dx is not None:
-            dx = (comm.wait(dx) if ctx.gather or ctx.reduce else dx).to(weight.dtype)
-        return dx, dw, db, *[None] * 7
+        return None if dx is None else dx.to(weight.dtype), dw, db, *[None] * 7
 
 
 class _RowLinear(torch.autograd.Function):

@@ -1,19 +1,21 @@
 """Products that overlap with the gather or the scatter of their tokens (sequence parallelism), and when they should.
 
-    gather_product     all_gather(x) W^T: this rank's own tokens are multiplied while the others' arrive
-    product_scatter    reduce_scatter(x W^T): the sums of one chunk of tokens are sent while the next one is multiplied
+    gather_product                  all_gather(x) W^T: own tokens are multiplied while the others' arrive
+    product_scatter                 reduce_scatter(x W^T): one chunk of tokens is sent while the next is multiplied
+    product_scatter_beside_gather   a product's scatter, and a gather that nothing but the next product waits for: each
+                                    is sent under a whole product
 
 Three ways, by name:
 
     "serial"             One collective, then one product, or the other way round.
     "collectives"        The group's own collectives, asynchronous, over chunks of every rank's tokens. Any backend.
-    "symmetric-memory"   GPUs write to each other's memory, by their copy engines or from the product itself, which
-                         leaves all multiprocessors to the product; see `symmetric_memory`. NVLink; no multicast.
+    "symmetric-memory"   GPUs write to each other's memory by their copy engines, which leaves all multiprocessors to
+                         the product; see `symmetric_memory`. NVLink; no multicast.
 
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles (one such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer: both grow with its inputs), and the host has the
-pieces to launch. Of a Llama 3 8B shaped step on H200s, symmetric memory saved 4 % with 8192 tokens on each of two
-ranks; with 4096 on each of four torch's own operators left the host behind, and these products have not been measured.
+pieces to launch. Of a Llama 3 8B shaped step on H200s, symmetric memory saved 5 % with 8192 tokens on each of two
+ranks; with 4096 on each of four the host was behind, so that nothing was saved but in a CUDA graph.
 Hence the rule of "auto" for CUDA tensors from 8192 tokens a rank on: "symmetric-memory" where the group has it, else
 "collectives", with products of at least 2048 tokens; "serial" below, and on a CPU, whose cores do the sending too.
 Where the host does not count, in a CUDA graph, ask for a way by name. The chunks never need a copy of a whole
@@ -23,8 +25,8 @@ asked for.
 Shape suffixes: T tokens, I input features, O output features, n ranks.
 """
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +35,13 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import comm, symmetric_memory
 from parallel_layers.products import product, product_into
-from parallel_layers.symmetric_memory import gather_matmul, matmul_reduce_scatter
+from parallel_layers.symmetric_memory import (
+    gather_matmul,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_beside_gather,
+)
+
+Used = TypeVar("Used")
 
 Overlap = Literal["auto", "serial", "collectives", "symmetric-memory"]
 
@@ -214,6 +222,45 @@ def product_scatter(
     for summed in sums:
         summed.wait()
     return y.view(len(x) // size, *x.shape[1:-1], -1)
+
+
+def product_scatter_beside_gather(
+    dy: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    how: str,
+    use: Callable[[Tensor], Used],
+) -> tuple[Tensor, Used]:
+    """`product_scatter` of dy, and what `use` makes of `all_gather(x)`: the backward of a product of gathered tokens.
+
+    Args:
+        dy: `[T, ..., O]`, the gradient of all tokens' products.
+        weight: `[I, O]`.
+        x: `[T/n, ..., I]`, what was multiplied.
+        group: Over whose ranks is gathered, summed and scattered.
+        dtype: Of the parts of dx and of their sum.
+        how: As in `product_scatter`.
+        use: From `[T, ..., I]`, good until it returns, a product of x.
+
+    Returns:
+        dx `[T/n, ..., I]` in `dtype`, and what `use` returned.
+
+    Communication: all-gather of x under the product of dx, whose reduce-scatter is under `use`; never cut.
+
+    Raises:
+        ValueError: n does not divide T.
+    """
+    comm.check_divisible(dy, 0, group)
+    if how == "symmetric-memory" and x.numel():
+        return matmul_reduce_scatter_beside_gather(dy, weight, x, group, use)
+    gathered = comm.start_all_gather(x, group)
+    comm.head_start(gathered)
+    dx = comm.start_reduce_scatter(product(dy, weight, None, dtype), group)
+    comm.head_start(dx)
+    used = use(comm.wait(gathered))
+    return comm.wait(dx), used
 
 
 def _chunks(rows: int, pieces: int) -> Iterator[slice]:

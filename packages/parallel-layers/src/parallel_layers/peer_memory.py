@@ -37,9 +37,9 @@ class PeerMemory:
         self._own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The beginning of a rank's buffer, as a tensor on this rank's device."""
-        view: Tensor = self._handle.get_buffer(rank, shape, dtype)
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> Tensor:
+        """A rank's buffer from element `first` of `dtype` on, as a tensor on this rank's device."""
+        view: Tensor = self._handle.get_buffer(rank, shape, dtype, first)
         return view
 
     def barrier(self) -> None:

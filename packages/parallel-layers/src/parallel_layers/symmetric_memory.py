@@ -1,16 +1,17 @@
 """Matrix products that overlap with their gather or scatter, over memory that the ranks' GPUs map of each other.
 
 A gather sends this rank's tokens to the others' memory by the GPU's copy engines, while the product of its own tokens
-runs; those of the others follow as they arrive. A scatter multiplies each rank's tokens straight into that rank's
-memory, and then sums what it got itself. Products take turns on two streams, so that one fills the multiprocessors that
-the last wave of the other leaves idle. This needs peer access between all GPUs of the group (NVLink), and no multicast.
-Where a GPU reports multicast but its driver or container refuses it, torch cannot map the memory either, unless the
-environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+runs; those of the others follow as they arrive. A scatter multiplies the other ranks' tokens first, sends each rank its
+products while the next are computed, and sums what it got itself. Products run on two streams, so that one fills the
+multiprocessors that the last wave of the other leaves idle. This needs peer access between all GPUs of the group
+(NVLink), and no multicast. Where a GPU reports multicast but its driver or container refuses it, torch cannot map the
+memory either, unless the environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 
 Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
 call, and has read what the last one brought. So the calls of one group belong on one stream, in the same order on every
-rank. The memory, as large as the largest activation of all tokens so far, stays allocated with the group, outside of
-torch's caching allocator; smaller memory that captured CUDA graphs use stays, too.
+rank. The memory, as large as the largest call so far needs (an activation of all tokens; for a gather and a scatter at
+once, two), stays allocated with the group, outside of torch's caching allocator; smaller memory that captured CUDA
+graphs use stays, too.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
 """
@@ -18,7 +19,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 import functools
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from itertools import cycle
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from parallel_layers import comm
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.peer_memory import PeerMemory, peer_memory
 from parallel_layers.products import product_into
+
+Used = TypeVar("Used")
 
 
 def gather_matmul(
@@ -52,7 +55,7 @@ def gather_matmul(
 
     copies.wait_stream(main)
     arrivals = []
-    with torch.cuda.stream(copies):
+    with copies:
         memory.barrier()
         for step in range(1, size):
             memory.of((rank + step) % size, shape, x.dtype)[rank].copy_(rows)
@@ -63,10 +66,11 @@ def gather_matmul(
     side.wait_stream(main)
     comm.head_start(rows)
     product_into(y[rank], rows, weight, bias)
-    for (source, arrived), stream in zip(arrivals, cycle((side, main)), strict=False):
-        stream.wait_event(arrived)
-        with torch.cuda.stream(stream):
-            product_into(y[source], received[source], weight, bias)
+    for stream, arriving in ((side, arrivals[::2]), (main, arrivals[1::2])):
+        with stream:
+            for source, arrived in arriving:
+                stream.wait_event(arrived)
+                product_into(y[source], received[source], weight, bias)
     main.wait_stream(side)
     main.wait_stream(copies)
     gathered = received.view(size * len(x), *x.shape[1:]) if return_gathered else None
@@ -78,47 +82,111 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
 
-    Communication: reduce-scatter of the product, written by the product itself.
+    Communication: reduce-scatter of the product, by copies.
 
     Raises:
         ValueError: n does not divide T.
         RuntimeError: As `peer_memory`.
     """
     comm.check_divisible(x, 0, group)
-    size, rank = group.size(), group.rank()
-    rows = x.reshape(size, -1, x.shape[-1])
-    shape = (size, rows.shape[1], weight.shape[0])
-    memory = peer_memory(group, rows[..., 0].numel() * len(weight) * x.element_size(), x.device)
-    received = memory.of(rank, shape, x.dtype)
-    bias = bias if rank == 0 else None
+    parts = x.reshape(group.size(), -1, x.shape[-1])
+    memory = peer_memory(group, parts[..., 0].numel() * len(weight) * x.element_size(), x.device)
     main, side, copies = _streams(x.device)
 
     copies.wait_stream(main)
-    with torch.cuda.stream(copies):
+    with copies:
         memory.barrier()
-        free = copies.record_event()
     side.wait_stream(main)
-    comm.head_start(x)
-    product_into(received[rank], rows[rank], weight, bias)
-    for step, stream in zip(range(1, size), cycle((side, main)), strict=False):
-        stream.wait_event(free)
-        other = (rank + step) % size
-        with torch.cuda.stream(stream):
-            product_into(memory.of(other, shape, x.dtype)[rank], rows[other], weight, bias)
-    main.wait_stream(side)
+    received, _sent = _send_products(parts, weight, bias if group.rank() == 0 else None, group, memory)
+    with copies:
+        memory.barrier()
     main.wait_stream(copies)
-    memory.barrier()
-    return sum_parts(received).view(len(x) // size, *x.shape[1:-1], -1)
+    return sum_parts(received).view(len(x) // group.size(), *x.shape[1:-1], -1)
 
 
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """The current stream, one for every second product, and one for copies and the barriers around them."""
-    return torch.cuda.current_stream(device), *_streams_of(device)
+def matmul_reduce_scatter_beside_gather(
+    dy: Tensor, weight: Tensor, x: Tensor, group: ProcessGroup, use: Callable[[Tensor], Used]
+) -> tuple[Tensor, Used]:
+    """`matmul_reduce_scatter` of dy, and what `use` makes of `all_gather(x)`.
+
+    dy `[T, ..., O/n]`, weight `[I, O/n]`, x `[T/n, ..., I]` -> `[T/n, ..., I]`. This is the backward of a product of
+    gathered tokens: they arrive while the gradient of what they were is multiplied, which the ranks send each other
+    while that of the weight is. `use` gets `[T, ..., I]`, which is good until it returns.
+
+    Communication: reduce-scatter of the product and all-gather of x, by copies.
+
+    Raises:
+        ValueError: n does not divide T.
+        RuntimeError: As `peer_memory`.
+    """
+    comm.check_divisible(dy, 0, group)
+    size, rank = group.size(), group.rank()
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    parts = dy.reshape(size, -1, dy.shape[-1])
+    shape = (size, *rows.shape)
+    memory = peer_memory(group, 2 * size * rows.nbytes, x.device)
+    gathered = memory.of(rank, shape, x.dtype)
+    main, side, copies = _streams(x.device)
+
+    copies.wait_stream(main)
+    with copies:
+        memory.barrier()
+        for step in range(1, size):
+            memory.of((rank + step) % size, shape, x.dtype)[rank].copy_(rows)
+        memory.barrier()
+        arrived = copies.record_event()
+    side.wait_stream(main)
+    gathered[rank].copy_(rows)
+    received, _sent = _send_products(parts, weight, None, group, memory, first=size * rows.numel())
+    with copies:
+        memory.barrier()
+    main.wait_event(arrived)
+    used = use(gathered.view(size * len(x), *x.shape[1:]))
+    main.wait_stream(copies)
+    return sum_parts(received).view(x.shape), used
+
+
+def _send_products(
+    parts: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, memory: PeerMemory, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Multiply each rank's part and send it to that rank: what this rank gets itself, and what it sends.
+
+    Both are `[n, T/n, O]`, the latter without this rank's own part, which is multiplied last, while the others are on
+    their way. All have arrived after a barrier on the copies' stream; what is sent has to be kept until the current
+    stream waits for that. The side stream must have waited for the current one. `first`: of the memory's elements,
+    where the products go.
+    """
+    size, rank = group.size(), group.rank()
+    shape = (size, parts.shape[1], weight.shape[0])
+    received = memory.of(rank, shape, parts.dtype, first)
+    sent = parts.new_empty(size - 1, *shape[1:])
+    others = [(rank + step) % size for step in range(1, size)]
+    _, side, copies = _streams(parts.device)
+    done = []
+    with side:
+        for other, product in zip(others, sent, strict=True):
+            product_into(product, parts[other], weight, bias)
+            done.append(side.record_event())
+    with copies:
+        for other, product, ready in zip(others, sent, done, strict=True):
+            copies.wait_event(ready)
+            memory.of(other, shape, parts.dtype, first)[rank].copy_(product)
+    comm.head_start(parts)  # to the products that others wait for
+    product_into(received[rank], parts[rank], weight, bias)
+    return received, sent
+
+
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
+    """The current stream, one for products beside its own, and one for copies and the barriers around them.
+
+    The last two take precedence: others wait for what they do.
+    """
+    return torch.accelerator.current_stream(device), *_streams_of(device)
 
 
 @functools.cache
-def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    return torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
 
 
 def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:

@@ -244,7 +244,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("end", [pytest.param("pass", marks=pytest.mark.slow), "os.kill(os.getpid(), 9)"])
 def test_no_rank_outlives_the_process_that_started_it(tmp_path: os.PathLike[str], end: str) -> None:
     script = os.path.join(tmp_path, "script.py")
     with open(script, "w") as file:
@@ -302,6 +302,7 @@ def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() ->
         assert len(threads) == 1, f"a process with several threads does not fork safely: {threads}"
 
 
+@pytest.mark.slow
 def test_a_new_process_takes_the_place_of_one_that_was_killed() -> None:
     with RankPool(2) as pool:
         first = pool.run(process_id)

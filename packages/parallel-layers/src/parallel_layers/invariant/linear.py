@@ -100,6 +100,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.group, ctx.gather, ctx.reduce, ctx.shared_rows = how.group, how.gather, how.reduce, how.shared_rows
         ctx.main_grads = how.main_grads
+        ctx.how = "serial"  # the backward, by whole collectives
         ctx.reduce_dtype = comm.sum_dtype(weight, how.reduce_dtype) if how.reduce else None
         if how.gather:
             assert how.group is not None

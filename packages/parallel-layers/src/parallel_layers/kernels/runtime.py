@@ -66,7 +66,7 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
     @functools.wraps(launch)
     def on_device(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not x.is_cuda:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
             return launch(x, *args, **kwargs)
         with torch.cuda.device(x.device):
             return launch(x, *args, **kwargs)

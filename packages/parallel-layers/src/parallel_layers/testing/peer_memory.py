@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
-from types import SimpleNamespace
+from random import Random
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import overlap, symmetric_memory
 from parallel_layers.inference import linear as inference
+from parallel_layers.testing.streams import CurrentStream, OtherStream
 
 
 class _FileMemory:
@@ -38,20 +39,24 @@ class _FileMemory:
         finally:
             os.unlink(own)
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return self._buffers[rank][:num_bytes].view(dtype).view(shape)
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> Tensor:
+        count = torch.Size(shape).numel()
+        return self._buffers[rank][first * dtype.itemsize :][: count * dtype.itemsize].view(dtype).view(shape)
 
     def barrier(self) -> None:
-        dist.barrier(group=self.group)
+        OtherStream.defer(lambda: dist.barrier(group=self.group))
 
 
 @contextmanager
 def peer_memory_on_cpu() -> Iterator[list[str]]:
-    """Within it, ranks on CPUs have symmetric memory; which products over it were called, "gather" or "scatter".
+    """Within it, ranks on CPUs have symmetric memory; which products over it were called: "gather", "scatter" or
+    "scatter beside gather".
 
-    Every rank of the groups that compute has to enter it. Streams do at once what they are told, so the order
-    between them is not tested.
+    Every rank of the groups that compute has to enter it. Streams beside the current one do what they are told at once
+    or as late as they may, by chance, so that what is not waited for is missing. (The current stream is never late.)
+
+    Raises:
+        RuntimeError: At the end, something is left that nothing waited for.
     """
     memories: WeakKeyDictionary[ProcessGroup, _FileMemory] = WeakKeyDictionary()
     called: list[str] = []
@@ -70,14 +75,21 @@ def peer_memory_on_cpu() -> Iterator[list[str]]:
 
         return call
 
-    stream = SimpleNamespace(**dict.fromkeys(("wait_stream", "wait_event", "record_event"), lambda *_: None))
+    chance = Random(0)
+    streams = CurrentStream(), OtherStream(chance), OtherStream(chance)
     with (
         patch.object(symmetric_memory, "peer_memory", peer_memory),
-        patch.object(symmetric_memory, "_streams", lambda device: (stream,) * 3),
-        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+        patch.object(symmetric_memory, "_streams", lambda device: streams),
         patch.object(overlap, "why_not_symmetric_memory", lambda group, device: None),
         patch.object(inference, "why_not_symmetric_memory", lambda group, device: None),
         patch.object(overlap, "gather_matmul", recorded("gather", symmetric_memory.gather_matmul)),
         patch.object(overlap, "matmul_reduce_scatter", recorded("scatter", symmetric_memory.matmul_reduce_scatter)),
+        patch.object(
+            overlap,
+            "matmul_reduce_scatter_beside_gather",
+            recorded("scatter beside gather", symmetric_memory.matmul_reduce_scatter_beside_gather),
+        ),
     ):
         yield called
+    if left := streams[1].pending + streams[2].pending:
+        raise RuntimeError(f"the current stream did not wait for {left} call(s) on streams beside it")
