@@ -340,7 +340,7 @@ def gather_many_at_once(group: ProcessGroup) -> None:
 
 
 def test_gathers_that_complete_at_once(ranks: RankPool) -> None:
-    """gloo's threads free memory twice when two gathers of another operator of torch complete at once."""
+    """Without `gloo_gather`, gloo's threads free memory twice when two of torch's gathers complete at once."""
     ranks.run(gather_many_at_once, world=1)
 
 

@@ -242,8 +242,8 @@ COUNTS = [
     ("qkv", 2, False, [], ["all_reduce"]),
     ("qkv", 4, False, [], ["all_reduce"] * 3),  # x, and the weight's and the bias's rows of shared heads
     ("row", 2, False, ["all_reduce"], []),
-    ("column", 2, True, ["all_gather_into_tensor_out"], ["all_gather_into_tensor_out", "reduce_scatter_tensor"]),
-    ("row", 2, True, ["reduce_scatter_tensor"], ["all_gather_into_tensor_out"]),
+    ("column", 2, True, ["all_gather_into_tensor"], ["all_gather_into_tensor", "reduce_scatter_tensor"]),
+    ("row", 2, True, ["reduce_scatter_tensor"], ["all_gather_into_tensor"]),
 ]
 
 

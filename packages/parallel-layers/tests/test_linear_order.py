@@ -24,7 +24,6 @@ class Order(TorchDispatchMode):
         "mm": "product",
         "all_reduce_": "all_reduce",
         "all_gather_into_tensor": "all_gather",
-        "all_gather_into_tensor_out": "all_gather",
         "reduce_scatter_tensor": "reduce_scatter",
         "_reduce_scatter_base_": "reduce_scatter",
         "wait_tensor": "wait",

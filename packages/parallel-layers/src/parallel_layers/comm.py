@@ -19,7 +19,9 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import parallel_layers.gloo_exit  # noqa: F401  # a process that starts collectives here ends well
+# A process that starts collectives here ends well, and its gathers do not corrupt memory.
+import parallel_layers.gloo_exit
+import parallel_layers.gloo_gather  # noqa: F401
 
 _ops = torch.ops._c10d_functional
 
@@ -71,17 +73,8 @@ def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Begin to concatenate the ranks' `[n, ...]` along dim 0, in order of rank: `[size * n, ...]`."""
-    x = x.contiguous()
-    if not x.is_cpu or x.is_complex() or torch.compiler.is_compiling():
-        result: Tensor = _ops.all_gather_into_tensor(x, group.size(), group.group_name)
-        return result
-    # On gloo that operator is called ALLGATHER_COALESCED. The two threads of a gloo group write the name of what each
-    # has completed into one std::string, without a lock; a name of more than 15 characters takes memory, which two that
-    # write at once both free. This operator, which takes no complex numbers, is called ALLGATHER there, and the
-    # other collectives' names are short.
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    gathered: Tensor = _ops.all_gather_into_tensor_out(x, group.size(), group.group_name, out=out)
-    return gathered
+    result: Tensor = _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return result
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
