@@ -1,4 +1,4 @@
-"""Saving starts processes, which import the entry script again: one with a guard saves, in both ways."""
+"""Saving starts processes, which import the entry script again: one with a guard saves, in both ways, none without."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_utils.dist_checkpointing import latest_step
+from megatron_utils.dist_checkpointing.entry_script import check_entry_script
 
 SCRIPT = """
 import sys
@@ -48,3 +49,14 @@ def test_an_entry_script_with_a_guard_saves(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout == "loaded 2\n"
     assert latest_step(tmp_path / "checkpoints") == 2
+
+
+def test_an_entry_script_without_a_guard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    check_entry_script()  # there is no such file: what runs is no script
+    script.write_text("train()\n")
+    with pytest.raises(RuntimeError, match=r"train\.py saves .* put what the script runs under `if __name__"):
+        check_entry_script()
+    script.write_text("if __name__ == '__main__':\n    train()\n")
+    check_entry_script()

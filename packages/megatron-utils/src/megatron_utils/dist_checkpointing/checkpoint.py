@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_utils.dist_checkpointing import folder as folders
+from megatron_utils.dist_checkpointing.entry_script import check_entry_script
 from megatron_utils.dist_checkpointing.state import (
     METADATA,
     load_optimizer,
@@ -127,15 +128,16 @@ def save_checkpoint(
         optimizer: of the run; its chunks are the model.
         grid: the active grid.
         extra: JSON values of the caller's, the same on every rank.
-        asynchronous: return once the tensors are copied; a process of its own writes. One at a time. The entry
-            script then needs an `if __name__ == "__main__":` guard.
+        asynchronous: return once the tensors are copied; a process of its own writes. One at a time.
 
     Raises:
         ValueError: a checkpoint of that step exists, or `extra` is not JSON.
-        RuntimeError: an asynchronous save is under way: wait for it first.
+        RuntimeError: an asynchronous save is under way: wait for it first. Or the entry script has no
+            `if __name__ == "__main__":` guard, which it needs in any case.
         OSError: the folder cannot be made or written; on every rank. (Of an asynchronous save, `PendingSave` raises.)
     """
     root = Path(root)
+    check_entry_script()
     if (pending := PendingSave.under_way) is not None:
         raise RuntimeError(f"the save of step {pending.step} is under way; call its wait() before saving step {step}")
     try:
