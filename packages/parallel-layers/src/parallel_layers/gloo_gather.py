@@ -1,6 +1,6 @@
 """torch's functional all-gather of CPU tensors, by an operator that does not corrupt memory; installed by `comm`.
 
-`_c10d_functional::all_gather_into_tensor` begins what gloo calls ALLGATHER_COALESCED. A gloo group (torch 2.11 to 2.13)
+`_c10d_functional::all_gather_into_tensor` begins what gloo calls ALLGATHER_COALESCED. A gloo group (as of torch 2.13)
 has two threads, which write the name of what each has just completed into one std::string, without a lock. A name of
 more than 15 characters takes memory, and two writes at once free it twice: soon where several gathers are under way,
 and every few million times where each is waited for, as DTensor does. The operator's variant with an `out` is called
