@@ -40,12 +40,14 @@ def version_of(target: str) -> int:
 
 
 def save_for_ever(rank: int, source: str, target: str, store: str, started: int) -> None:
+    parent = os.getppid()
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     version = version_of(target)
     os.write(started, b"x")
-    while True:
+    while os.getppid() == parent:
         version += 1
         save_version(source, target, version, dist.group.WORLD)
+    os._exit(1)  # nobody is left to kill it
 
 
 def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
@@ -59,6 +61,7 @@ def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
     while inside < rounds:
         attempts += 1
         assert attempts <= 10 * rounds, f"{inside} of {attempts - 1} kills fell into a save"
+        before = version_of(target)
         reading, writing = os.pipe()
         ranks = []
         for rank in range(2):
@@ -68,7 +71,6 @@ def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
             ranks.append(child)
         for _ in ranks:
             assert os.read(reading, 1) == b"x"
-        before = version_of(target)
         time.sleep(chance.uniform(0, 0.15))
         for child in chance.sample(ranks, 2):
             os.kill(child, signal.SIGKILL)

@@ -149,15 +149,19 @@ def _ordinary(group: ProcessGroup, packed: PackedSequence) -> Tensor:
 
 
 def _gradients(group: ProcessGroup | None, config: DecoderConfig, sequence_parallel: bool) -> list[list[Tensor]]:
-    """Log-probs, entropies and the gradients of every parameter, of the view and of the model."""
+    """Log-probs, entropies and the gradients of every parameter, of the view, and of the model in fp64."""
     model = Model(config, group, sequence_parallel, torch.float32)
+    exact = Model(config, group, sequence_parallel, torch.float64)
+    exact.load_state_dict(model.state_dict())
     packed = PackedSequence.from_sequences(sequences(), multiple_of=1 if group is None else group.size())
     weights = torch.randn(2, packed.num_tokens, generator=torch.Generator().manual_seed(2))
     results = []
-    for one, function in ((tp_invariant(model), invariant.linear_log_probs), (model, linear_log_probs)):
+    for one, function in ((tp_invariant(model), invariant.linear_log_probs), (exact, linear_log_probs)):
         out = one.log_probs(packed, function)
-        gradients = torch.autograd.grad(out, list(model.parameters()), list(weights))
-        results.append([*(value.detach() for value in out), *gradients])
+        gradients = torch.autograd.grad(
+            out, list(one.parameters()), [w.to(y.dtype) for w, y in zip(weights, out, strict=True)]
+        )
+        results.append([value.detach().float() for value in (*out, *gradients)])
     return results
 
 
