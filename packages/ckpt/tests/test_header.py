@@ -138,7 +138,7 @@ def check(raw: bytes, data: int) -> None:
     start = time.monotonic()
     size = 8 + len(raw) + data
     try:
-        header = parse_header(raw, size, "file")
+        header = parse_header(raw, size, "file", 0)
     except ValueError:
         return
     finally:

@@ -21,6 +21,7 @@ from ckpt.report import Difference, Kind, Report
 from ckpt.shards import WEIGHTS
 from ckpt.sources import Source, open_source
 from ckpt.tally import Tally
+from ckpt.unchanged import while_unchanged
 
 _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 2 << 20
@@ -51,12 +52,13 @@ def verify(
         progress: called with the bytes that have been compared, and those that will have been.
 
     Raises:
-        ValueError: a checkpoint is broken or does not fit its own config. Differences are no error: see `Report.equal`.
+        ValueError: a checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are no
+            error: see `Report.equal`.
     """
     first, second = open_source(a, role), open_source(b, role)
     report = Report()
     slots = (WEIGHTS, *_optimizer_slots(first, second))
-    with _Comparison(report, rtol, atol, dtypes) as comparison:
+    with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
         if progress is not None:
             comparison.show(progress, sum(_bytes_to_compare(slot, first, second) for slot in slots))
         for slot in slots:
@@ -91,7 +93,8 @@ def verify_live(
         One report of all ranks, the same on every rank.
 
     Raises:
-        ValueError: the checkpoint is broken, or the tensors' names or shapes are not the layout's; on every rank.
+        ValueError: the checkpoint is broken or was replaced meanwhile, or the tensors' names or shapes are not the
+            layout's; on every rank.
     """
 
     def compare() -> Report:
@@ -99,7 +102,7 @@ def verify_live(
         where = Place() if place is None else place
         blocks = layout.at(where)
         report = Report()
-        with _Comparison(report, rtol, atol, dtypes) as comparison:
+        with while_unchanged(source.files), _Comparison(report, rtol, atol, dtypes) as comparison:
             for name, block in blocks.items():
                 held = all(canonical in source.slots[WEIGHTS] for canonical in block.names)
                 if not held or name not in tensors:
@@ -135,9 +138,9 @@ def refuse_differing_copies(source: Source, slots: Iterable[str]) -> None:
         slots: of which weights or moments one copy is to be taken.
 
     Raises:
-        ValueError: names the tensor and the files.
+        ValueError: names the tensor and the files; or files were replaced meanwhile.
     """
-    with _Comparison(Report(), 0.0, 0.0, True) as comparison:
+    with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
         for slot in slots:
             for name in source.copies.get(slot, {}).keys() & source.tied:
                 shown = name if slot == WEIGHTS else f"{slot}/{name}"

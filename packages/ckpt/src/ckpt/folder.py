@@ -46,6 +46,11 @@ class Checkpoint:
         return load_config(self.path)
 
     @property
+    def files(self) -> dict[Path, int]:
+        """The files, and when each was last modified (`ckpt.unchanged`)."""
+        return {self.path / file: header.modified_ns for file, header in self.headers.items()}
+
+    @property
     def header_bytes(self) -> int:
         """Bytes of all headers."""
         return sum(header.length for header in self.headers.values())

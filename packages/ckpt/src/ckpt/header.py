@@ -41,11 +41,19 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's tensors, in the order of their bytes, its string metadata, and where the header ends."""
+    """What a file says of itself.
+
+    Attributes:
+        tensors: in the order of their bytes.
+        metadata: strings by name.
+        length: bytes before the tensors.
+        modified_ns: when the file was last modified, as `st_mtime_ns` (`ckpt.unchanged`).
+    """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     length: int
+    modified_ns: int
 
 
 def read_header(path: Path) -> Header:
@@ -57,7 +65,8 @@ def read_header(path: Path) -> Header:
     """
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            stat = os.fstat(file.fileno())
+            size = stat.st_size
             if size < 8:
                 raise ValueError(f"{path} is truncated: {size} bytes hold no safetensors header")
             length = int.from_bytes(file.read(8), "little")
@@ -71,10 +80,10 @@ def read_header(path: Path) -> Header:
         raise ValueError(f"{path} {what}; download or copy the missing file into the folder") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_header(raw, size, str(path))
+    return parse_header(raw, size, str(path), stat.st_mtime_ns)
 
 
-def parse_header(raw: bytes, size: int, path: str) -> Header:
+def parse_header(raw: bytes, size: int, path: str, modified_ns: int) -> Header:
     """Check a header's JSON against the size of its file.
 
     Raises:
@@ -105,7 +114,7 @@ def parse_header(raw: bytes, size: int, path: str) -> Header:
         raise ValueError(
             f"{path} is {what}: its tensors end at byte {end}, the file has {size}; copy or download it again"
         )
-    return Header(ordered, metadata, start)
+    return Header(ordered, metadata, start, modified_ns)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

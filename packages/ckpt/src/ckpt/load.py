@@ -18,6 +18,7 @@ from ckpt.parts import on_this_rank, require_memory
 from ckpt.pieces import Block, shared
 from ckpt.place import Place
 from ckpt.reading import Read, read_all
+from ckpt.unchanged import while_unchanged
 
 
 def load_hf(
@@ -60,8 +61,8 @@ def load_hf(
         model's `score.*` from a causal-LM checkpoint) are absent.
 
     Raises:
-        ValueError: the checkpoint is broken or does not fit the layout, or `into` does not; names the file or tensor,
-            the values and the fix; on every rank of `group`.
+        ValueError: the checkpoint is broken, does not fit the layout or was replaced meanwhile, or `into` does not fit;
+            names the file or tensor, the values and the fix; on every rank of `group`.
     """
     where = Place() if place is None else place
     count = IOCounter() if counter is None else counter
@@ -75,7 +76,8 @@ def load_hf(
         checkpoint = open_checkpoint(path)
         count.header_bytes += checkpoint.header_bytes
         if check:
-            check_share(checkpoint, *((0, 1) if group is None else (group.rank(), group.size())))
+            with while_unchanged(checkpoint.files):
+                check_share(checkpoint, *((0, 1) if group is None else (group.rank(), group.size())))
         sources = match(checkpoint, layout)
         blocks = {name: block for name, block in layout.at(where).items() if _present(block, sources)}
         if into is None:
@@ -89,7 +91,8 @@ def load_hf(
     def read() -> None:
         _clear_padding(blocks, tensors)
         reads = _reads(checkpoint, sources, blocks, tensors)
-        read_all(reads, threads=threads, counter=count, progress=shown)
+        with while_unchanged(checkpoint.files):
+            read_all(reads, threads=threads, counter=count, progress=shown)
 
     agree(read, group)
     return tensors

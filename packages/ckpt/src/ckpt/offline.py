@@ -25,6 +25,7 @@ from ckpt.pieces import Block, Copy, Shape, carried_over, extents, full_box, sha
 from ckpt.place import Grid, LayerPlacement
 from ckpt.shards import WEIGHTS, layout_json, open_shards, shard_name
 from ckpt.sources import Source, open_source
+from ckpt.unchanged import while_unchanged
 
 Progress = Callable[[int, int], None]
 _CPU = torch.device("cpu")
@@ -60,8 +61,8 @@ def reshard(
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken, the copies of a tied embedding in it differ, or the model does not fit the
-            grid.
+        ValueError: the source is broken or was replaced meanwhile, the copies of a tied embedding in it differ, or the
+            model does not fit the grid.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
@@ -74,7 +75,8 @@ def reshard(
     contents = [_contents(opened, layout.at(place), dtype) for place in places]
     entries = [entry for held in contents for entry in held.values()]
     needed = sum(entry.nbytes for entry in entries)
-    with room_for(needed, Path(destination).parent), FolderWriter(Path(destination)) as folder:
+    out = Path(destination)
+    with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
         for index, held in enumerate(contents):
             file = shard_name(index, len(places))
@@ -105,7 +107,7 @@ def merge(
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken, or the copies of a tied embedding in it differ.
+        ValueError: the source is broken or was replaced meanwhile, or the copies of a tied embedding in it differ.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
@@ -116,7 +118,8 @@ def merge(
     contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
     types = [entry.dtype for entry in contents.values()]
-    with room_for(plan.nbytes, Path(destination).parent), FolderWriter(Path(destination)) as folder:
+    out = Path(destination)
+    with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
         copy = None if copy_from is None else Path(copy_from)
         write_companions(folder, plan, layout, layout.config, max(types, key=types.count), copy)

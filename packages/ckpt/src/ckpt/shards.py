@@ -32,6 +32,7 @@ from ckpt.parts import is_dtensor
 from ckpt.pieces import Box, distinct_cover_problem, full_box
 from ckpt.place import Grid, Place
 from ckpt.relay import write_own_file
+from ckpt.unchanged import while_unchanged
 
 WEIGHTS = "weights"
 _VERSION = 1
@@ -58,6 +59,11 @@ class Shards:
         """The kinds of tensors that are stored: "weights", then the optimizer's slots."""
         slots = {name.partition("/")[0] for header in self.headers for name in header.tensors}
         return sorted(slots, key=lambda slot: (slot != WEIGHTS, slot))
+
+    @property
+    def files(self) -> dict[Path, int]:
+        """The files, and when each was last modified (`ckpt.unchanged`)."""
+        return {self.file(index): header.modified_ns for index, header in enumerate(self.headers)}
 
     def file(self, index: int) -> Path:
         """The file of a place."""
@@ -248,7 +254,8 @@ def load_shards(
     """A place's tensors and its optimizer's state, as `save_shards` wrote them; the place must be of the saved grid.
 
     Raises:
-        ValueError: the checkpoint is broken, or of another grid (`reshard` it); on every rank of `group`.
+        ValueError: the checkpoint is broken, was replaced meanwhile, or is of another grid (`reshard` it); on every
+            rank of `group`.
     """
 
     def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -260,19 +267,16 @@ def load_shards(
         stagings, count = StagingPool(), IOCounter() if counter is None else counter
         weights: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        fd = os.open(shards.file(index), os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with while_unchanged(shards.files), open(shards.file(index), "rb", buffering=0) as file:
             for key, info in shards.headers[index].tensors.items():
                 slot, _, name = key.partition("/")
                 tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
                 if tensor.numel():
-                    read_box(fd, info, full_box(info.shape), tensor, stagings.on(tensor.device), count)
+                    read_box(file.fileno(), info, full_box(info.shape), tensor, stagings.on(tensor.device), count)
                 if slot == WEIGHTS:
                     weights[name] = tensor
                 else:
                     state.setdefault(name, {})[slot] = tensor
-        finally:
-            os.close(fd)
         return weights, state
 
     return agree(read, group)

@@ -24,6 +24,7 @@ class Source:
 
     Attributes:
         layout: of the model.
+        files: when each was last modified (`ckpt.unchanged`).
         tensors: key -> (file, where it lies in it).
         slots: slot -> canonical name -> [(key, piece)], each element once; "weights" first.
         copies: the same for what other places hold again.
@@ -32,6 +33,7 @@ class Source:
     """
 
     layout: Layout
+    files: dict[Path, int]
     tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
     slots: dict[str, Index] = field(default_factory=dict)
     copies: dict[str, Index] = field(default_factory=dict)
@@ -70,14 +72,15 @@ def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Sourc
         return _sharded(path)
     checkpoint = open_checkpoint(path)
     layout = layout_for(path, role=role or detect_role(checkpoint))
-    source = Source(layout, {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()})
+    tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
+    source = Source(layout, checkpoint.files, tensors)
     source.slots[WEIGHTS] = match(checkpoint, layout)
     return source
 
 
 def _sharded(path: str | os.PathLike[str]) -> Source:
     shards = open_shards(path)
-    source = Source(shards.layout, tied=tied_names(shards.layout, shards.grid.places()))
+    source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()))
     for slot in shards.slots:
         boxes: dict[str, set[Box]] = {}
         for index, place in enumerate(shards.grid.places()):

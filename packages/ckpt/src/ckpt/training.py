@@ -37,6 +37,7 @@ from ckpt.rng import capture_rng, streams_from_json, streams_to_json
 from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.state_boxes import Places, all_places, held_boxes, wanted_state
 from ckpt.tied import require_equal_boxes
+from ckpt.unchanged import require_unchanged
 
 # What `state.json` holds.
 _FACTS = {"step", "extra", "rng"}
@@ -278,10 +279,11 @@ def load_training(
         were saved, they are handed out again from the first.
 
     Raises:
-        ValueError: there is no such checkpoint, it is broken, or it is of another model; on every rank.
+        ValueError: there is no such checkpoint, it is broken or of another model, or was replaced meanwhile; on every
+            rank.
     """
     rank = 0 if group is None else group.rank()
-    folder, state = agree(lambda: _open(Path(root), step), group)
+    folder, state, files = agree(lambda: _open(Path(root), step), group)
     # On a network file system ranks may see different pointers.
     require_same(group, step=state["step"])
     wanted = agree(lambda: wanted_state(folder, layout, place, into, torch.device(device)), group)
@@ -293,17 +295,24 @@ def load_training(
             process_group=group,
             no_dist=group is None,
         )
-    agree(wanted.settle_counts, group)
+
+    def finish() -> None:
+        require_unchanged(files)
+        wanted.settle_counts()
+
+    agree(finish, group)
     rng = state["rng"][rank % len(state["rng"])]
     streams = streams_from_json(rng.pop("streams", {}))
     return TrainingState(int(state["step"]), wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
 
 
-def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path, int]]:
+    """A checkpoint's folder, its facts, and a file that a new save would replace, with the time of its last change."""
     chosen = latest_step(root) if step is None else step
     if chosen is None or chosen not in saved_steps(root):
         raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
     folder = root / f"step-{chosen:08d}"
+    files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}
     state = read_json_file(folder / STATE)
     if (
         not isinstance(state, dict)
@@ -312,4 +321,4 @@ def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
         or not state["rng"]
     ):
         raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
-    return folder, state
+    return folder, state, files

@@ -1,0 +1,135 @@
+"""A folder that is replaced while it is read is an error by name: what was read may be of two versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ckpt.compare
+import ckpt.load
+import ckpt.offline
+import ckpt.shards
+import ckpt.training
+from ckpt import (
+    Grid,
+    Place,
+    layout_for,
+    load_hf,
+    load_shards,
+    load_training,
+    merge,
+    reshard,
+    save_hf,
+    save_shards,
+    save_training,
+    verify,
+    verify_live,
+)
+
+Checkpoints = Callable[..., Path]
+Tensors = dict[str, torch.Tensor]
+
+
+def as_hf(folder: Path, tensors: Tensors, source: Path) -> None:
+    save_hf(folder, tensors, layout_for(source), max_shard_size="20KB", checksums=True)
+
+
+def as_shards(folder: Path, tensors: Tensors, source: Path) -> None:
+    save_shards(folder, tensors, layout_for(source), Place())
+
+
+def as_training(folder: Path, tensors: Tensors, source: Path) -> None:
+    save_training(folder, 7, tensors, layout_for(source))
+
+
+def compare_live(folder: Path, source: Path) -> object:
+    layout = layout_for(source)
+    return verify_live(folder, load_hf(source, layout), layout)
+
+
+# How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
+READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
+    ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.load, "read_all"),
+    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.load, "check_share"),
+    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.compare, "read_box"),
+    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.compare, "read_box"),
+    ("verify_live", as_hf, compare_live, ckpt.compare, "read_box"),
+    ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.offline, "read_box"),
+    ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.offline, "read_box"),
+    ("load_shards", as_shards, lambda a, b: load_shards(a, Place()), ckpt.shards, "read_box"),
+    ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training, "load"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("save", "read", "module", "part"), [reader[1:] for reader in READERS], ids=[reader[0] for reader in READERS]
+)
+def test_every_reader_notices(
+    save: Any, read: Any, module: Any, part: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source, folder = checkpoint("llama"), tmp_path / "saved"
+    tensors = load_hf(source, layout_for(source))
+    save(folder, tensors, source)
+    read(folder, source)
+    original = getattr(module, part)
+
+    def replace_then_read(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, part, original)
+        save(folder, {name: tensor + 1 for name, tensor in tensors.items()}, source)
+        return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(module, part, replace_then_read),
+        pytest.raises(ValueError, match=r"saved.* was replaced while it was read"),
+    ):
+        read(folder, source)
+    read(folder, source)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("change", [Path.unlink, Path.touch, lambda file: file.write_bytes(b"")])
+def test_a_file_that_is_gone_or_written_to(
+    change: Callable[[Path], object], checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """The error is what it comes from, not what comes of it."""
+    source, folder = checkpoint("llama"), tmp_path / "saved"
+    layout, read_all = layout_for(source), ckpt.load.read_all
+    as_hf(folder, load_hf(source, layout), source)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+
+    def change_then_read(*args: Any, **kwargs: Any) -> None:
+        change(last)
+        read_all(*args, **kwargs)
+
+    with (
+        mock.patch.object(ckpt.load, "read_all", change_then_read),
+        pytest.raises(ValueError, match=f"{last.name} was replaced while it was read"),
+    ):
+        load_hf(folder, layout)
+
+
+def load_while_the_second_saves(group: Any, source: str, folder: str) -> None:
+    layout, read_all = layout_for(source), ckpt.load.read_all
+    tensors = load_hf(source, layout)
+
+    def read_then_replace(*args: Any, **kwargs: Any) -> None:
+        read_all(*args, **kwargs)
+        if group.rank() == 1:
+            as_hf(Path(folder), tensors, Path(source))
+
+    with (
+        mock.patch.object(ckpt.load, "read_all", read_then_replace),
+        pytest.raises(ValueError, match="was replaced while it was read"),
+    ):
+        load_hf(folder, layout, Place(tp=(group.rank(), 2)), group=group)
+
+
+def test_every_rank_of_a_group_is_told(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
+    source, folder = checkpoint("llama"), tmp_path / "saved"
+    as_hf(folder, load_hf(source, layout_for(source)), source)
+    ranks.run(load_while_the_second_saves, str(source), str(folder), world=2)
