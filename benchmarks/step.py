@@ -203,7 +203,7 @@ def megatron(task: Task) -> tuple[nn.Module, Step]:
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     tp = 1 if task.group is None else task.group.size()
     if not dist.is_initialized():
-        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model_parallel_cuda_manual_seed(0)
     hf = task.hf

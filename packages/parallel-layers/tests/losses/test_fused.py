@@ -51,10 +51,13 @@ def exact(
 
 @pytest.mark.parametrize("hidden_size", [8, 1024, 2560, 4096, 16384])
 @pytest.mark.parametrize("num_entries", [1, 515, 30000, 128256, 151936])
-def test_slices_are_whole_tiles_near_a_tenth_and_within_their_bounds(num_entries: int, hidden_size: int) -> None:
+@pytest.mark.parametrize("slices", [10, 6])
+def test_slices_are_whole_tiles_near_a_part_and_within_their_bounds(
+    num_entries: int, hidden_size: int, slices: int
+) -> None:
     for num_tokens in (1, 100, 8192, 16384, 262144):
-        entries = fused.slice_entries(num_tokens, num_entries, hidden_size, multiprocessors=132)
-        wanted = min(max(num_entries / 10, 2048), max(2**28 / num_tokens, 2048))
+        entries = fused.slice_entries(num_tokens, num_entries, hidden_size, 132, slices)
+        wanted = min(max(num_entries / slices, 2048), max(2**28 / num_tokens, 2048))
         assert entries % 256 == 0
         assert entries * num_tokens <= max(2**28, 2048 * num_tokens)
         assert 0.87 * wanted <= entries <= 1.07 * wanted + 256

@@ -18,7 +18,7 @@ from parallel_layers.kernels.runtime import num_multiprocessors, use_triton
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients
 
-_SLICES = 10
+_SLICES, _KEPT_SLICES = 10, 6
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
@@ -52,22 +52,25 @@ def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
     return Kept(hidden_TH.new_empty(num_tokens, row), hidden_TH.new_empty(tiles, 3, num_tokens, dtype=torch.float32))
 
 
-def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
-    """Vocabulary entries of a slice: about a tenth, bounded, and whole tiles.
+def slice_entries(
+    num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int, slices: int = _SLICES
+) -> int:
+    """Vocabulary entries of a slice: about that part, bounded, and whole tiles.
 
-    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Of sizes near
-    a tenth, that whose products for the weight's gradient leave the fewest multiprocessors idle in their last waves.
+    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory, of which
+    there is more where a whole `[T, V]` is kept. Of sizes near that part, the one whose products for the weight's
+    gradient leave the fewest multiprocessors idle in their last waves.
     """
     most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
-    tenth = -(-max(num_entries // _SLICES, _MIN_SLICE) // head.BLOCK_V)
-    sizes = [n * head.BLOCK_V for n in range(round(0.9 * tenth), round(1.05 * tenth) + 1)]
+    part = -(-max(num_entries // slices, _MIN_SLICE) // head.BLOCK_V)
+    sizes = [n * head.BLOCK_V for n in range(round(0.9 * part), round(1.05 * part) + 1)]
 
     def waves(entries: int) -> int:
         return -(-entries * hidden_size // (_GRADIENT_TILE * multiprocessors))
 
     def cost(entries: int) -> tuple[int, int]:
-        slices, rest = divmod(num_entries, entries)
-        return slices * waves(entries) + waves(rest), slices
+        whole, rest = divmod(num_entries, entries)
+        return whole * waves(entries) + waves(rest), whole
 
     return min(sorted({min(size, most) for size in sizes}, reverse=True), key=cost)
 
@@ -129,9 +132,8 @@ def head_gradients(
         upstream.entropies,
     )
     num_tokens, num_entries = len(hidden), len(weight_VH)
-    step = entries_a_slice or slice_entries(
-        num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device)
-    )
+    multiprocessors, slices = num_multiprocessors(hidden.device), _SLICES if kept is None else _KEPT_SLICES
+    step = entries_a_slice or slice_entries(num_tokens, num_entries, hidden.shape[1], multiprocessors, slices)
     buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
     for first in range(0, num_entries, step):
         entries = slice(first, first + step)
