@@ -14,7 +14,7 @@ Three ways, by name:
 
 Cutting costs: products of few rows leave multiprocessors idle in their last wave of tiles (one such wave takes as long
 as some 2000 tokens take over NVLink, whatever the sizes of the layer: both grow with its inputs), and the host has the
-pieces to launch. Of a Llama 3 8B shaped step on H200s, symmetric memory saved 5 % with 8192 tokens on each of two
+pieces to launch. Of a Llama 3 8B shaped step on H200s, symmetric memory saved 5 to 6 % with 8192 tokens on each of two
 ranks; with 4096 on each of four the host was behind, so that nothing was saved but in a CUDA graph.
 Hence the rule of "auto" for CUDA tensors from 8192 tokens a rank on: "symmetric-memory" where the group has it, else
 "collectives", with products of at least 2048 tokens; "serial" below, and on a CPU, whose cores do the sending too.
