@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ def as_training(folder: Path, tensors: Tensors, source: Path) -> None:
     save_training(folder, 7, tensors, layout_for(source))
 
 
+def age(folder: Path) -> None:
+    """Clocks of files tick in milliseconds: what is written next has another time, however fast this machine is."""
+    for file in folder.rglob("*"):
+        os.utime(file, (0, 0))
+
+
 def compare_live(folder: Path, source: Path) -> object:
     layout = layout_for(source)
     return verify_live(folder, load_hf(source, layout), layout)
@@ -75,6 +82,7 @@ def test_every_reader_notices(
     source, folder = checkpoint("llama"), tmp_path / "saved"
     tensors = load_hf(source, layout_for(source))
     save(folder, tensors, source)
+    age(folder)
     read(folder, source)
     original = getattr(module, part)
 
@@ -100,6 +108,7 @@ def test_a_file_that_is_gone_or_written_to(
     source, folder = checkpoint("llama"), tmp_path / "saved"
     layout, read_all = layout_for(source), ckpt.load.read_all
     as_hf(folder, load_hf(source, layout), source)
+    age(folder)
     last = sorted(folder.glob("*.safetensors"))[-1]
 
     def change_then_read(*args: Any, **kwargs: Any) -> None:
@@ -132,4 +141,5 @@ def load_while_the_second_saves(group: Any, source: str, folder: str) -> None:
 def test_every_rank_of_a_group_is_told(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
     source, folder = checkpoint("llama"), tmp_path / "saved"
     as_hf(folder, load_hf(source, layout_for(source)), source)
+    age(folder)
     ranks.run(load_while_the_second_saves, str(source), str(folder), world=2)
