@@ -41,7 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """What is known of a file before its tensors are read.
 
     Attributes:
         tensors: in the order of their bytes.

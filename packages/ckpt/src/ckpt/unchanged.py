@@ -1,6 +1,8 @@
 """Whether files are still what they were when their headers were read: another process may save to a folder meanwhile.
 
-A save replaces a folder as a whole, but a reader opens its files one after another, and so may get some of each.
+A save replaces a folder as a whole, but a reader opens its files one after another, and so may get some of each. Files
+are told apart by when they were last modified, in ticks of the file system (milliseconds, mostly): not by their inodes,
+which some network file systems make up anew.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from parallel_layers.kernels.runtime import num_multiprocessors, use_triton
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients
 
-_SLICES, _KEPT_SLICES = 10, 6
+_SLICES, _KEPT_SLICES = 10, 6  # a kept [T, V] makes the memory of a larger slice matter less
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
@@ -55,15 +55,15 @@ def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
 def slice_entries(
     num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int, slices: int = _SLICES
 ) -> int:
-    """Vocabulary entries of a slice: about that part, bounded, and whole tiles.
+    """Vocabulary entries of a slice, of about `slices`: bounded, and whole tiles.
 
-    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory, of which
-    there is more where a whole `[T, V]` is kept. Of sizes near that part, the one whose products for the weight's
-    gradient leave the fewest multiprocessors idle in their last waves.
+    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Of sizes near
+    an even share, that whose products for the weight's gradient leave the fewest multiprocessors idle in their last
+    waves.
     """
     most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
-    part = -(-max(num_entries // slices, _MIN_SLICE) // head.BLOCK_V)
-    sizes = [n * head.BLOCK_V for n in range(round(0.9 * part), round(1.05 * part) + 1)]
+    share = -(-max(num_entries // slices, _MIN_SLICE) // head.BLOCK_V)
+    sizes = [n * head.BLOCK_V for n in range(round(0.9 * share), round(1.05 * share) + 1)]
 
     def waves(entries: int) -> int:
         return -(-entries * hidden_size // (_GRADIENT_TILE * multiprocessors))
