@@ -1,9 +1,13 @@
 """Ranks of the command line: results, events, failures that reach the user, and no hang."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +55,53 @@ def test_a_failing_rank_is_reported_while_its_peer_waits_for_it(how: str, messag
     assert failure.value.mistake == mistake
     # Starting the ranks takes most of it; a hang would take ten minutes.
     assert time.monotonic() - began < 60
+
+
+LAUNCHER = """
+import os, time
+import torch.distributed as dist
+from rl_models.launch import Devices, run_on_ranks
+
+def work(send, folder):
+    with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()}")
+    if dist.get_rank() == 0:
+        dist.barrier()  # waits for rank 1; the others are done or asleep
+    while dist.get_rank() == 1:
+        time.sleep(60)
+
+if __name__ == "__main__":
+    run_on_ranks(work, 3, os.getcwd(), devices=Devices.find("cpu"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="tells by /proc which processes live")
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHER)
+    launcher = subprocess.Popen([sys.executable, script], cwd=tmp_path)
+    files = [tmp_path / str(rank) for rank in range(3)]
+    wait_until(lambda: all(file.is_file() and " " in file.read_text() for file in files))
+    processes = {int(word) for file in files for word in file.read_text().split()}
+    assert len(processes) == 3 + 1  # the ranks and the server that forked them
+    assert all(lives(process) for process in processes)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    wait_until(lambda: not any(lives(process) for process in processes))
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_devices_are_checked() -> None:

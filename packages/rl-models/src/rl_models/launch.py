@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -210,7 +210,7 @@ def _rank(setup: tuple[int, int, Devices, str, Connection], fn: Callable[..., An
     rank, world_size, devices, store, connection = setup
     # The parent hears of an interrupt and ends the ranks; here it would only print a traceback each.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_the_server()
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         connection.send_bytes(pickle.dumps((kind, value)))
@@ -231,11 +231,15 @@ def _rank(setup: tuple[int, int, Devices, str, Connection], fn: Callable[..., An
         time.sleep(60)
 
 
-def _end_with_the_server() -> None:
-    """End this process when the server that forked it is gone (Linux); the server ends with the user's process."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _end_with_the_launcher() -> None:
+    """Wait until the process that called `run_on_ranks` is gone, however it ended, and end this one.
+
+    The server that forked this rank would not: it stays for as long as any rank does.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join(rank: int, world_size: int, devices: Devices, store: str) -> None:
