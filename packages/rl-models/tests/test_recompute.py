@@ -48,7 +48,7 @@ def run(recompute: Any) -> tuple[Counter[str], list[Tensor]]:
         ("selective", {f"{layer} down_proj" for layer in range(3)}),
         ([1], {"1 qkv_proj", "1 down_proj"}),
     ],
-    ids=str,
+    ids=["full", "selective", "one layer"],
 )
 def test_what_is_asked_for_runs_twice_and_gradients_are_the_same_bits(recompute: Any, twice: set[str]) -> None:
     once, expected = run(None)
