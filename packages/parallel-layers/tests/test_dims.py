@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import datetime
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
-from parallel_layers.dims import ParallelDims
+from parallel_layers.dims import MESH_AXES, ParallelDims, form_group
 from parallel_layers.testing import RankPool
 
 
@@ -41,6 +44,26 @@ def axis_ranks(group: ProcessGroup, dims: ParallelDims, ranks: list[int] | None)
         return None
     mesh = dims.build_mesh("cpu", ranks)
     return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("pp", "dp", "cp", "tp")}
+
+
+@pytest.fixture
+def default_group_of_7_seconds() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=7))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group_of_7_seconds")
+def test_groups_have_the_time_limit_of_the_default_group() -> None:
+    mesh = ParallelDims().build_mesh("cpu")
+    assert [limit(mesh.get_group(axis)) for axis in MESH_AXES] == [7] * 4
+    assert limit(form_group([0])) == 7
+    # Such a group serves other waits than the default group's, those for files, say.
+    assert limit(form_group([0], "gloo")) == 1800
+
+
+def limit(group: ProcessGroup) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def test_axes_outermost_first(ranks: RankPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,8 @@ class ParallelDims:
             ranks: The members' global ranks, increasing; default all ranks of the default group.
 
         Returns:
-            A mesh; `mesh.get_group("tp")` is the group that the layers take.
+            A mesh; `mesh.get_group("tp")` is the group that the layers take. Its collectives have the default group's
+            time limit.
 
         Raises:
             ValueError: The number of ranks is not `world_size`, they are not increasing or not ranks of the default
@@ -102,7 +104,7 @@ class ParallelDims:
         groups: list[ProcessGroup] = []
         for axis in range(grid.dim()):
             line = grid[tuple(slice(None) if other == axis else i for other, i in enumerate(place))]
-            group = dist.new_group(line.tolist(), use_local_synchronization=True)
+            group = dist.new_group(line.tolist(), timeout=default_timeout(), use_local_synchronization=True)
             assert isinstance(group, ProcessGroup)
             groups.append(group)
         return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
@@ -113,12 +115,25 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
 
     Args:
         ranks: The members' global ranks, increasing; this rank is one of them.
-        backend: `"gloo"`, say, for collectives of CPU tensors beside NCCL's; default that of the default group.
+        backend: `"gloo"`, say, for collectives of CPU tensors beside NCCL's, with torch's time limit for that backend;
+            default that of the default group, with its time limit.
     """
     _align_group_counts(list(ranks))
-    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    timeout = default_timeout() if backend is None else None
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def default_timeout() -> timedelta | None:
+    """How long collectives of the default group may take; None: its backend has no limit.
+
+    `torch.distributed.new_group` does not hand it on: without a `timeout` a group has its backend's own.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    options = [group._get_backend(device).options for device in group._device_types]
+    return max((each._timeout for each in options if each is not None), default=None)
 
 
 def divisors(n: int) -> list[int]:
