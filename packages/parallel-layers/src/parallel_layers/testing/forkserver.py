@@ -27,7 +27,14 @@ from parallel_layers.testing import worker
 
 # What takes long to import: the ranks have of these packages what the caller has imported. For ranks that compute on
 # CUDA devices the large ones, which may touch CUDA when imported, are left out: a fork of CUDA does not work.
-_LIGHT = ("hypothesis.", "pytest.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
+_LIGHT = (
+    "hypothesis.",
+    "pytest.",
+    "torch.distributed.checkpoint.",
+    "torch.distributed.fsdp.",
+    "torch.distributed.pipelining.",
+    "torch.distributed.tensor.",
+)
 _PRELOAD = {"gloo": (*_LIGHT, "megatron.core.", "transformers."), "nccl": _LIGHT}
 
 

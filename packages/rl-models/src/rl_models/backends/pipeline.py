@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 from torch.distributed.tensor import DTensor
 
 from ckpt import all_gather_json
@@ -27,6 +21,10 @@ from rl_models.backends.engine import Loss, Outputs
 from rl_models.backends.options import PipelineOptions
 from rl_models.backends.padding import pad_to
 from rl_models.backends.stage import Stage, Task
+
+# torch's pipelines bring its compiler; together they take over a second to import. Whoever has a pipeline does so.
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 # (stage, number of the micro-batch, micro-batch) -> what the stage does with it.
 MakeTask = Callable[[Stage, int, PackedSequence], Task]
@@ -73,9 +71,12 @@ class Pipeline:
         self.hidden_shape, self.dtype, self.device, self.num_outputs = hidden_shape, dtype, device, num_outputs
         if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
             raise ValueError(reason)
-        self._schedule_class: Any = ScheduleInterleavedZeroBubble
+        from torch.distributed.pipelining import schedules
+
+        self._single = options.schedule == "1f1b" and len(stages) == 1
+        self._schedule_class: Any = schedules.ScheduleInterleavedZeroBubble
         if options.schedule == "1f1b":
-            self._schedule_class = ScheduleInterleaved1F1B if len(stages) > 1 else Schedule1F1B
+            self._schedule_class = schedules.Schedule1F1B if self._single else schedules.ScheduleInterleaved1F1B
 
     def forward(self, micro_batches: Sequence[PackedSequence], make_task: MakeTask) -> list[Outputs]:
         """The outputs of every micro-batch on every rank, without a graph. Communication: of them, one broadcast."""
@@ -135,14 +136,14 @@ class Pipeline:
             stage.give([partial(_dense, make_task(stage, number, packed)) for number, packed in enumerate(padded)])
         stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
-        schedule = self._schedule_class(
-            stages[0] if self._schedule_class is Schedule1F1B else stages, count, loss_fn=loss, scale_grads=False
-        )
+        schedule = self._schedule_class(stages[0] if self._single else stages, count, loss_fn=loss, scale_grads=False)
         target = None if loss is None else torch.arange(count)
         outputs = schedule.step(target=target, return_outputs=loss is None)
         return None if outputs is None else _tuple(outputs)
 
     def _torch_stage(self, stage: Stage, number: int, num_tokens: int) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
         # With shapes given torch runs nothing to find them out.
         between = torch.empty(self.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
         output = torch.empty(num_tokens, device="meta", requires_grad=True)
