@@ -123,7 +123,8 @@ def random_streams_on(group: ProcessGroup) -> list[torch.Tensor]:
             sharded = torch.rand(4)
         assert random._CUDA_RNG_STATE_TRACKER is not None
     assert random._CUDA_RNG_STATE_TRACKER is None
-    torch.set_rng_state(before)
+    # The seed is the block's: torch's own stream goes on as if there had been none.
+    assert torch.equal(torch.get_rng_state(), before)
     return [replicated, sharded]
 
 

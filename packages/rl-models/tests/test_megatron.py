@@ -76,6 +76,29 @@ def test_actors_on_two_grids_live_in_one_process(ranks: RankPool, model: Path) -
     ranks.run(two_grids_on, model, world=2)
 
 
+def side_by_side_on(group: ProcessGroup, path: Path) -> Tensor:
+    """An actor on rank 0, and one on ranks 1 and 2, learn the same from the same batch."""
+    from megatron_utils.testing import cpu_stand_in
+
+    members = [0] if group.rank() == 0 else [1, 2]
+    dims, batch = ParallelDims(tp=len(members)), make_batch()
+    mesh = dims.build_mesh("cpu", members) if len(members) > 1 else None
+    with cpu_stand_in():
+        actor = Actor.from_pretrained(path, backend="megatron", dims=dims, mesh=mesh, device="cpu")
+        before = actor.log_probs(batch).log_probs
+        for _ in range(2):
+            actor.update(batch, loss)
+        after = actor.log_probs(batch).log_probs
+        assert not torch.equal(before, after)
+    return after
+
+
+def test_actors_learn_side_by_side_on_any_ranks(ranks: RankPool, model: Path) -> None:
+    alone, *both = ranks.run(side_by_side_on, model, world=3)
+    for after in both:
+        torch.testing.assert_close(after, alone, rtol=0, atol=1e-5)
+
+
 def accumulation_on(group: ProcessGroup, path: Path) -> None:
     from megatron_utils.testing import cpu_stand_in
 

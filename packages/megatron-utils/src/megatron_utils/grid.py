@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
+from parallel_layers.dims import default_timeout
 
 # Which axes vary inside each group. Both grids have the order of Megatron's "tp-cp-ep-dp-pp", here outermost first.
 _DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -109,20 +110,29 @@ class MegatronGrid:
         """The tensor-parallel group as parallel-layers' functions take it: None when nothing is sharded."""
         return self.groups.tp if self.dims.tp > 1 else None
 
+    def check_first_ranks(self, operation: str) -> None:
+        """Refuse an operation that takes the numbers of ranks for their places in this grid.
+
+        Raises:
+            ValueError: the grid is not the first ranks of the default group; names `operation`.
+        """
+        members = dist.get_process_group_ranks(self.groups.intra_dist_opt)
+        if members[-1] != len(members) - 1:
+            raise ValueError(
+                f"{operation} works on the first ranks of the default group alone (Megatron-Core counts them from 0); "
+                f"enter the grid on ranks 0 to {len(members) - 1}, not on {members}"
+            )
+
     @contextlib.contextmanager
     def as_world(self) -> Iterator[None]:
         """Make this grid's ranks the default group for a while, for the parts of Megatron-Core that know no other.
 
-        Raises:
-            ValueError: the grid is not the first ranks of the default group, so that its ranks would change numbers.
+        Ranks are counted from 0 inside: see `check_first_ranks` for what does not stand that.
         """
         world = self.groups.intra_dist_opt
-        members = dist.get_process_group_ranks(world)
-        if len(members) == dist.get_world_size():
+        if world.size() == dist.get_world_size():
             yield
             return
-        if members[-1] != len(members) - 1:
-            raise ValueError(f"Megatron does this on ranks 0 to n - 1 of the default group alone, not on {members}")
         default = dist.group.WORLD
         dist.distributed_c10d._update_default_pg(world)
         try:
@@ -147,11 +157,12 @@ def megatron_grid(
 
     Args:
         dims: the grid. `dims.ep` regroups the `dp * cp * tp` ranks of a stage.
-        ranks: increasing global ranks of the grid; default all ranks of the default group.
+        ranks: increasing global ranks of the grid; default all ranks of the default group. Checkpoints are saved and
+            loaded on ranks 0 to n - 1 alone.
         virtual_stages: model chunks a rank holds, for the interleaved schedule; needs `dims.pp > 1`.
         expert_tp: tensor parallelism inside an expert. Default: `dims.tp` where the ranks suffice, else 1.
-        seed: seeds torch and Megatron's random streams (the tensor-parallel and the expert stream differ by rank).
-            None leaves torch's own state alone and starts the streams from 0.
+        seed: seeds torch, until the grid is left, and Megatron's random streams (the tensor-parallel and the expert
+            stream differ by rank). None leaves torch's own state alone and starts the streams from 0.
 
     Raises:
         ValueError: the sizes do not fit the ranks, or `virtual_stages` needs a pipeline.
@@ -177,8 +188,8 @@ def megatron_grid(
             parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
             parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = virtual_stages
         parallel_state._set_global_memory_buffer()
-        _seed(seed)
-        yield MegatronGrid(dims, virtual_stages, expert_tp, ProcessGroupCollection.use_mpu_process_groups())
+        with _seeded(seed):
+            yield MegatronGrid(dims, virtual_stages, expert_tp, ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
@@ -216,7 +227,7 @@ def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -
         formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[stem], strict=True))
         group = by_members.get(formed)
         if group is None or (stem in _BUSY_GROUPS and max(map(len, formed)) > 1):
-            group = dist.new_group(list(formed[me]), use_local_synchronization=True)
+            group = dist.new_group(list(formed[me]), timeout=default_timeout(), use_local_synchronization=True)
             by_members.setdefault(formed, group)
         groups[stem] = group if members[me] in lines[stem][me] else None
     return groups
@@ -229,15 +240,29 @@ def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], r
     return tuple(int(other) for other in grid[index].flatten())
 
 
-def _seed(seed: int | None) -> None:
-    """Start Megatron's random streams; parts of its layers run inside one of them, whether or not they draw."""
-    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Start Megatron's random streams; parts of its layers run inside one of them, whether or not they draw.
+
+    torch's own start from `seed` and are put back at the end; without a seed they go on as if nothing had happened.
+    """
+    device = torch.cuda.current_device()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+
+    def put_back() -> None:
+        torch.set_rng_state(states[0])
+        torch.cuda.set_rng_state(states[1], device)
+
     megatron_random.model_parallel_cuda_manual_seed(seed or 0, force_reset_rng=True)
     if seed is None:
-        torch.set_rng_state(states[0])
-        torch.cuda.set_rng_state(states[1])
-    else:
-        torch.manual_seed(seed)
+        put_back()
+        yield
+        return
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _set_globals(groups: Mapping[str, ProcessGroup | None]) -> None:

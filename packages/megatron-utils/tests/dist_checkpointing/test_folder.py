@@ -57,7 +57,9 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_one(tmp_path: Path, monkeyp
         finally:
             for name, function in real.items():
                 monkeypatch.setattr(os, name, function)
-        # The rename may have happened and the pointer not: then the old one is still the latest.
+        # The rename is the moment, whether or not the pointer has been moved.
+        assert (latest_step(tmp_path) == step + 1) is folders.step_folder(tmp_path, step + 1).exists()
+        assert all(folders.step_folder(tmp_path, earlier).is_dir() for earlier in range(1, step + 1))
         if folders.step_folder(tmp_path, step + 1).exists():
             folder = folders.step_folder(tmp_path, step + 1)
             assert folders.check_files(folder, 0, 1, contents=True) == []
@@ -73,6 +75,52 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_one(tmp_path: Path, monkeyp
     save(tmp_path, step + 1)
     check(tmp_path, step + 1)
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_complete_checkpoints_are_never_removed(tmp_path: Path) -> None:
+    for step in (100, 200, 150):  # from 100 the run has gone on anew
+        save(tmp_path, step)
+    (tmp_path / "step-300").mkdir()
+    for step in (100, 150, 200, 300):
+        with pytest.raises(ValueError, match=rf"step-{step} exists; .*: to save step {step}, delete it"):
+            folders.begin(tmp_path, step)
+    (tmp_path / folders.LATEST).unlink()
+    with pytest.raises(ValueError, match="step-200 exists"):
+        folders.begin(tmp_path, 200)
+    save(tmp_path, 250)
+    for step in (100, 150, 200, 250):
+        assert folders.check_files(folders.step_folder(tmp_path, step), 0, 1, contents=True) == []
+    assert latest_step(tmp_path) == 250
+
+
+def test_a_checkpoint_whose_pointer_was_not_moved_is_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def deadly(source: Path, target: Path) -> None:
+        if source.name == folders.NEXT or source.name.endswith(".partial"):
+            raise Killed
+        replace(source, target)
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", deadly)
+        with pytest.raises(Killed):
+            save(tmp_path, 2)
+    assert folders.read_json(tmp_path / folders.LATEST) == {"step": 1}
+    check(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", deadly)
+        with pytest.raises(Killed):
+            save(tmp_path, 3)
+    check(tmp_path, 2)
+    save(tmp_path, 3)
+    check(tmp_path, 3)
+    assert folders.check_files(folders.step_folder(tmp_path, 2), 0, 1, contents=True) == []
+    # What the pointer was to name, and is not there, is no checkpoint.
+    folders.write_json(tmp_path / folders.NEXT, {"step": 4})
+    assert latest_step(tmp_path) == 3
 
 
 def test_a_writer_that_outlives_its_run_cannot_reach_the_next_save(tmp_path: Path) -> None:

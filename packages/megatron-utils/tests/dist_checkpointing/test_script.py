@@ -1,8 +1,10 @@
 """Saving starts processes, which import the entry script again: one with a guard saves, in both ways, none without."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -51,12 +53,52 @@ def test_an_entry_script_with_a_guard_saves(tmp_path: Path) -> None:
     assert latest_step(tmp_path / "checkpoints") == 2
 
 
-def test_an_entry_script_without_a_guard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "train.py"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What this process seems to have been started with: `python train.py`."""
+    main, path = sys.modules["__main__"], tmp_path / "train.py"
+    monkeypatch.setattr(main, "__file__", str(path), raising=False)
+    monkeypatch.setattr(main, "__spec__", None)
+    return path
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "train()",
+        "import logging\nlog = logging.getLogger(__name__)\ntrain()",
+        "def main():\n    if __name__ == '__main__':\n        train()\ntrain()",
+        "# if __name__ == '__main__':\ntrain()",
+        "if __name__ == 'train':\n    train()",
+    ],
+)
+def test_an_entry_script_without_a_guard_is_refused(script: Path, source: str) -> None:
     check_entry_script()  # there is no such file: what runs is no script
-    script.write_text("train()\n")
+    script.write_text(source)
     with pytest.raises(RuntimeError, match=r"train\.py saves .* put what the script runs under `if __name__"):
         check_entry_script()
-    script.write_text("if __name__ == '__main__':\n    train()\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if __name__ == '__main__':\n    train()",
+        'import os\nif "__main__" == __name__ and os.environ:\n    train()',
+        "\x7fELF \0",
+    ],
+)
+def test_an_entry_script_with_a_guard_is_not(script: Path, source: str) -> None:
+    script.write_text(source)
     check_entry_script()
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("package.__main__", False), ("__main__", False), ("package.train", True)]
+)
+def test_a_package_that_is_run_needs_a_guard_where_it_is_imported_again(
+    script: Path, monkeypatch: pytest.MonkeyPatch, name: str, refused: bool
+) -> None:
+    script.write_text("train()")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(name, None))
+    with pytest.raises(RuntimeError) if refused else contextlib.nullcontext():
+        check_entry_script()

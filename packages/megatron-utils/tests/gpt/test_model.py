@@ -297,6 +297,36 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_window_layers": 2},
+        {"max_window_layers": 0},
+        {},
+        {"use_sliding_window": False, "max_window_layers": 2},
+        {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ],
+    ids=str,
+)
+def test_windows_are_those_of_transformers(model_type: str, fields: dict[str, Any]) -> None:
+    import transformers
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    from megatron_utils.gpt import transformer_config
+
+    hf = tiny_config(model_type, **{"use_sliding_window": True, "sliding_window": 3, **fields})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf))
+    expected = [layer.self_attn.sliding_window for layer in model.model.layers]
+    for config in (hf, model.config):
+        made = transformer_config(config, ParallelDims(cp=2))
+        slides = [is_layer_window_attention(made.window_size, made.window_attn_skip_freq, n + 1) for n in range(4)]
+        assert [made.window_size[0] + 1 if each else None for each in slides] == expected
+        # A ring has no window.
+        assert made.cp_comm_type == ("a2a" if any(expected) else "p2p")
+
+
 LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tiny_config("qwen3_moe")
 
 

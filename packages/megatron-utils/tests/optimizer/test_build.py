@@ -1,5 +1,6 @@
 """The optimizer on a model: torch's AdamW is the reference; overflow, parameter groups, data parallelism."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,6 +263,9 @@ def states_on(group: ProcessGroup, dtype: torch.dtype) -> None:
                 parameter.data.copy_(weight)
                 states.load(parameter, state)
             assert list(states.tensors())
+            # What was loaded is the optimizer's, whoever asks for it.
+            for parameter, state in zip(parameters, whole[source], strict=True):
+                assert ParameterStates(optimizer).state(parameter).keys() == state.keys()
         for _, optimizer, _ in runs:
             step(optimizer, 1)
         for parameters, _, _ in runs[1:]:
@@ -327,6 +331,8 @@ def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
             result = optimizer.step(lr=0.5)
             assert result.skipped is skipped
             assert result.lr == 0.5
+            # Of this step alone.
+            assert optimizer.lr == 1e-2
             assert result.grad_norm is not None
             assert torch.tensor(result.grad_norm).isfinite() != skipped
             assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)) is skipped
@@ -357,12 +363,53 @@ def mistakes_on(group: ProcessGroup) -> list[str]:
                 Optimizer(wrapped, grid, config)
             except ValueError as error:
                 messages.append(str(error))
+        for parameter in wrapped[0].parameters():
+            parameter.requires_grad_(False)
+        with pytest.raises(ValueError, match="is frozen") as frozen:
+            Optimizer(wrap_data_parallel([wrapped[0].module], grid), grid, OptimizerConfig(precision="bf16"))
+        messages.append(str(frozen.value))
     return messages
 
 
 def test_mistakes_are_named(ranks: RankPool) -> None:
-    distributed, precision = ranks.run(mistakes_on, world=1)[0]
+    distributed, precision, frozen = ranks.run(mistakes_on, world=1)[0]
     assert distributed.startswith(
         "OptimizerConfig.distributed=True, but the chunks were wrapped with distributed=False"
     )
     assert precision == "embedding.word_embeddings.weight is torch.bfloat16, but precision='fp16'"
+    assert frozen == "every parameter of the model is frozen; leave requires_grad on for those to be trained"
+
+
+def side_by_side_on(group: ProcessGroup, root: Path) -> list[float]:
+    """The norms of three steps on rank 0, and on ranks 1 and 2 with the same samples."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import load_checkpoint, save_checkpoint
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+
+    members = [0] if group.rank() == 0 else [1, 2]
+    with cpu_stand_in(), megatron_grid(ParallelDims(dp=len(members)), ranks=members) as grid:
+        wrapped = wrap_data_parallel(model_on(grid), grid, distributed=True)
+        optimizer = Optimizer(wrapped, grid, OptimizerConfig(lr=1e-2, distributed=True))
+        norms = []
+        for seed in range(3):
+            packed = batch(seed, torch.device("cpu"))
+            optimizer.zero_grad()
+            run_schedule(wrapped, [packed], grid, labels=[next_token_labels(packed)], loss=loss)
+            norms.append(optimizer.step().grad_norm)
+        if members != [0]:
+            with pytest.raises(
+                ValueError, match=r"save_checkpoint works on the first ranks .* 0 to 1, not on \[1, 2\]"
+            ):
+                save_checkpoint(root, 1, optimizer, grid)
+            with pytest.raises(ValueError, match="load_checkpoint works on the first ranks"):
+                load_checkpoint(root, optimizer, grid)
+    return norms
+
+
+def test_optimizers_step_side_by_side_on_any_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    alone, *both = ranks.run(side_by_side_on, tmp_path, world=3)
+    assert alone[0] != alone[2]
+    for norms in both:
+        assert norms == pytest.approx(alone, rel=1e-5)

@@ -19,6 +19,16 @@ def test_micro_batches_are_packed_and_dummies_hold_padding_alone() -> None:
     assert (next_token_labels(dummy) == -100).all()
 
 
+def test_without_samples_dummies_are_on_the_device_that_is_asked_for() -> None:
+    device = torch.device("meta")
+    (dummy,) = pack_micro_batches([], [[]], multiple_of=2, device=device)
+    nothing = pack_zigzag([], cp=2, device=device)
+    tensors = (dummy.input_ids, dummy.position_ids, dummy.cu_seqlens, nothing.input_ids, nothing.cu_seqlens)
+    assert {tensor.device for tensor in tensors} == {device}
+    (dummy,) = pack_micro_batches([torch.arange(3)], [[]], device=device)
+    assert dummy.input_ids.device == torch.device("cpu")
+
+
 @given(lengths=st.lists(st.integers(0, 6), max_size=4), multiple=st.integers(1, 4), more=st.integers(0, 9))
 def test_padding_changes_nothing_else(lengths: list[int], multiple: int, more: int) -> None:
     sequences = [torch.arange(n) + 1 for n in lengths]

@@ -145,6 +145,67 @@ def test_a_dummy_weighs_nothing(
     ranks.run(dummies_on, tiny_config(name), dims, virtual_stages, role, world=dims.world_size)
 
 
+def accumulated_on(group: ProcessGroup, dims: ParallelDims, virtual_stages: int | None, distributed: bool) -> None:
+    """Two calls give twice the gradient of one, of every parameter and in the norm; one that fails adds nothing."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+    from parallel_layers import next_token_labels
+
+    hf = tiny_config("qwen3", tie_word_embeddings=True)
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid:
+        wrapped = wrap_data_parallel(built(hf, grid), grid, distributed=distributed)
+        optimizer = Optimizer(wrapped, grid, OptimizerConfig(distributed=distributed))
+        rows = [(torch.arange(n) * (3 + grid.groups.dp.rank())) % 37 for n in (8, 4)]
+        batches = [PackedSequence.from_sequences([row], multiple_of=dims.tp) for row in rows]
+
+        def gradients(calls: int) -> tuple[float, list[Tensor]]:
+            optimizer.zero_grad()
+            for _ in range(calls):
+                labels = [next_token_labels(batch) for batch in batches]
+                run_schedule(wrapped, batches, grid, labels=labels, loss=lambda output, _: -output.log_probs.sum())
+            optimizer.inner.prepare_grads()
+            parameters = [parameter for chunk in wrapped for parameter in chunk.parameters()]
+            return float(optimizer.inner.get_grad_norm()), [parameter.main_grad.clone() for parameter in parameters]
+
+        norm, once = gradients(1)
+        norm_of_two, twice = gradients(2)
+        assert norm > 1
+        assert norm_of_two / norm == pytest.approx(2, rel=1e-6)
+        for one, two in zip(once, twice, strict=True):
+            torch.testing.assert_close(two, 2 * one, rtol=1e-6, atol=0)
+        if dims.pp > 1:
+            return  # the first stage would wait
+
+        def wrong(output: Any, number: int) -> Tensor:
+            if number == 1:
+                raise KeyError("mine")
+            return -output.log_probs.sum()
+
+        with pytest.raises(KeyError):
+            run_schedule(wrapped, batches, grid, labels=[next_token_labels(batch) for batch in batches], loss=wrong)
+        after = [parameter.main_grad for chunk in wrapped for parameter in chunk.parameters()]
+        assert all(map(torch.equal, after, twice))
+
+
+@pytest.mark.parametrize(
+    ("dims", "virtual_stages", "distributed"),
+    [
+        (ParallelDims(tp=2), None, False),
+        (ParallelDims(pp=2), None, False),
+        (ParallelDims(pp=2), 2, False),
+        (ParallelDims(dp=2), None, False),
+        (ParallelDims(dp=2), None, True),
+    ],
+    ids=str,
+)
+def test_gradients_add_up_over_calls(
+    ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, distributed: bool
+) -> None:
+    ranks.run(accumulated_on, dims, virtual_stages, distributed, world=2)
+
+
 def outputs_on(group: ProcessGroup, virtual_stages: int | None) -> None:
     """What each stage of two gets of values and of log-probs with and without entropies."""
     from megatron_utils import megatron_grid

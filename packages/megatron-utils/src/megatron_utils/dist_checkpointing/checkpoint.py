@@ -126,17 +126,19 @@ def save_checkpoint(
         root: the folder of checkpoints, on a file system that all ranks see.
         step: the number under which it is found again.
         optimizer: of the run; its chunks are the model.
-        grid: the active grid.
+        grid: the active grid, on ranks 0 to n - 1 of the default group.
         extra: JSON values of the caller's, the same on every rank.
         asynchronous: return once the tensors are copied; a process of its own writes. One at a time.
 
     Raises:
-        ValueError: a checkpoint of that step exists, or `extra` is not JSON.
+        ValueError: a checkpoint of that step exists (delete its folder first), `extra` is not JSON, or the grid lies on
+            other ranks.
         RuntimeError: an asynchronous save is under way: wait for it first. Or the entry script has no
             `if __name__ == "__main__":` guard, which it needs in any case.
         OSError: the folder cannot be made or written; on every rank. (Of an asynchronous save, `PendingSave` raises.)
     """
     root = Path(root)
+    grid.check_first_ranks("save_checkpoint")
     check_entry_script()
     if (pending := PendingSave.under_way) is not None:
         raise RuntimeError(f"the save of step {pending.step} is under way; call its wait() before saving step {step}")
@@ -182,15 +184,17 @@ def load_checkpoint(
     Args:
         root: the folder of checkpoints.
         optimizer: over the model to load into; built with the same `OptimizerConfig.distributed`.
-        grid: the active grid; tp, pp, virtual stages, dp and ep may differ from the saved ones.
+        grid: the active grid, on ranks 0 to n - 1 of the default group; tp, pp, virtual stages, dp and ep may differ
+            from the saved ones.
         step: which checkpoint; default the latest.
         verify: compare every file's checksum first (the ranks share the reading); otherwise sizes alone.
 
     Raises:
         ValueError: on every rank alike: no such checkpoint, a missing, truncated or corrupt file, a tensor that is
-            missing, unexpected or of another shape: named; or another kind of optimizer.
+            missing, unexpected or of another shape: named; another kind of optimizer, or a grid on other ranks.
     """
     root = Path(root)
+    grid.check_first_ranks("load_checkpoint")
     with grid.as_world():
         step, folder = _on_first_rank(lambda: folders.find(root, step), f"look into {root}")
         _agree(folders.check_files(folder, dist.get_rank(), dist.get_world_size(), contents=verify))

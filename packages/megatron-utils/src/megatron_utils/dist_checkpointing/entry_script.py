@@ -1,5 +1,6 @@
 """The script that a run was started with, which Megatron's save imports again in a process of its own."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -7,16 +8,33 @@ from pathlib import Path
 def check_entry_script() -> None:
     """Refuse to save from a script without a guard: imported again, it would begin the run anew inside of the save.
 
+    The guard is an `if` at the top level that compares `__name__` with `"__main__"`. `python -m package` needs none:
+    `multiprocessing` does not import a `__main__.py` again.
+
     Raises:
         RuntimeError: names the script.
     """
-    path = getattr(sys.modules["__main__"], "__file__", None)
+    main = sys.modules["__main__"]
+    name = getattr(main.__spec__, "name", "")
+    path = getattr(main, "__file__", None)
+    if path is None or name == "__main__" or name.endswith(".__main__"):
+        return
     try:
-        source = None if path is None else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        script = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return  # not a script
-    if source is not None and "__name__" not in source:
+    if not any(isinstance(statement, ast.If) and _asks_for_main(statement.test) for statement in script.body):
         raise RuntimeError(
             f"{path} saves a checkpoint, for which Megatron-Core starts a process that imports {path} again; put what "
             'the script runs under `if __name__ == "__main__":`'
         )
+
+
+def _asks_for_main(test: ast.expr) -> bool:
+    """Whether a condition, or a part of it, compares `__name__` with `"__main__"`."""
+    for part in ast.walk(test):
+        if isinstance(part, ast.Compare):
+            compared = {ast.unparse(side) for side in (part.left, *part.comparators)}
+            if compared >= {"__name__", "'__main__'"}:
+                return True
+    return False

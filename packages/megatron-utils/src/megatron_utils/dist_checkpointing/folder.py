@@ -2,6 +2,7 @@
 
 checkpoints/
   latest.json          {"step": 200}, replaced atomically, only after step-200 is complete
+  .next.json           what will replace it; counts as soon as the folder that it names has that name
   step-100/            Megatron's files, state.json, manifest.json (name, bytes, CRC-32 of every other file)
   step-200/
   .step-300.91c2e0f4.partial/   being written, or left by a run that was killed; the next save removes it
@@ -17,7 +18,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest.json"
+MANIFEST, STATE, LATEST, NEXT = "manifest.json", "state.json", "latest.json", ".next.json"
 _BLOCK = 1 << 22
 
 
@@ -28,8 +29,19 @@ def step_folder(root: Path, step: int) -> Path:
 
 def latest_step(root: str | Path) -> int | None:
     """The step of the newest complete checkpoint in a folder; None when there is none."""
-    path = Path(root) / LATEST
-    return int(read_json(path)["step"]) if path.exists() else None
+    root = Path(root)
+    # A run that was killed right after a folder got its name has left the pointer to it unmoved.
+    following = _step_in(root / NEXT)
+    if following is not None and step_folder(root, following).is_dir():
+        return following
+    return _step_in(root / LATEST)
+
+
+def _step_in(pointer: Path) -> int | None:
+    try:
+        return int(read_json(pointer)["step"])
+    except FileNotFoundError:
+        return None
 
 
 def find(root: Path, step: int | None) -> tuple[int, Path]:
@@ -48,19 +60,21 @@ def find(root: Path, step: int | None) -> tuple[int, Path]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Remove what killed saves have left, and make the folder to write into.
+    """Remove what killed saves have left, no complete checkpoint among it, and make the folder to write into.
 
     Its name is new each time: a writing process that outlives a killed run finds its own folder gone, not this one.
 
     Raises:
-        ValueError: a complete checkpoint of that step exists.
+        ValueError: a checkpoint of that step exists, also where the run has gone back to one before it.
     """
-    latest = latest_step(root)
-    if step_folder(root, step).exists() and latest is not None and step <= latest:
-        raise ValueError(f"{step_folder(root, step)} exists; a complete checkpoint is never written over")
+    if (target := step_folder(root, step)).exists():
+        raise ValueError(
+            f"{target} exists; a complete checkpoint is never written over: to save step {step}, delete it"
+        )
     root.mkdir(parents=True, exist_ok=True)
-    # A checkpoint that was renamed and then not named by the pointer: the run has gone back to the one before.
-    for leftover in (*root.glob(".step-*.partial"), *root.glob(f"step-{step}")):
+    if (following := _step_in(root / NEXT)) is not None and following == latest_step(root):
+        _move_pointer(root)
+    for leftover in root.glob(".step-*.partial"):
         shutil.rmtree(leftover)
     folder = root / f".step-{step}.{secrets.token_hex(4)}.partial"
     folder.mkdir()
@@ -68,11 +82,17 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int) -> None:
-    """Make a written checkpoint the latest: one rename, then one replacement of the pointer, each made durable."""
+    """Make a written checkpoint the latest, in the moment of one rename; each of the three steps is made durable."""
     root = folder.parent
+    write_json(root / NEXT, {"step": step})
     os.rename(folder, step_folder(root, step))
     sync_folder(root)
-    write_json(root / LATEST, {"step": step})
+    _move_pointer(root)
+
+
+def _move_pointer(root: Path) -> None:
+    os.replace(root / NEXT, root / LATEST)
+    sync_folder(root)
 
 
 def read_json(path: Path) -> Any:

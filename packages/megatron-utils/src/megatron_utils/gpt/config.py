@@ -30,6 +30,9 @@ class Family:
     output_bias: Callable[[HfConfig], bool] = lambda hf: False
     mlp_bias: Callable[[HfConfig], bool] = lambda hf: False
     window: Callable[[HfConfig], int | None] = lambda hf: None
+    """Tokens of the sliding window, the query's own included."""
+    slides: Callable[[HfConfig], list[bool]] = lambda hf: [True] * hf["num_hidden_layers"]
+    """Whether each layer has the window."""
     latent: Callable[[HfConfig], dict[str, Any]] | None = None
     """Fields of multi-head latent attention, for families that have it."""
     moe: Callable[[HfConfig], dict[str, Any]] | None = None
@@ -61,6 +64,14 @@ def hf_config(config: Any) -> dict[str, Any]:
 
 def _qwen_window(hf: HfConfig) -> int | None:
     return hf.get("sliding_window") if hf.get("use_sliding_window") else None
+
+
+def _qwen_slides(hf: HfConfig) -> list[bool]:
+    """By `layer_types`, or, as transformers fills them in, from layer `max_window_layers` on."""
+    first = hf.get("max_window_layers", 28)
+    if types := hf.get("layer_types"):
+        return [kind == "sliding_attention" for kind in types]
+    return [layer >= first for layer in range(hf["num_hidden_layers"])]
 
 
 def _softmax_experts(hf: HfConfig) -> dict[str, Any]:
@@ -135,8 +146,13 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=lambda hf: bool(hf.get("mlp_bias", False)),
     ),
     "mistral": Family(window=lambda hf: hf.get("sliding_window")),
-    "qwen2": Family(qkv_bias=lambda hf: True, window=_qwen_window),
-    "qwen3": Family(qk_norm=True, output_bias=lambda hf: bool(hf.get("attention_bias", False)), window=_qwen_window),
+    "qwen2": Family(qkv_bias=lambda hf: True, window=_qwen_window, slides=_qwen_slides),
+    "qwen3": Family(
+        qk_norm=True,
+        output_bias=lambda hf: bool(hf.get("attention_bias", False)),
+        window=_qwen_window,
+        slides=_qwen_slides,
+    ),
     "qwen3_moe": Family(
         qk_norm=True,
         output_bias=lambda hf: bool(hf.get("attention_bias", False)),
@@ -203,6 +219,8 @@ def transformer_config(
     if given := sorted(options.keys() & _OF_THE_GRID):
         raise ValueError(f"{', '.join(given)}: this follows from the grid; leave it out")
     heads = hf["num_attention_heads"]
+    slides = family.slides(hf)
+    window = family.window(hf) if any(slides) else None
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -228,7 +246,7 @@ def transformer_config(
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": virtual_stages,
         "context_parallel_size": dims.cp,
-        "cp_comm_type": "p2p" if family.window(hf) is None else "a2a",
+        "cp_comm_type": "a2a" if window else "p2p",
         "expert_model_parallel_size": dims.ep,
         "sequence_parallel": dims.tp > 1 if sequence_parallel is None else sequence_parallel,
         # Packed micro-batches differ in length; for interleaving `run_schedule` evens them out, and says why.
@@ -251,10 +269,8 @@ def transformer_config(
     if family.latent is not None:
         # Every head has keys and values of its own, whatever num_key_value_heads says.
         fields |= {"num_query_groups": heads, "kv_channels": hf["v_head_dim"], **family.latent(hf)}
-    if window := family.window(hf):
-        fields["window_size"] = (window - 1, 0)
-        if types := hf.get("layer_types"):
-            fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in types]
+    if window:
+        fields |= {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(each) for each in slides]}
     if family.moe is not None:
         fields |= {
             "moe_router_load_balancing_type": "none",
@@ -275,7 +291,7 @@ def transformer_config(
         )
     if fields["cp_comm_type"] not in ("p2p", "a2a"):
         raise ValueError(f"cp_comm_type={fields['cp_comm_type']!r} must be 'p2p' (ring attention) or 'a2a' (Ulysses)")
-    if dims.cp > 1 and fields["cp_comm_type"] == "p2p" and (window := family.window(hf)):
+    if dims.cp > 1 and fields["cp_comm_type"] == "p2p" and window:
         raise ValueError(f"cp_comm_type='p2p' has no sliding_window={window}; use cp_comm_type='a2a'")
     return kind(**fields)
 

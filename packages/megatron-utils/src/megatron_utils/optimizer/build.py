@@ -50,6 +50,11 @@ def wrap_data_parallel(
         ]
 
 
+def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """The memory of the gradients of wrapped chunks: flat fp32 buffers, which every `main_grad` is a view into."""
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers that a chained one consists of (dense, experts), those without parameters left out."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -108,8 +113,8 @@ class Optimizer:
         schedule: of the learning rate.
 
     Raises:
-        ValueError: `config.distributed` and the wrapping disagree, or the parameters have another dtype than
-            `config.precision` says.
+        ValueError: `config.distributed` and the wrapping disagree, the parameters have another dtype than
+            `config.precision` says, or all of them, on every rank, are frozen.
     """
 
     def __init__(
@@ -134,11 +139,15 @@ class Optimizer:
         self.schedule = schedule
         self.skipped = 0
         """Steps skipped for a gradient that was not finite so far."""
+        self.holds_states = False
+        """Whether `ParameterStates.load` has given it states: there are some before the first step."""
         with grid.as_world():
             # It gathers the parameter groups over all ranks.
             self.inner = get_megatron_optimizer(
                 config.to_megatron(schedule.min_lr), self.chunks, config.overrides(), use_gloo_process_groups=False
             )
+        if not self.inner.param_groups:
+            raise ValueError("every parameter of the model is frozen; leave requires_grad on for those to be trained")
         self.scheduler = schedule.to_megatron(self.inner, config)
 
     @property
@@ -193,7 +202,7 @@ class Optimizer:
         """Clip, update and advance the schedule; a step whose gradients are not finite is skipped and counted.
 
         Args:
-            lr: the rate of this step, for a schedule that the caller keeps; None: the schedule's.
+            lr: the rate of this step alone, for a schedule that the caller keeps; None: the schedule's.
         """
         if lr is not None:
             for group in self.inner.param_groups:
@@ -213,6 +222,7 @@ class Optimizer:
             norm = norm if scaled_norm is None else float(scaled_norm)
         else:
             self.skipped += 1
+            self.scheduler.step(0)  # the schedule's rate again, whatever `lr` was
         return Step(norm, rate, not updated)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -221,10 +231,7 @@ class Optimizer:
         for inner in chained(self.inner):
             kept += [parameter.data for group in inner.optimizer.param_groups for parameter in group["params"]]
             kept += [x for state in inner.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        gradients = [
-            buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        return kept, gradients
+        return kept, gradient_buffers(self.chunks)
 
     def schedule_state(self) -> dict[str, Any]:
         """Where the schedule is: steps taken and steps skipped. (Moments are saved by `dist_checkpointing`.)"""

@@ -7,7 +7,9 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -16,11 +18,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 
 
 class _FromMapping:
-    """Configs made from what a file or a command line said; an unknown key raises at once."""
+    """Configs made from what a file or a command line said; unknown keys and values of another type raise at once."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not _fits(value, hints[field.name]):
+                raise ValueError(f"{field.name}={value!r} must be of type {field.type}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Make the config from a mapping; raises ValueError for a key that is no field, with the nearest one."""
+        """Make the config from a mapping; raises ValueError for a key that is no field, with the nearest one, and what
+        the config itself raises.
+        """
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in values:
             if key not in names:
@@ -30,12 +41,27 @@ class _FromMapping:
         return cls(**values)
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type; a list does for a tuple, an int for a float, no bool for either."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, each) for each in kinds)
+    if origin is Literal:
+        return isinstance(value, str)  # which ones, the configs say
+    if origin is tuple:
+        if not isinstance(value, tuple | list):
+            return False
+        kinds = kinds[:1] * len(value) if ... in kinds else kinds
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
+    return isinstance(value, {float: Real, int: Integral}.get(kind, kind)) and (kind is bool) == isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(_FromMapping):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) on Megatron's optimizers.
 
     Raises:
-        ValueError: a value outside its range (named).
+        ValueError: a value of another type or outside its range (named), or a `loss_scale` without fp16.
     """
 
     lr: float = 1e-6
@@ -57,7 +83,7 @@ class OptimizerConfig(_FromMapping):
     cpu_offload_fraction: float = 0.0
     """Part of the optimizer that lives and steps on the CPU."""
     loss_scale: float | None = None
-    """A constant loss scale; None with fp16 scales dynamically, from the four fields below."""
+    """A constant loss scale, for fp16 alone; None with fp16 scales dynamically, from the four fields below."""
     initial_loss_scale: float = 2.0**16
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
@@ -66,6 +92,7 @@ class OptimizerConfig(_FromMapping):
     """Overflows that are forgiven before the scale halves."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, fine in {
             "lr": self.lr >= 0,
             "betas": all(0 <= beta < 1 for beta in self.betas),
@@ -82,6 +109,10 @@ class OptimizerConfig(_FromMapping):
         }.items():
             if not fine:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(
+                f"loss_scale={self.loss_scale} is for precision='fp16' alone, not {self.precision!r}; leave it out"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,7 +168,7 @@ class ScheduleConfig(_FromMapping):
                       (Hu et al., arXiv:2404.06395; Hägele et al., arXiv:2405.18392)
 
     Raises:
-        ValueError: an unknown kind, or steps that do not fit together.
+        ValueError: an unknown kind, a value of another type, or steps that do not fit together.
     """
 
     kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
@@ -153,6 +184,7 @@ class ScheduleConfig(_FromMapping):
     """Form of the final decay of `wsd`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in STYLES:
             raise ValueError(f"kind={self.kind!r} is unknown; known: {', '.join(STYLES)}")
         if self.decay not in ("linear", "cosine", "exponential", "minus_sqrt"):

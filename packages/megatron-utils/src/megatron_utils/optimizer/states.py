@@ -41,16 +41,15 @@ class ParameterStates:
             for master in group["params"]
         }
         self._meshes: dict[ProcessGroup, DeviceMesh] = {}
-        self._begun = False
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """`step` (one element), `exp_avg`, `exp_avg_sq`, and of a bf16 or fp16 parameter `master`, all fp32.
 
-        Empty for a frozen parameter, and before the first step. Shaped like the parameter; a DTensor with rows divided
-        over data parallelism where the optimizer is distributed.
+        Empty for a frozen parameter, and before the first step or `load`. Shaped like the parameter; a DTensor with
+        rows divided over data parallelism where the optimizer is distributed.
         """
         part = self._part(parameter)
-        if part is None or not (self._begun or self.optimizer.steps):
+        if part is None or not (self.optimizer.holds_states or self.optimizer.steps):
             return {}
         master = self._master(parameter, part)
         slots = {} if master is None else part.optimizer.state.get(master, {})
@@ -74,7 +73,7 @@ class ParameterStates:
 
         What was trained in low precision may go on in fp32: its master is the parameter then.
         """
-        self._begun |= bool(state)
+        self.optimizer.holds_states |= bool(state)
         part = self._part(parameter)
         if part is None:
             return

@@ -70,7 +70,8 @@ def split_micro_batches(
         cost: estimated work of a sample; the default counts attention as a decoder 4096 wide does.
         count_multiple_of: the number of micro-batches is a multiple of it (interleaved schedules want one).
         min_count: at least so many micro-batches.
-        group: data-parallel group whose ranks must end with equally many micro-batches: one all-reduce of two numbers.
+        group: data-parallel group whose ranks must end with equally many micro-batches: one all-reduce of three
+            numbers.
 
     Returns:
         The indices of each micro-batch's samples, ascending; every sample is in exactly one. When more micro-batches
@@ -78,27 +79,27 @@ def split_micro_batches(
         of zero weight, so that the schedule's communication still matches. The same arguments give the same split.
 
     Raises:
-        ValueError: a sample is longer than `max_tokens` (named; raised on every rank of `group` alike), a length is
-            negative, or an option is below 1.
+        ValueError: a sample is longer than `max_tokens` or of negative length (named; raised on every rank of `group`
+            alike), or an option is below 1.
     """
     for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     cost = cost or SequenceCost()
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
-    if longest >= 0 and min(lengths) < 0:
-        shortest = min(range(len(lengths)), key=lengths.__getitem__)
-        raise ValueError(f"lengths[{shortest}]={lengths[shortest]} is negative")
-
     longest_length = lengths[longest] if longest >= 0 else 0
+    shortest_length = min(lengths, default=0)
     bins: list[list[int]] = []
-    if longest_length <= max_tokens:
+    if shortest_length >= 0 and longest_length <= max_tokens:
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
         bins = _pack_smallest(lengths, max_tokens, cost, least, count_multiple_of)
-    if group is not None and group.size() > 1:
-        count, longest_anywhere = _largest([len(bins), longest_length], group)
-    else:
-        count, longest_anywhere = len(bins), longest_length
+    # No rank raises before all of them know: the others would wait for it.
+    told = [len(bins), longest_length, -shortest_length]
+    count, longest_anywhere, below_zero = told if group is None or group.size() == 1 else _largest(told, group)
+    if shortest_length < 0:
+        raise ValueError(f"lengths[{list(lengths).index(shortest_length)}]={shortest_length} is negative")
+    if below_zero > 0:
+        raise ValueError(f"a sample on another rank of the group has the negative length {-below_zero}")
     if longest_length > max_tokens:
         raise ValueError(
             f"sample {longest} has {longest_length} tokens, more than max_tokens={max_tokens}; "

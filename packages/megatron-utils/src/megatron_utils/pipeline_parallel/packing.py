@@ -17,7 +17,12 @@ from parallel_layers import PackedSequence
 
 
 def pack_micro_batches(
-    sequences: Sequence[Tensor], micro_batches: Sequence[Sequence[int]], *, multiple_of: int = 1, pad_id: int = 0
+    sequences: Sequence[Tensor],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    multiple_of: int = 1,
+    pad_id: int = 0,
+    device: torch.device | None = None,
 ) -> list[PackedSequence]:
     """Pack each micro-batch of a split.
 
@@ -26,11 +31,12 @@ def pack_micro_batches(
         micro_batches: what `split_micro_batches` returned.
         multiple_of: every total is a multiple of it (tp under sequence parallelism).
         pad_id: the token of the padding.
+        device: of the dummies of a rank without samples, default the CPU; a rank with samples has all where they are.
 
     Returns:
         One packed batch each. An empty micro-batch becomes a dummy: `multiple_of` tokens of padding and no sequence.
     """
-    device = sequences[0].device if len(sequences) else torch.device("cpu")
+    device = sequences[0].device if len(sequences) else device
     empty = PackedSequence.from_sequences([torch.zeros(0, dtype=torch.int64, device=device)])
     packed = []
     for members in micro_batches:
@@ -86,9 +92,17 @@ class ZigzagBatch:
 
 
 def pack_zigzag(
-    sequences: Sequence[Tensor], *, tp: int = 1, cp: int = 1, rank: int = 0, pad_id: int = 0
+    sequences: Sequence[Tensor],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    rank: int = 0,
+    pad_id: int = 0,
+    device: torch.device | None = None,
 ) -> ZigzagBatch:
     """Rank `rank`'s part of the sequences `[L_i]` under context parallelism; empty sequences hold no tokens anywhere.
+
+    Without any sequence the empty part is on `device`, default the CPU.
 
     Raises:
         ValueError: `rank` is not in 0 .. cp - 1.
@@ -113,7 +127,7 @@ def pack_zigzag(
         sources.append(torch.where(real, places + start, -1))
         bounds.append(bounds[-1] + padded)
         start += length
-    device = sequences[0].device if len(sequences) else torch.device("cpu")
+    device = sequences[0].device if len(sequences) else device
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return ZigzagBatch(
         input_ids=torch.cat([nothing, *ids]),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_utils.grid import MegatronGrid
+from megatron_utils.optimizer import gradient_buffers
 from megatron_utils.pipeline_parallel.packing import pad_to
 from megatron_utils.router_replay import router_replay, spread_experts
 from parallel_layers import LogProbs, PackedSequence
@@ -55,7 +56,8 @@ def run_schedule(
 
     The step's loss is the sum over micro-batches of `loss`; data-parallel replicas' gradients are averaged. When it
     returns, every gradient is complete (Megatron's `finalize_model_grads`: data parallelism, norms under sequence
-    parallelism, tied embeddings across stages) and lies in `parameter.main_grad`.
+    parallelism, tied embeddings across stages) and lies in `parameter.main_grad`, added to those of earlier calls since
+    `Optimizer.zero_grad`; while an earlier call's are there, they are held twice.
 
     Args:
         chunks: what `build_gpt` returned; for a backward wrapped by `optimizer.wrap_data_parallel`.
@@ -66,7 +68,9 @@ def run_schedule(
         entropy: whether the log-probs come with entropies.
         next_token: without labels, the model returns logits after each sequence's last token only.
         loss: (output of the last stage, number of the micro-batch) -> scalar; None runs the forward alone, without
-            a graph. It is called on the last stage only, never for a dummy.
+            a graph. It is called on the last stage only, never for a dummy. What it raises leaves this rank at once,
+            without new gradients, and the ranks that wait for it, other stages among them, waiting. So catch it inside,
+            return a zero with a graph (`output.sum() * 0`), and afterwards clear the gradients and raise on every rank.
         grad_scale: multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
         routing: for a mixture model, what records or replays each micro-batch's experts (see `router_replay`).
         caches: with `next_token`, one for each chunk (`PackedGPTModel.new_cache`): the one micro-batch that is no dummy
@@ -122,7 +126,11 @@ def run_schedule(
 
         return whole[0] if isinstance(whole, tuple) else whole, finish
 
-    with _training(chunks, grad_scale), router_replay(chunks) if routing else contextlib.nullcontext() as session:
+    with (
+        _training(chunks, grad_scale),
+        contextlib.nullcontext() if loss is None else _accumulating(chunks),
+        router_replay(chunks) if routing else contextlib.nullcontext() as session,
+    ):
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(range(count)) for _ in chunks] if len(chunks) > 1 else iter(range(count)),
@@ -154,6 +162,28 @@ def _training(chunks: Sequence[nn.Module], grad_scale: Callable[[Tensor], Tensor
         yield
     finally:
         config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = saved
+
+
+@contextlib.contextmanager
+def _accumulating(chunks: Sequence[Any]) -> Iterator[None]:
+    """Have the new gradients completed alone, and then added to the earlier ones, which are complete.
+
+    Completed together, the earlier ones would be summed over the ranks a second time. What fails adds nothing.
+    """
+    gradients = gradient_buffers(chunks)
+    earlier = [gradient.clone() if gradient.any() else None for gradient in gradients]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    try:
+        yield
+    except BaseException:
+        for gradient in gradients:
+            gradient.zero_()
+        raise
+    finally:
+        for gradient, before in zip(gradients, earlier, strict=True):
+            if before is not None:
+                gradient.add_(before)
 
 
 def _extended(replay: RouterReplay, num_tokens: int, chunk: nn.Module) -> RouterReplay:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def decoding(engine: MegatronEngine, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
     """See `Engine.decoding`; every tp and cp rank works on all tokens. Megatron's global state stays entered."""
     multiple_of = engine.tokens_multiple_of
-    nothing = torch.zeros(0, dtype=torch.int64, device=engine.grid.device)
     # Interleaving wants as many micro-batches as stages.
-    fillers = pack_micro_batches([nothing], [[]] * (engine.micro_batches_multiple_of - 1), multiple_of=multiple_of)
+    more = engine.micro_batches_multiple_of - 1
+    fillers = pack_micro_batches([], [[]] * more, multiple_of=multiple_of, device=engine.grid.device)
     lengths = [0] * num_sequences
     with engine.entered() as megatron, torch.no_grad():
         caches = [chunk.new_cache(num_sequences, max_length) for chunk in engine.chunks]

@@ -15,7 +15,7 @@ from ckpt.agreement import all_gather_json
 from megatron_utils import MegatronGrid
 from megatron_utils.gpt import PackedGPTModel
 from megatron_utils.memory import HostOffload
-from megatron_utils.optimizer import wrap_data_parallel
+from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
 from megatron_utils.testing import stand_in_is_active
@@ -64,7 +64,6 @@ class MegatronEngine:
         self._replays: Sequence[RouterReplay] | None = None
         self._scale_loss: Callable[[Tensor], Tensor] | None = None
         self._trained: list[Any] | None = None
-        self._has_gradients = False
         self._gradient_memory = HostOffload()
 
     @contextmanager
@@ -117,12 +116,6 @@ class MegatronEngine:
         with self.entered() as megatron:
             chunks = self.trained(megatron)
             self._gradient_memory.onload()
-            # Gradients are completed over the ranks at the end of a schedule, once: what an earlier call has completed
-            # waits outside.
-            gradients = self._gradients()
-            earlier = [gradient.clone() for gradient in gradients] if self._has_gradients else []
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
             run_schedule(
                 chunks,
                 micro_batches,
@@ -132,11 +125,10 @@ class MegatronEngine:
                 broadcast=False,
                 **self._inputs(micro_batches, temperature),
             )
-            for gradient, before in zip(gradients, earlier, strict=bool(earlier)):
-                gradient.add_(before)
             self._complete_recordings(micro_batches, megatron)
         messages = all_gather_json(str(errors[0]) if errors else None, self.grid.everyone)
-        self._has_gradients = all(message is None for message in messages)
+        if any(message is not None for message in messages):
+            self.drop_gradients()
         if errors:
             raise errors[0]
         for rank, message in enumerate(messages):
@@ -171,16 +163,10 @@ class MegatronEngine:
 
     def drop_gradients(self) -> None:
         """What the next `forward_backward` adds to is zero; until then their memory is given up."""
-        self._has_gradients = False
         for parameter in self.module.parameters():
             parameter.grad = None
         if not self._gradient_memory.offloaded:
-            self._gradient_memory.offload([], discard=self._gradients())
-
-    def _gradients(self) -> list[Tensor]:
-        """The buffers that gradients lie in."""
-        chunks = self._trained or []
-        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            self._gradient_memory.offload([], discard=gradient_buffers(self._trained or []))
 
     def shards(self) -> Shards:
         """The parameters of this rank, and the biases by which its routers choose."""
