@@ -1,9 +1,13 @@
 """`Batch`: its layout, its selections, and the mistakes that it refuses."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_models.batch import Batch
 
@@ -54,6 +58,50 @@ def test_responses_are_the_last_tokens() -> None:
     assert packed.num_tokens == 8
     assert packed.num_sequences == 3
     assert packed.padding == 2
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple, list])
+@pytest.mark.parametrize("indices", [[0], [2, 0]])
+def test_the_numbers_of_sequences_may_be_a_tensor_or_an_array(kind: Any, indices: list[int]) -> None:
+    batch = make([[1, 2], [3], [4, 5, 6]])
+    chosen = batch.select(kind(indices))
+    assert [tokens.tolist() for tokens in chosen.split()] == [[[1, 2], [3], [4, 5, 6]][i] for i in indices]
+    assert chosen.lengths == tuple(batch.lengths[i] for i in indices)
+    assert {type(length) for length in chosen.lengths} == {int}
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([-1], r"has 2 sequences, numbered from 0, and none with the numbers \[-1\]"),
+        ([0, 2, 5], r"none with the numbers \[2, 5\]"),
+        ([True, False], r"must be \[n\] integers, got \[2\] torch.bool; of a bool mask take mask.nonzero"),
+        ([0.0], r"must be \[n\] integers, got \[1\] torch.float32"),
+        ([[0]], r"must be \[n\] integers, got \[1, 1\] torch.int64"),
+    ],
+)
+def test_numbers_that_no_sequence_has_are_refused(indices: Any, message: str) -> None:
+    batch = make([[1, 2], [3]])
+    for method in (batch.select, batch.positions):
+        with pytest.raises(ValueError, match=message):
+            method(indices)
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often a value of a tensor is read on the host, which waits for a GPU each time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_looks_at_its_mask_once() -> None:
+    tokens, mask = torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.bool)
+    with Looks() as looks:
+        Batch(tokens, (2,) * 20, mask)
+    assert looks.count == 1
 
 
 def test_an_empty_selection_keeps_the_fields() -> None:

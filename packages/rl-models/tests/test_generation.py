@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +26,8 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
 from rl_models.backends import BACKENDS
+from rl_models.backends.positions import max_positions
+from rl_models.losses import LossTerms
 
 SIZES: dict[str, Any] = {
     "vocab_size": 51,
@@ -242,6 +246,53 @@ def test_a_diverged_model_is_named_on_every_rank_and_nothing_hangs(
         assert all(text.startswith(f"{other}{nan}[(1, 0), (1, 1)]: ") for text in said[:3])
         assert all(text.startswith(f"{other}token id 51 ") for text in said[3:])
         assert after["log_probs"].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_sequences_beyond_the_models_positions_are_warned_of_once(tmp_path: Path, backend: str) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=8)).save_pretrained(tmp_path)
+    beyond = r"a sequence of 12 tokens goes beyond the model's 8 positions \(max_position_embeddings"
+
+    def load() -> Actor:
+        return Actor.from_pretrained(tmp_path, backend=backend, device="cpu")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The ninth token's own successor is no one's.
+        fits = load().generate([[1] * 5], max_new_tokens=4)
+        load().log_probs(fits)
+    actor = load()
+    with pytest.warns(UserWarning, match=beyond):
+        longer = actor.generate([[1] * 5], max_new_tokens=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = actor.log_probs(longer).log_probs
+    torch.testing.assert_close(longer["log_probs"], torch.where(longer.mask, found, 0), rtol=0, atol=1e-5)
+    for call in (lambda: load().log_probs(longer), lambda: load().update(longer, lambda x, *_: LossTerms(-x))):
+        with pytest.warns(UserWarning, match=beyond):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
+            },
+            128,
+        ),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"factor": 8.0}}}, 64),
+    ],
+)
+def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], positions: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert max_positions(tmp_path) == positions
 
 
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:

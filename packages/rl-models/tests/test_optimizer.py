@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,28 @@ def test_gradients_of_low_precision_parameters_add_up_in_fp32() -> None:
         (module.weight * size).sum().backward()
     # In bf16 256 + 1 is 256.
     assert float(module.weight.grad) == 259
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "needs"),
+    [
+        *[("learning_rate", value, "be finite and not negative") for value in (-1.0, math.inf, math.nan)],
+        *[("weight_decay", value, "be finite and not negative") for value in (-0.1, math.inf, math.nan)],
+        *[("eps", value, "be finite and above 0") for value in (0.0, -1e-8, math.inf, math.nan)],
+        *[("max_grad_norm", value, "be above 0; infinity never scales") for value in (-1.0, 0.0, math.nan)],
+        *[
+            ("betas", value, r"be two numbers in \[0, 1\)")
+            for value in ((1.5, 0.9), (0.9, 1.0), (0.9, math.nan), (0.9,))
+        ],
+    ],
+)
+def test_options_out_of_their_ranges_are_refused(field: str, value: Any, needs: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(f'{field}={value}')} must {needs}"):
+        OptimizerOptions(**{field: value})
+
+
+def test_options_at_the_ends_of_their_ranges_are_accepted() -> None:
+    OptimizerOptions(learning_rate=0.0, betas=(0.0, 0.0), eps=1e-30, weight_decay=0.0, max_grad_norm=math.inf)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:

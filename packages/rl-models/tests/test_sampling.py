@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_models.sampling import sample, truncate
+from rl_models.sampling import MIN_TEMPERATURE, sample, truncate
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0))
@@ -45,6 +45,12 @@ def test_log_probs_are_those_before_truncation_and_greedy_takes_the_largest() ->
     torch.testing.assert_close(greedy_log_probs, log_probs)
 
 
+def test_the_smallest_temperature_takes_the_largest_logit() -> None:
+    tokens, log_probs = sample(torch.tensor([[-3e4, 3e4, 2e4]]), temperature=MIN_TEMPERATURE)
+    assert tokens.tolist() == [1]
+    assert log_probs.tolist() == [0]
+
+
 def test_a_row_that_is_no_distribution_has_no_log_prob_and_leaves_the_others_alone() -> None:
     inf = torch.inf
     logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [inf, 0.0], [-inf, -inf], [-inf, 2.0]])
@@ -60,6 +66,9 @@ def test_mistakes_are_refused() -> None:
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
         ({"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ({"temperature": torch.nan}, "temperature=nan must be a finite number"),
+        ({"temperature": torch.inf}, "temperature=inf must be a finite number"),
+        ({"temperature": 1e-42}, "temperature=1e-42 is too small to divide logits by; use 0, .* or at least 1e-30"),
     ):
         with pytest.raises(ValueError, match=message):
             sample(logits, **options)  # type: ignore[arg-type]

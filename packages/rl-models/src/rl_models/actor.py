@@ -57,9 +57,14 @@ class Policy(Worker):
             temperature: the logits are divided by it: give the one that the tokens were generated with.
             record_routing: of a mixture of experts, also return where each token went.
 
+        Warns:
+            UserWarning: a sequence goes beyond the model's positions (`max_position_embeddings`); once.
+
         Raises:
             ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
-                without it; on every rank alike.
+                without it; on every rank alike. But on GPUs the ranks do not wait to agree on tokens: of a batch on the
+                CPU its data-parallel rank alone raises, and of one on a GPU an assertion of the device stops the
+                process.
         """
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         result = TokenLogProbs(found["log_probs"], found["entropy"])
@@ -91,13 +96,19 @@ class Policy(Worker):
             Prompts and responses, the n of a prompt next to each other, the responses in the mask, with the field
             `log_probs` `[T]`: of each response token at this temperature, equal to what `log_probs` gives; 0 elsewhere.
 
+        Warns:
+            UserWarning: a response goes beyond the model's positions, as for `log_probs`.
+
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, or logits that are
-                NaN or infinite, which names the responses; on every rank alike.
+                NaN or infinite, which names the responses; on every rank alike. (A token of a prompt that is on a GPU
+                already: as for `log_probs`.)
         """
         self._memory.require("generate")
         options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
-        return generate(self.engine, prompts, options)
+        batch = generate(self.engine, prompts, options)
+        self._warn_of_length(batch)
+        return batch
 
 
 class Actor(Policy):
@@ -109,6 +120,9 @@ class Actor(Policy):
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
         """One optimizer step on the batch.
+
+        One that raises changes nothing, and the next starts without its gradients. An error of the loss on one rank is
+        raised on every rank.
 
         Args:
             batch: this data-parallel rank's part, with the fields that the loss reads.
@@ -122,8 +136,9 @@ class Actor(Policy):
             `learning_rate` of the step.
 
         Raises:
-            ValueError: there is nothing to learn from, or the loss is not one number per token.
-            FloatingPointError: the gradient is not finite; the parameters have not been changed.
+            ValueError: there is nothing to learn from, the loss is not one number per token, or it reports other
+                metrics of some micro-batches or on some ranks; tokens as for `log_probs`.
+            FloatingPointError: the gradient is not finite.
             RuntimeError: weights or optimizer state are offloaded.
         """
         return self.step(batch, loss, aggregation=aggregation, temperature=temperature)

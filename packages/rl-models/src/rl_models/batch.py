@@ -44,7 +44,10 @@ class Batch:
         for name, tensor in {"mask": self.mask, **self.fields}.items():
             if tensor.shape[:1] != self.tokens.shape or (name == "mask" and tensor.dim() > 1):
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
-        if chosen := [n for n, start in self._starts() if bool(self.mask[start])]:
+        starts = list(self._starts())
+        first = self.mask[[start for _, start in starts]]
+        if bool(first.any()):  # one look at the device, however many sequences there are
+            chosen = [n for (n, _), masked in zip(starts, first.tolist(), strict=True) if masked]
             raise ValueError(f"the first token of sequences {chosen} is in the mask, but nothing precedes it")
         object.__setattr__(self, "fields", dict(self.fields))
 
@@ -140,21 +143,39 @@ class Batch:
         """The same sequences with these `[T]` tensors added, or put in the place of those of the same name."""
         return replace(self, fields={**self.fields, **fields})
 
-    def select(self, indices: Sequence[int]) -> Batch:
-        """The sequences of these numbers, in this order, with their fields."""
-        if not indices:
-            empty = slice(0, 0)
-            fields = {name: tensor[empty] for name, tensor in self.fields.items()}
-            return Batch(self.tokens[empty], (), self.mask[empty], fields)
-        where = self.positions(indices)
-        fields = {name: tensor[where] for name, tensor in self.fields.items()}
-        return Batch(self.tokens[where], tuple(self.lengths[i] for i in indices), self.mask[where], fields)
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """The sequences of these numbers, in this order, with their fields.
 
-    def positions(self, indices: Sequence[int]) -> Tensor:
-        """`[sum of their lengths]` int64: where in this batch the tokens of these sequences stand."""
+        Raises:
+            ValueError: a number is none of 0 .. N - 1.
+        """
+        numbers = self._numbers(indices)
+        where = self.positions(numbers)
+        fields = {name: tensor[where] for name, tensor in self.fields.items()}
+        return Batch(self.tokens[where], tuple(self.lengths[i] for i in numbers), self.mask[where], fields)
+
+    def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """`[sum of their lengths]` int64: where in this batch the tokens of these sequences stand; raises as `select`
+        does."""
         starts = dict(self._starts(empty=True))
-        parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
+        parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
         return _cat(parts, torch.int64, "cpu").to(self.device)
+
+    def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
+        """The indices, which may be a tensor or an array, as integers that are sequences' numbers."""
+        given = torch.as_tensor(indices)
+        if given.dim() != 1 or (len(given) and (given.is_floating_point() or given.dtype == torch.bool)):
+            raise ValueError(
+                f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; of a bool mask "
+                "take mask.nonzero().flatten()"
+            )
+        numbers: list[int] = given.tolist()
+        if outside := [i for i in numbers if not 0 <= i < len(self)]:
+            raise ValueError(
+                f"the batch has {len(self)} sequences, numbered from 0, and none with the numbers {outside[:8]}; "
+                "numbers do not count from the end"
+            )
+        return numbers
 
     def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
         """A `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field, as one tensor for each sequence."""

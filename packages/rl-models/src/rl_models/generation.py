@@ -50,15 +50,14 @@ def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]]) -> list[
     Raises:
         ValueError: one is empty, or has a token outside the vocabulary.
     """
-    device = engine.grid.device
-    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device).flatten() for prompt in prompts]
+    rows = [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
         raise ValueError(
             f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
         )
     for row in rows:
-        check_token_ids(row, engine.vocab_size)
-    return rows
+        check_token_ids(row, engine.vocab_size)  # where they are: once on a GPU, an id could only stop the process
+    return [row.to(engine.grid.device) for row in rows]
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:

@@ -21,10 +21,13 @@ class OptimizerOptions:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), gradient clipping and the schedule.
 
     Attributes:
-        learning_rate, betas, eps: AdamW's; the schedule multiplies the learning rate.
+        learning_rate, betas, eps: AdamW's; the schedule multiplies the learning rate. 0 learns nothing.
         weight_decay: of matrices; vectors (norms, biases) are not decayed.
         max_grad_norm: the gradient of the whole model is scaled down to this norm; infinity: never.
         schedule: over the optimizer's steps.
+
+    Raises:
+        ValueError: a number is out of its range; names the field.
     """
 
     learning_rate: float = 1e-6
@@ -33,6 +36,17 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        for name, fits, needs in (
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "be finite and not negative"),
+            ("betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "be two numbers in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "be finite and above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "be finite and not negative"),
+            ("max_grad_norm", self.max_grad_norm > 0, "be above 0; infinity never scales gradients down"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)} must {needs}")
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of the step that follows `step` completed ones."""

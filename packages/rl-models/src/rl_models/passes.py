@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckpt import all_gather_json
+from ckpt import agree, all_gather_json
+from ckpt.agreement import require_same
 from parallel_layers.embedding import check_token_ids
 from rl_models.aggregation import token_weights
 from rl_models.backends import Engine, Outputs
@@ -63,10 +64,14 @@ def accumulate(
         # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
         own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
         terms = loss(*own, part)
-        if terms.loss.shape != part.tokens.shape:
-            raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
-        for name, value in {"loss": terms.loss, **terms.metrics}.items():
-            sums[name] = sums.get(name, 0) + _weighted_sum(value.detach(), part)
+        reported = _reported(terms, part)
+        if sums and sums.keys() != reported.keys():
+            raise ValueError(
+                f"the loss reports {sorted(reported)} of one micro-batch and {sorted(sums)} of another; report the "
+                "same metrics of all, 0 where there is nothing to say"
+            )
+        for name, value in reported.items():
+            sums[name] = sums.get(name, 0) + _weighted_sum(value, part)
         return _weighted_sum(terms.loss, part)
 
     with routed(engine, division.parts, division.packed):
@@ -75,9 +80,37 @@ def accumulate(
 
 
 def _checked(batch: Batch, engine: Engine) -> Batch:
-    """The batch on the engine's device; its ids are checked before, where that does not stall the device."""
-    check_token_ids(batch.tokens, engine.vocab_size)
+    """The batch on the engine's device; its ids are checked before, where that does not stall the device.
+
+    On a CPU the data-parallel ranks, which would wait for this one, raise with it.
+    """
+    group = engine.grid.group("dp") if engine.grid.device.type == "cpu" else None
+    agree(lambda: check_token_ids(batch.tokens, engine.vocab_size), group)
     return batch.to(engine.grid.device)
+
+
+def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
+    """The loss and its metrics, without gradients, each `[T]` or one number.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if not isinstance(terms, LossTerms):
+        raise ValueError(
+            f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; put a tensor "
+            "of one number per token into one: LossTerms(tensor)"
+        )
+    if terms.loss.shape != part.tokens.shape:
+        raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
+    reported = {"loss": terms.loss.detach()}
+    for name, value in terms.metrics.items():
+        metric = torch.as_tensor(value, device=terms.loss.device).detach()
+        if metric.shape not in ((), terms.loss.shape):
+            raise ValueError(
+                f"the metric {name!r} must be one number, or one per token, [{part.num_tokens}], got {metric.shape}"
+            )
+        reported[name] = metric
+    return reported
 
 
 def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
@@ -86,12 +119,19 @@ def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
 
 
 def _reduce(sums: Mapping[str, Tensor], grid: Grid) -> dict[str, float]:
-    """Sum over dp, all numbers in one all-reduce; the other pipeline stages learn them from the last."""
+    """Sum over dp, all numbers in one all-reduce; the other pipeline stages learn them from the last.
+
+    Raises:
+        ValueError: the data-parallel ranks report other metrics.
+    """
     pipeline = grid.group("pp")
     names: list[str] = all_gather_json(list(sums), pipeline)[-1]
+    ordered = sorted(names)
+    require_same(grid.group("dp"), metrics=ordered)
     zero = torch.zeros((), device=grid.device)
-    values = torch.stack([sums.get(name, zero) for name in names]).double()
+    values = torch.stack([sums.get(name, zero) for name in ordered]).double()
     for group in (grid.group("dp"), pipeline):
         if group is not None:
             dist.all_reduce(values, group=group)
-    return dict(zip(names, values.tolist(), strict=True))
+    means = dict(zip(ordered, values.tolist(), strict=True))
+    return {name: means[name] for name in names}

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# Logits up to 3e8 divided by it are finite in fp32.
+MIN_TEMPERATURE = 1e-30
 
 
 def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> None:
     """Raise for what no draw can be made with.
 
     Raises:
-        ValueError: the temperature is negative, top_k below 1 or top_p outside (0, 1].
+        ValueError: the temperature is negative, not finite, or above 0 and too small to divide by, top_k is below 1 or
+            top_p outside (0, 1].
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must not be negative")
+    if not math.isfinite(temperature):
+        raise ValueError(f"temperature={temperature} must be a finite number")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature={temperature} is too small to divide logits by; use 0, which takes the most likely token, or "
+            f"at least {MIN_TEMPERATURE}"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
     if not 0 < top_p <= 1:
@@ -54,7 +67,7 @@ def sample(
 
     Args:
         logits_NV: fp32.
-        temperature: the logits are divided by it; 0 takes the most likely token.
+        temperature: the logits are divided by it, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
         top_k, top_p: see `truncate`.
         generator: ranks with equal logits and equally seeded generators draw the same tokens.
 
@@ -65,7 +78,7 @@ def sample(
         device at every token; the caller reads the log-probabilities anyhow.)
 
     Raises:
-        ValueError: the temperature is negative, or what `truncate` refuses.
+        ValueError: what `check_sampling` refuses.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)

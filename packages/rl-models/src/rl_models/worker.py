@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import ClassVar, Self
 
 import torch
@@ -23,6 +24,7 @@ from rl_models.backends import (
     RouterLosses,
     load_engine,
 )
+from rl_models.backends.positions import max_positions
 from rl_models.batch import Batch
 from rl_models.decoder import Recompute
 from rl_models.determinism import be_deterministic
@@ -37,13 +39,24 @@ class Worker(WorkerState):
     `ActorCritic`.
 
     Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
+
+    Attributes:
+        max_tokens_per_micro_batch: the most tokens that one forward pass takes.
+        positions: of the longest sequence that the model was made for; None: not known, or already warned of.
     """
 
     role: ClassVar[Role]
 
-    def __init__(self, engine: Engine, options: OptimizerOptions, max_tokens_per_micro_batch: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        options: OptimizerOptions,
+        max_tokens_per_micro_batch: int,
+        positions: int | None = None,
+    ) -> None:
         super().__init__(engine, options)
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.positions = positions
 
     @classmethod
     def from_pretrained(
@@ -114,13 +127,14 @@ class Worker(WorkerState):
         )
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
         engine = load_engine(backend, folder, cls.role, grid, options)
-        return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch)
+        return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch, max_positions(folder))
 
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """All outputs of the role (`rl_models.backends.OUTPUTS`) without gradients, each `[T]`, aligned with their own
         token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
+        self._warn_of_length(batch)
         results = predict(
             self.engine,
             batch,
@@ -130,6 +144,22 @@ class Worker(WorkerState):
         )
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))
+
+    def _warn_of_length(self, batch: Batch) -> None:
+        """Warn, once, of a sequence beyond the model's positions, whatever is done with it.
+
+        Rotary embeddings go on there, and a model may be trained to; one that was not says nothing of worth. (What
+        comes out at a last token is of no token.)
+        """
+        longest = max(batch.lengths, default=0)
+        if self.positions is not None and longest - 1 > self.positions:
+            warnings.warn(
+                f"a sequence of {longest} tokens goes beyond the model's {self.positions} positions "
+                "(max_position_embeddings in its config.json): shorten prompts or max_new_tokens, unless the model is "
+                "to learn it",
+                stacklevel=4,
+            )
+            self.positions = None
 
     def step(
         self,
@@ -147,24 +177,33 @@ class Worker(WorkerState):
         Where the optimizer scales losses (fp16), an overflow skips the step: the schedule stands still, and the metrics
         `skipped_steps` (so far) and `loss_scale` (of this step) say so.
 
+        A step that raises has changed nothing (unless the optimizer itself was interrupted): whatever stopped it, the
+        next starts without its gradients.
+
         Raises:
-            ValueError: the batch has nothing to learn from, or the loss is not one number per token.
+            ValueError: the batch has nothing to learn from, the loss is not one number per token, or it reports other
+                metrics of some micro-batches or on some ranks.
             FloatingPointError: the gradient is not finite; the parameters have not been changed.
             RuntimeError: weights or optimizer state are offloaded.
         """
         self._memory.require("an update", optimizer=True)
+        self._warn_of_length(batch)
         optimizer = self.optimizer  # before the backward: it says in which type gradients add up
-        metrics = accumulate(
-            self.engine,
-            batch,
-            loss,
-            self.max_tokens_per_micro_batch,
-            aggregation=aggregation,
-            temperature=temperature,
-        )
         rate = self.learning_rate
         scale = optimizer.loss_scale
-        norm = optimizer.step(rate)
+        try:
+            metrics = accumulate(
+                self.engine,
+                batch,
+                loss,
+                self.max_tokens_per_micro_batch,
+                aggregation=aggregation,
+                temperature=temperature,
+            )
+            norm = optimizer.step(rate)
+        except BaseException:
+            self.engine.drop_gradients()  # the next update would learn from them, too
+            raise
         if not math.isfinite(norm) and scale is None:
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
         self.steps += math.isfinite(norm)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankPool
-from rl_models.losses import gae, token_rewards, whiten
+from rl_models.losses import discounted_returns, gae, gspo_clip, token_rewards, whiten
 
 number = st.floats(-2, 2, allow_nan=False)
 token = st.tuples(number, number, st.booleans())
@@ -51,6 +51,16 @@ def test_gae_at_lambda_one_is_the_return_less_the_value() -> None:
     result = gae(rewards, values, torch.ones(3, dtype=torch.bool), [3], lam=1.0)
     torch.testing.assert_close(result.advantages, torch.tensor([2.0, 1.0, -1.0]))
     torch.testing.assert_close(result.returns, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_a_rank_without_tokens_has_empty_results(lengths: tuple[int, ...]) -> None:
+    none, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    found = [*gae(none, none, mask, lengths), discounted_returns(none, mask, lengths)]
+    found.append(gspo_clip(none, none, none, mask, lengths).loss)
+    if not lengths:
+        found.append(token_rewards(none, mask, lengths))
+    assert {(each.shape, each.dtype) for each in found} == {(torch.Size([0]), torch.float32)}
 
 
 def test_gae_refuses_mistakes() -> None:

@@ -33,6 +33,16 @@ def test_expectations_are_exact_over_a_whole_vocabulary() -> None:
     torch.testing.assert_close(k2, true)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("l", [-1e4, -100.0, -20.5, 100.0, 1e4])
+def test_values_and_gradients_are_finite_however_far_the_policies_are_apart(estimator: str, l: float) -> None:  # noqa: E741
+    new = torch.tensor([l], requires_grad=True)
+    penalty = kl_penalty(new, torch.zeros(1), estimator)
+    (gradient,) = torch.autograd.grad(penalty.sum(), new)
+    expected = {"k1": (l, 1.0), "k2": (l * l / 2, l), "k3": (math.exp(20) - 21, 0.0) if l < 0 else (l - 1, 1.0)}
+    assert (penalty.item(), gradient.item()) == pytest.approx(expected[estimator])
+
+
 def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="known: k1, k2, k3"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

@@ -38,6 +38,67 @@ def test_the_clip_stops_the_gradient_only_outside_the_trust_interval(
     assert terms.metrics["clip_fraction"].item() == float(not has_gradient)
 
 
+BEYOND = math.exp(20)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "dual_clip", "term", "gradient", "clipped"),
+    [
+        (100.0, 1.0, None, -1.2, 0.0, 1.0),
+        (1e4, 1.0, 3.0, -1.2, 0.0, 1.0),
+        (100.0, -1.0, 3.0, 3.0, 0.0, 1.0),
+        (100.0, -1.0, None, BEYOND, 0.0, 1.0),
+        (19.0, -1.0, None, math.exp(19), math.exp(19), 0.0),
+        (100.0, 0.0, None, 0.0, 0.0, 0.0),
+        (100.0, 0.0, 3.0, 0.0, 0.0, 0.0),
+        (-100.0, 1.0, None, 0.0, 0.0, 0.0),
+        (-100.0, -1.0, None, 0.8, 0.0, 1.0),
+        (-1e4, -1.0, 3.0, 0.8, 0.0, 1.0),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_terms_and_gradients_are_finite_however_far_the_policy_has_gone(
+    kind: str,
+    log_ratio: float,
+    advantage: float,
+    dual_clip: float | None,
+    term: float,
+    gradient: float,
+    clipped: float,
+) -> None:
+    new = torch.tensor([log_ratio], requires_grad=True)
+    old, advantages = torch.zeros(1), torch.tensor([advantage])
+    if kind == "ppo":
+        terms = ppo_clip(new, old, advantages, dual_clip=dual_clip)
+    elif dual_clip is None:
+        terms = gspo_clip(new, old, advantages, torch.tensor([True]), [1], clip_low=0.2, clip_high=0.2)
+    else:
+        return
+    (found,) = torch.autograd.grad(terms.loss.sum(), new)
+    assert (terms.loss.item(), found.item()) == pytest.approx((term, gradient))
+    assert terms.metrics["clip_fraction"].item() == clipped
+    assert terms.metrics["approx_kl"].isfinite().all()
+
+
+def test_gspo_clips_all_tokens_of_a_sequence_or_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ones = torch.ones(200)
+    for _ in range(20):
+        old = -6 * torch.rand(200, generator=generator)
+        new = old + 0.3 * torch.randn(200, generator=generator)
+        # The sequence's ratio comes to lie at the bound, to the precision of a float.
+        new = new - (new - old).mean() + 4e-4
+        terms = gspo_clip(new, old, ones, ones, [200])  # a mask of ones serves, too
+        assert len(terms.loss.unique()) == 1
+        assert len(terms.metrics["clip_fraction"].unique()) == 1
+
+
+@pytest.mark.parametrize("lengths", [(3,), (1,), (-1, 3)])
+def test_gspo_refuses_lengths_that_are_not_the_batchs(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be non-negative and add up to the 2 tokens given"):
+        gspo_clip(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.tensor([False, True]), lengths)
+
+
 def test_terms_add_and_scale_and_refuse_a_metric_reported_twice() -> None:
     entropy = torch.tensor([0.5, 2.0])
     policy = ppo_clip(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]))
@@ -56,8 +117,9 @@ def test_mistakes_are_refused() -> None:
         ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), dual_clip=1.0)
     with pytest.raises(ValueError, match="cap=0 must be positive"):
         importance_weights(torch.zeros(2), torch.zeros(2), cap=0)
-    with pytest.raises(ValueError, match="must not be negative"):
-        ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip_low=-0.1)
+    for clip in (-0.1, math.nan):
+        with pytest.raises(ValueError, match=f"clip_low={clip} .* must not be negative"):
+            ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip_low=clip)
 
 
 @given(st.lists(st.tuples(small, small), min_size=1, max_size=8), st.floats(1.01, 5))
@@ -98,6 +160,7 @@ def test_importance_weights_are_truncated_and_constant() -> None:
     old = torch.tensor([0.0, -1.0, 0.0], requires_grad=True)
     weights = importance_weights(old, torch.tensor([-5.0, 0.0, 0.0]), cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([2.0, math.exp(-1), 1.0]))
+    assert importance_weights(torch.zeros(2), torch.tensor([-1e4, 1e4])).tolist() == [2, 0]
     assert not weights.requires_grad
     terms = ppo_clip(old, old.detach(), torch.ones(3))
     weighted = terms.weighted(weights)

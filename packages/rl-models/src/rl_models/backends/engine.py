@@ -80,8 +80,13 @@ class Engine(Protocol):
 
         The loss is called once for each micro-batch, on the ranks that have its outputs: those of the last pipeline
         stage. All its inputs are whole (`[T]`, also under sequence and context parallelism), so each of these ranks
-        computes the same loss. When the call returns, every gradient is complete.
+        computes the same loss. When the call returns, every gradient is complete; an error of the loss is raised on
+        every rank, when none waits for another any more.
         """
+        ...
+
+    def drop_gradients(self) -> None:
+        """Drop this rank's gradients, also those of a call that has raised or been interrupted."""
         ...
 
     def build_optimizer(self, options: OptimizerOptions) -> Optimizer:

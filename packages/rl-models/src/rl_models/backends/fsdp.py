@@ -89,6 +89,24 @@ def release(module: nn.Module) -> None:
         part.reshard()
 
 
+def drop_gradients(module: nn.Module) -> None:
+    """Drop all gradients on this rank. The next forward starts anew, also where one or a backward has been interrupted
+    (before torch 2.13, which can take that back, only where all have come to their ends)."""
+    for part in _parts(module):
+        state = part._get_fsdp_state()
+        if state._is_root and hasattr(part, "reset_iter_state"):
+            part.reset_iter_state()
+        # What adds up until the last backward belongs to the gathered parameters, which torch neither shows nor drops.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        part.reshard()
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
 @torch.no_grad()
 def full_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The `state_dict` with every tensor gathered over dp, on the CPU, tied ones still one; every dp rank calls it."""

@@ -29,7 +29,7 @@ from parallel_layers.collectives import gather_from_sequence_parallel
 from parallel_layers.moe import RouterReplay
 from rl_models.backends.accumulate import Model, backward_each, forward_each
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
-from rl_models.backends.fsdp import full_tensors, gathered, release, shard_over_dp
+from rl_models.backends.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
 from rl_models.backends.hub import load_model, save_model
 from rl_models.backends.hub_layout import HubLayout
 from rl_models.backends.shards import Shards
@@ -81,7 +81,11 @@ class TransformersEngine:
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses."""
-        backward_each(self._model(temperature), self.model, micro_batches, loss)
+        backward_each(self._model(temperature), self.model, micro_batches, loss, self.grid.everyone)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients."""
+        drop_gradients(self.model)
 
     @contextmanager
     def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:

@@ -18,7 +18,7 @@ from rl_models.backends.accumulate import backward_each, forward_each
 from rl_models.backends.calls import Call
 from rl_models.backends.decoding import decode
 from rl_models.backends.engine import OUTPUTS, Loss, NextLogits, Outputs
-from rl_models.backends.fsdp import release, shard_over_dp
+from rl_models.backends.fsdp import drop_gradients, release, shard_over_dp
 from rl_models.backends.loads import LoadCounter, batch_totals
 from rl_models.backends.options import EngineOptions, RouterLosses
 from rl_models.backends.pipeline import MakeTask, Pipeline, sum_tied_gradients
@@ -88,7 +88,7 @@ class ParallelEngine:
         """Add the gradient of the losses, and of the routers' own."""
         call = self._with_totals(self._call(temperature, micro_batches), micro_batches)
         if self.pipeline is None:
-            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss)
+            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss, self.grid.everyone)
             self._complete(call, micro_batches)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
@@ -100,6 +100,11 @@ class ParallelEngine:
         sum_tied_gradients(self._tied_copy, self.pipeline.group)
         if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:
             self._tied_copy.grad += before
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all stages."""
+        for stage in self.stages:
+            drop_gradients(stage)
 
     @contextmanager
     def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:

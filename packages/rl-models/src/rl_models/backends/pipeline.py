@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ckpt import all_gather_json
 from parallel_layers import PackedSequence
 from rl_models.backends.engine import Loss, Outputs
+from rl_models.backends.guarded import GuardedLoss
 from rl_models.backends.options import PipelineOptions
 from rl_models.backends.padding import pad_to
 from rl_models.backends.stage import Stage, Task
@@ -100,28 +100,16 @@ class Pipeline:
     ) -> None:
         """Add up the gradients of the losses, which the last stage computes.
 
-        An error of the loss would leave the other stages waiting: the step goes on without that micro-batch, and then
-        every rank of `everyone` raises.
+        An error of the loss is raised on every rank of `everyone`, at the end.
         """
-        errors: list[Exception] = []
+        guarded = GuardedLoss(loss, everyone)
 
         def last_stage(outputs: Any, number: Tensor) -> Tensor:
             index = int(number)
-            outputs = tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs))
-            if not errors:
-                try:
-                    return loss(index, outputs)
-                except Exception as error:
-                    errors.append(error)
-            return torch.stack([output.sum() for output in outputs]).sum() * 0
+            return guarded(index, tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs)))
 
         self._run(micro_batches, make_task, last_stage)
-        messages = all_gather_json(str(errors[0]) if errors else None, everyone)
-        if errors:
-            raise errors[0]
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise ValueError(f"rank {rank}: {message}")
+        guarded.raise_errors()
 
     def _run(
         self,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rl_models.losses.sequences import sequence_ids
 from rl_models.losses.terms import same_shape
 
 
@@ -25,14 +26,9 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def _check_lengths(lengths: Sequence[int], num_tokens: int) -> None:
-    if sum(lengths) != num_tokens or min(lengths, default=0) < 0:
-        raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {num_tokens} tokens given")
-
-
 def _action_grid(mask: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Row (sequence) and column (number of the action inside its sequence) of every masked token, in order."""
-    sequence = torch.repeat_interleave(torch.tensor(lengths, device=mask.device))[mask]
+    sequence = sequence_ids(lengths, mask)[mask]
     actions = torch.bincount(sequence, minlength=len(lengths))
     start = actions.cumsum(0) - actions
     return sequence, torch.arange(len(sequence), device=mask.device) - start[sequence]
@@ -62,7 +58,6 @@ def gae(
         ValueError: if the shapes or lengths disagree, or gamma or lam are outside [0, 1].
     """
     same_shape(rewards=rewards, values=values, mask=mask)
-    _check_lengths(lengths, len(mask))
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma={gamma} and lam={lam} must lie in [0, 1]")
     rewards, values, mask = rewards.detach().float(), values.detach().float(), mask.bool()
@@ -101,7 +96,6 @@ def token_rewards(
     Raises:
         ValueError: if the shapes disagree, or a sequence that is scored has no action to receive its score.
     """
-    _check_lengths(lengths, len(mask))
     if len(scores) != len(lengths):
         raise ValueError(f"{len(scores)} scores for {len(lengths)} sequences")
     mask = mask.bool()

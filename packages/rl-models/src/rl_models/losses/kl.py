@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rl_models.losses.ratio import held
 from rl_models.losses.terms import same_shape
 
 
@@ -22,7 +23,8 @@ def _k2(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(-log_ratio) + log_ratio
+    against = held(-log_ratio)
+    return torch.expm1(against) - against
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
@@ -36,7 +38,7 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = 
 
         k1 = l                     unbiased, may be negative, high variance
         k2 = l^2 / 2               biased, low variance; its gradient is the unbiased gradient of the divergence
-        k3 = exp(-l) - 1 + l       unbiased, never negative, low variance
+        k3 = exp(-l) - 1 + l       unbiased, never negative, low variance; constant below l = -20
 
     Args:
         log_probs, reference_log_probs: `[T]`.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_models.losses.ratio import MAX_LOG_RATIO, held
+from rl_models.losses.sequences import sequence_ids
 from rl_models.losses.terms import LossTerms, same_shape
 
 
@@ -24,6 +26,9 @@ def ppo_clip(
         r_t = exp(log_probs_t - old_log_probs_t)
         term_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
+    A ratio is at most e^20, beyond which it is a constant: where A_t < 0 and nothing clips from above, as if
+    `dual_clip` were e^20. So the term and its gradient are finite for every finite log-probability.
+
     Args:
         log_probs: `[T]` under the policy that learns; the only input that receives a gradient.
         old_log_probs: `[T]` under the policy that chose the tokens.
@@ -31,9 +36,10 @@ def ppo_clip(
         clip_low, clip_high: the trust interval; equal in PPO, `clip_high` larger in DAPO (Yu et al. 2025,
             arXiv:2503.14476: 0.2 and 0.28, with `aggregation="token-mean"`).
         dual_clip: c > 1: where A_t < 0 the term is at most -c A_t, so that a ratio that has run away can not dominate
-            the gradient (Ye et al. 2020, arXiv:1912.09729, equation 5); None: no bound.
+            the gradient (Ye et al. 2020, arXiv:1912.09729, equation 5); None: no bound but that of the ratio.
 
-    Metrics: `clip_fraction`, the tokens whose gradient the clip removed; `approx_kl`, k3 of old against new.
+    Metrics: `clip_fraction`, the tokens whose gradient a bound removed; `approx_kl`, k3 of old against new, constant
+    where the ratio is.
 
     Raises:
         ValueError: if the shapes differ, a clip is negative, or `dual_clip` is not above 1.
@@ -42,7 +48,7 @@ def ppo_clip(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip={dual_clip} must be above 1; None leaves it out")
     log_ratio = log_probs - old_log_probs.detach()
-    return _clipped_surrogate(log_ratio, log_ratio, advantages.detach(), clip_low, clip_high, dual_clip)
+    return _clipped_surrogate(log_ratio, advantages.detach(), clip_low, clip_high, dual_clip)
 
 
 def gspo_clip(
@@ -63,6 +69,8 @@ def gspo_clip(
         term_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),      s_t = s in value, with the gradient of
                                                                                  s log_probs_t
 
+    and s is at most e^20, as for `ppo_clip`.
+
     With `aggregation="sequence-mean"` and one advantage a sequence, the sum of the terms is the objective of equation 5
     and has its gradient.
 
@@ -74,39 +82,40 @@ def gspo_clip(
     Metrics: as for `ppo_clip`, `approx_kl` being k3 of the sequence ratio.
 
     Raises:
-        ValueError: if the shapes differ or a clip is negative.
+        ValueError: if the shapes or lengths disagree, or a clip is negative.
     """
     same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
+    mask = mask.bool()
     log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0)
-    sequence = torch.repeat_interleave(torch.tensor(lengths, device=mask.device))
+    sequence = sequence_ids(lengths, mask)
     sums = log_ratio.detach().new_zeros(2, len(lengths))
     sums.index_add_(1, sequence, torch.stack([log_ratio.detach(), mask.to(log_ratio)]))
     of_sequence = (sums[0] / sums[1].clamp(min=1))[sequence]
-    # The value of the sequence's ratio with the gradient of the token's own log-probability.
-    with_gradient = of_sequence + log_ratio - log_ratio.detach()
-    return _clipped_surrogate(with_gradient, of_sequence, advantages.detach(), clip_low, clip_high, None)
+    # The sequence's ratio, to the bit, with the gradient of the token's own log-probability.
+    with_gradient = of_sequence + (log_ratio - log_ratio.detach())
+    return _clipped_surrogate(with_gradient, advantages.detach(), clip_low, clip_high, None)
 
 
 def _clipped_surrogate(
     log_ratio: Tensor,
-    reported: Tensor,
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
 ) -> LossTerms:
-    if clip_low < 0 or clip_high < 0:
+    if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
-    ratio = log_ratio.exp()
+    ratio = held(log_ratio).exp()
     free = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     terms = torch.maximum(free, clipped)
     if dual_clip is not None:
         terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
     with torch.no_grad():
+        constant = (log_ratio > MAX_LOG_RATIO) & (advantages != 0)
         metrics = {
-            "clip_fraction": (terms != free).float(),
-            "approx_kl": torch.expm1(reported) - reported,
+            "clip_fraction": ((terms != free) | constant).float(),
+            "approx_kl": torch.expm1(held(log_ratio)) - held(log_ratio),
         }
     return LossTerms(terms, metrics)
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Per-token loss terms `[T]` and per-token metrics of the same shape (without gradient).
+    """Per-token loss terms `[T]` and metrics: per token, of the same shape, or one number for all tokens alike.
 
     Both are averaged in the same way, over the same tokens, so a metric such as the clip fraction is exact whatever
     the micro-batches. Terms add: `ppo_clip(...) + entropy_bonus(entropy, 0.01)`.
     """
 
     loss: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
     def __add__(self, other: LossTerms) -> LossTerms:
         if twice := self.metrics.keys() & other.metrics.keys():

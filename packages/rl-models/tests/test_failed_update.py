@@ -1,0 +1,199 @@
+"""An update that fails changes nothing: the next one is that of a worker that has never failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, OptimizerOptions
+from rl_models.losses import LossTerms
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}
+ROWS = [[1, 4, 5, 6], [1, 7, 8, 9], [2, 3, 4, 5]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("failing") / "llama"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
+
+
+def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, **options: Any) -> Actor:
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
+    # A sequence a micro-batch.
+    given: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 4, **options}
+    return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, **given)
+
+
+def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(-log_probs)
+
+
+def failing(number: int, error: BaseException) -> Callable[[Tensor, Tensor, Batch], LossTerms]:
+    """A loss with large gradients, until its micro-batch of this number."""
+    calls = 0
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise error
+        return LossTerms(-100 * log_probs)
+
+    return loss
+
+
+def fail_and_go_on(
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, dtype: torch.dtype
+) -> list[tuple[dict[str, float], Tensor]]:
+    """The next update, and what the actor then says, after each failure, and after none."""
+    from megatron_utils.testing import cpu_stand_in
+
+    batch = Batch.from_sequences(ROWS)
+    errors = [None, ZeroDivisionError("oops"), KeyboardInterrupt()]
+    if dims.pp > 1:  # nobody would send the other stages what they wait for after an interrupt
+        errors.pop()
+    found = []
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        for error in errors:
+            actor = load(group, path, backend, dims, dtype=dtype)
+            if error is not None:
+                # Under a pipeline the other stages are told of the last one's error.
+                with pytest.raises(type(error) if dims.pp == 1 else (type(error), RuntimeError)):
+                    actor.update(batch, failing(2, error))
+            metrics = actor.update(batch, push_up)
+            found.append((metrics, actor.log_probs(batch).log_probs))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims", "dtype"),
+    [
+        ("parallel", ParallelDims(), torch.float32),
+        ("parallel", ParallelDims(dp=2), torch.float32),
+        ("parallel", ParallelDims(dp=2), torch.bfloat16),
+        ("parallel", ParallelDims(pp=2), torch.float32),
+        ("transformers", ParallelDims(), torch.float32),
+        ("transformers", ParallelDims(dp=2), torch.float32),
+        ("megatron", ParallelDims(), torch.float32),
+    ],
+    ids=str,
+)
+def test_an_update_after_a_failed_one_is_as_if_nothing_had_happened(
+    ranks: RankPool, model: Path, backend: str, dims: ParallelDims, dtype: torch.dtype
+) -> None:
+    for found in ranks.run(fail_and_go_on, model, backend, dims, dtype, world=dims.world_size, timeout=60):
+        (metrics, log_probs), *others = found
+        for after in others:
+            assert after[0] == metrics
+            assert torch.equal(after[1], log_probs)
+
+
+def interrupt_the_backward(group: ProcessGroup, path: Path) -> list[float]:
+    """The norm of the next gradient, after a Ctrl-C in the middle of a backward and after none."""
+    batch = Batch.from_sequences(ROWS)
+    actor, other = (load(group, path, "parallel", ParallelDims(dp=2)) for _ in range(2))
+
+    def interrupt(gradient: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        if int(part.tokens[0]) == 2:
+            log_probs.register_hook(interrupt)
+        return LossTerms(-100 * log_probs)
+
+    with pytest.raises(KeyboardInterrupt):
+        actor.update(batch, loss)
+    assert all(parameter.grad is None for parameter in actor.engine.module.parameters())
+    return [each.update(batch, push_up)["grad_norm"] for each in (actor, other)]
+
+
+def test_a_backward_that_is_interrupted_leaves_nothing_either(ranks: RankPool, model: Path) -> None:
+    for after, clean in ranks.run(interrupt_the_backward, model, world=2, timeout=60):
+        assert after == clean
+
+
+def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[list[str], float]:
+    """What is said of a loss, and of tokens, of which rank 1 alone has something to complain; then a step."""
+    actor = load(group, path, backend, ParallelDims(dp=2))
+    last = group.rank() == 1
+    batch, wrong = Batch.from_sequences(ROWS), Batch.from_sequences([[1, 31 if last else 2]])
+
+    def other_metrics(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        return LossTerms(-log_probs, {"mine" if last else "yours": 1.0})
+
+    def bare(log_probs: Tensor, entropy: Tensor, part: Batch) -> Any:
+        return -log_probs if last else LossTerms(-log_probs)
+
+    said = []
+    for call in (
+        lambda: actor.update(batch, failing(2, ZeroDivisionError("oops")) if last else push_up),
+        lambda: actor.update(batch, bare),
+        lambda: actor.update(batch, other_metrics),
+        lambda: actor.log_probs(wrong),
+        lambda: actor.update(wrong, push_up),
+    ):
+        with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)) as error:
+            call()
+        said.append(str(error.value))
+    return said, actor.update(batch, push_up)["grad_norm"]
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, model: Path, backend: str) -> None:
+    (first, norm), (second, same) = ranks.run(fail_on_one_rank, model, backend, world=2, timeout=60)
+    assert first[0] == "rank 1: ZeroDivisionError: oops"
+    assert second[0] == "oops"
+    assert first[1] == f"rank 1: {second[1]}"
+    assert second[1].startswith("the loss must return rl_models.losses.LossTerms(loss, metrics), got Tensor; ")
+    assert first[2] == second[2]
+    assert first[2].startswith("metrics differs between ranks: ['loss', 'yours'] on rank 0, ['loss', 'mine'] on rank 1")
+    for number in (3, 4):
+        assert first[number] == f"rank 1: {second[number]}"
+        assert second[number].startswith("token id 31 at index [1] is outside the vocabulary 0..30")
+    assert norm == same
+
+
+@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0), torch.full((4,), 2.0)])
+def test_a_metric_is_one_number_or_one_per_token(model: Path, value: Any) -> None:
+    actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
+    found = actor.update(Batch.from_sequences(ROWS), lambda log_probs, *_: LossTerms(-log_probs, {"two": value}))
+    assert found["two"] == pytest.approx(2)
+
+
+def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
+    actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
+
+    def sometimes(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        return LossTerms(-log_probs, {"odd": 1.0} if int(part.tokens[0]) == 2 else {})
+
+    for loss, message in (
+        (lambda log_probs, entropy, part: -log_probs, r"got Tensor; put a tensor .* into one: LossTerms\(tensor\)"),
+        (
+            lambda log_probs, entropy, part: LossTerms(-log_probs, {"odd": torch.ones(4, 1)}),
+            r"the metric 'odd' must be one number, or one per token, \[4\], got torch.Size\(\[4, 1\]\)",
+        ),
+        (sometimes, r"reports \['loss', 'odd'\] of one micro-batch and \['loss'\] of another|\['loss'\] of one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            actor.update(Batch.from_sequences(ROWS), loss)  # type: ignore[arg-type]
