@@ -232,4 +232,5 @@ def test_rotary_buffers_and_a_stored_tied_head_are_passed_over(broken: Path) -> 
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     change(broken, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    change(broken, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" not in load_hf(broken, layout_for(broken))

@@ -3,15 +3,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, Place, layout_for, load_hf, load_shards, merge, open_shards, reshard, save_shards
+from ckpt import Grid, Place, layout_for, load_hf, load_shards, merge, open_shards, reshard, save_shards, verify
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -182,3 +184,39 @@ def save_half(group: Any, source: str, target: str) -> str:
 def test_a_grid_with_an_absent_place_is_not_saved(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
     seen = ranks.run(save_half, str(checkpoint("llama")), str(tmp_path / "a"), world=2, timeout=10)
     assert all("no rank of the group stands at ['tp=1/2']" in text for text in seen)
+
+
+def test_a_cast_joins_tensors_of_several_types(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "mixed"
+    shutil.copytree(checkpoint("llama"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"qkv_proj.weight joins tensors of types .*; pass dtype= \(--dtype\)"):
+        reshard(source, tmp_path / "shards", Grid(tp=2))
+    reshard(source, tmp_path / "shards", Grid(tp=2), dtype=torch.bfloat16)
+    layout = layout_for(source)
+    for place in Grid(tp=2).places():
+        expected = load_hf(source, layout, place, dtype=torch.bfloat16)
+        found, _ = load_shards(tmp_path / "shards", place)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_place_with_a_tensor_of_another_type_is_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Its values differ by less than the other places' type can tell, so that a comparison in that type saw nothing."""
+    for name in ("a", "b"):
+        reshard(checkpoint("llama"), tmp_path / name, Grid(tp=2))
+    file = tmp_path / "b" / "shard-00001-of-00002.safetensors"
+    tensors = load_file(file)
+    tensors["weights/model.layers.1.mlp.down_proj.weight"] = tensors[
+        "weights/model.layers.1.mlp.down_proj.weight"
+    ].double() * (1 + 1e-12)
+    save_file(tensors, file)
+    message = (
+        r"down_proj.weight is of several types: torch.float32 in .*00000-of-00002.safetensors and torch.float64 in "
+    )
+    with pytest.raises(ValueError, match=message):
+        verify(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match=message):
+        merge(tmp_path / "b", tmp_path / "c")

@@ -164,6 +164,19 @@ def test_types_are_cast_and_recorded(checkpoint: Checkpoints, read_all: ReadAll,
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_layout_of_a_config_object_is_saved_with_a_class(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint(name)
+    named = transformers.AutoConfig.from_pretrained(source)
+    made = type(named)(**{key: value for key, value in named.to_dict().items() if key != "architectures"})
+    assert made.architectures is None
+    layout = layout_for(made)
+    save_hf(tmp_path / "saved", load_hf(source, layout), layout)
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["architectures"] == named.architectures
+    assert saved["dtype"] == "float32"
+
+
 def test_strided_tensors_are_written_as_they_read(
     checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
 ) -> None:

@@ -18,8 +18,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-# A folder with one of these is a checkpoint, which a save may replace.
-_MARKS = {"config.json", "model.safetensors.index.json", "model.safetensors", "layout.json", "metadata.json"}
+from ckpt.contents import foreign, kind_of
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -34,19 +34,28 @@ def sync_folder(path: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to replace what is no checkpoint.
+    """Refuse to replace what is no checkpoint, or has anything else in it, which would be deleted.
 
     Raises:
-        ValueError: the target is a file, or a folder that holds something else than a checkpoint.
+        ValueError: the target is a file, a mount point, or a folder with something in it that no checkpoint of its kind
+            has (`ckpt.contents`); names what.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
-    if target.is_dir():
-        names = {entry.name for entry in target.iterdir()}
-        if names and not names & _MARKS:
-            raise ValueError(
-                f"{target} exists and is no checkpoint ({sorted(names)[:3]}); choose another path or empty it"
-            )
+    if os.path.ismount(target):
+        raise ValueError(f"{target} is a mount point, which cannot be replaced; save into a folder below it")
+    held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    if not held:
+        return
+    kind = kind_of(target)
+    if kind is None:
+        raise ValueError(f"{target} exists and is no checkpoint ({held[:3]}); choose another path or empty it")
+    others = foreign(target, kind)
+    if others:
+        raise ValueError(
+            f"{target} holds more than a checkpoint, {others[:5]} ({len(others)} in all), which a save in its place "
+            "would delete; choose another path, or move the rest elsewhere first"
+        )
 
 
 class FolderWriter:

@@ -2,13 +2,13 @@
 
 The metadata entry `ckpt.crc32` is a JSON object: tensor name -> CRC-32 of its bytes, 8 hexadecimal digits. The entry is
 laid out with zeros before the data is written and filled in afterwards from the bytes that are in the file; its length
-stays.
+stays. Of two tensors in files the bytes themselves are compared.
 """
 
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.folder import Checkpoint
@@ -28,19 +28,30 @@ def reserved(names: Iterable[str]) -> dict[str, str]:
     return checksum_entry(dict.fromkeys(names, "0" * 8))
 
 
-def crc32(path: Path, info: TensorInfo) -> str:
-    """The checksum of one tensor of a file."""
-    value = 0
-    with open(path, "rb", buffering=0) as file:
+def _chunks(path: Path, info: TensorInfo) -> Iterator[bytes]:
+    """The bytes of one tensor of a file, all chunks but the last of one length."""
+    with open(path, "rb") as file:
         file.seek(info.offset)
         left = info.nbytes
         while left:
             chunk = file.read(min(left, _CHUNK_BYTES))
             if not chunk:
                 raise ValueError(f"{path} ended inside a tensor; it was truncated while in use")
-            value = zlib.crc32(chunk, value)
+            yield chunk
             left -= len(chunk)
+
+
+def crc32(path: Path, info: TensorInfo) -> str:
+    """The checksum of one tensor of a file."""
+    value = 0
+    for chunk in _chunks(path, info):
+        value = zlib.crc32(chunk, value)
     return f"{value:08x}"
+
+
+def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
+    """Whether two tensors of files, as long as each other, have the same bytes."""
+    return all(one == other for one, other in zip(_chunks(*a), _chunks(*b), strict=True))
 
 
 def share_of_checksums(

@@ -19,7 +19,7 @@ from ckpt.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box
 from ckpt.place import Place
 from ckpt.report import Difference, Kind, Report
 from ckpt.shards import WEIGHTS
-from ckpt.sources import Source, open_source
+from ckpt.sources import Source, open_source, open_with_prediction_layers
 from ckpt.tally import Tally
 from ckpt.unchanged import while_unchanged
 
@@ -40,7 +40,8 @@ def verify(
     """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
 
     Of sharded ones every copy of what several ranks hold is compared, and, where both have one, the optimizer's state:
-    its tensors are named `SLOT/NAME`.
+    its tensors are named `SLOT/NAME`. The tensors of multi-token-prediction layers, which loads pass over and saves
+    lack, are compared, too: a checkpoint that has lost them differs.
 
     Args:
         a: the reference.
@@ -55,7 +56,7 @@ def verify(
         ValueError: a checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are no
             error: see `Report.equal`.
     """
-    first, second = open_source(a, role), open_source(b, role)
+    first, second = (open_with_prediction_layers(path, role) for path in (a, b))
     report = Report()
     slots = (WEIGHTS, *_optimizer_slots(first, second))
     with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ckpt.contents import CONFIG
+
 Config = dict[str, Any]
 
 
@@ -23,6 +25,9 @@ ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
 
 # The number of routed experts, by the names in use.
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+# The number of multi-token-prediction layers, which files may hold behind the decoder's; no model here reads them.
+PREDICTION_LAYERS = "num_nextn_predict_layers"
 
 # Fields that change which tensors exist or what shape they have, with the values that leave the layout as it is. A
 # family reads some of them; a field with another value that the family does not read is refused, never ignored.
@@ -69,8 +74,13 @@ def read_json_file(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
+def is_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is that of a safetensors file."""
+    return Path(path).suffix == ".safetensors" and Path(path).is_file()
+
+
 def load_config(config: ConfigLike) -> Config:
-    """The configuration as a dict of its own.
+    """The configuration as a dict of its own: of a folder its config.json, of a file of weights the one beside it.
 
     Raises:
         ValueError: the folder has no config.json, or the file is not a JSON object.
@@ -80,7 +90,8 @@ def load_config(config: ConfigLike) -> Config:
     if isinstance(config, HasToDict):
         return dict(config.to_dict())
     path = Path(config)
-    file = path / "config.json" if path.is_dir() else path
+    folder = path.parent if is_weights(path) else path
+    file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
         raise ValueError(
             f"{file} does not exist; pass a checkpoint folder with a config.json, or the configuration itself"
@@ -101,8 +112,6 @@ def text_config(config: Config) -> Config:
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
     text.pop("text_config", None)
-    if "tie_word_embeddings" in config:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
     text["num_experts"] = next((text[field] for field in EXPERT_FIELDS if text.get(field) is not None), None)
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")

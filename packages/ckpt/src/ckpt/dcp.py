@@ -38,14 +38,13 @@ from torch.futures import Future
 
 from ckpt.boxio import BoxOf, IOCounter, StagingPool, read_box, view_of
 from ckpt.config import read_json_file
+from ckpt.contents import METADATA
 from ckpt.disk import bytes_in, room_for
 from ckpt.dtypes import DTYPES, dtype_name
 from ckpt.files import write_json
 from ckpt.header import read_header
 from ckpt.pieces import Shape, extents, volume
 from ckpt.relay import write_own_file
-
-METADATA = "metadata.json"
 
 
 def _chunk(box: BoxOf) -> ChunkStorageMetadata:

@@ -1,44 +1,35 @@
 """A checkpoint's files, laid out before anything is written: shards, headers, index, configuration, tokenizer files."""
 
 import errno
-import fnmatch
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckpt.atomic import sync_folder
 from ckpt.boxio import FileForWriting
 from ckpt.checksums import checksum_entry, reserved
-from ckpt.config import Config, classifies_sequences
+from ckpt.config import PREDICTION_LAYERS, Config, classifies_sequences
+from ckpt.contents import COMPANIONS, CONFIG, INDEX, SINGLE, matching
 from ckpt.families import Role
-from ckpt.folder import INDEX, SINGLE
 from ckpt.header import TensorInfo, build_header
 from ckpt.layout import Layout
 from ckpt.pieces import Shape
 
-# What stands beside the weights and belongs to the tokenizer, the processor or generation.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
-# How transformers' class of a model with a value head ends; one with both heads is read as either, and says the first.
-CLASSES: dict[Role, str] = {"value": "ForTokenClassification", "causal_lm_with_value": "ForCausalLM"}
+# How transformers' class of a model ends; one with both heads is read as either, and says the first.
+CLASSES: dict[Role, str] = {
+    "causal_lm": "ForCausalLM",
+    "value": "ForTokenClassification",
+    "causal_lm_with_value": "ForCausalLM",
+}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -169,44 +160,71 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copy the tokenizer's, the processor's and generation's files.
+def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
+    """Copy the tokenizer's, the processor's and generation's files (`ckpt.contents.COMPANIONS`), and no code.
+
+    Args:
+        source: a checkpoint folder.
+        destination: the folder to copy to; it is made if it is not there.
 
     Raises:
         ValueError: the source is no folder.
     """
-    if not source.is_dir():
-        raise ValueError(f"copy_from={source} is no folder; pass the checkpoint whose tokenizer files are to be copied")
-    for entry in sorted(source.iterdir()):
-        if entry.is_file() and any(fnmatch.fnmatch(entry.name, pattern) for pattern in COMPANIONS):
-            shutil.copyfile(entry, destination / entry.name)
-            with FileForWriting(destination / entry.name):
-                pass  # leaving it syncs the copy
+    folder, out = Path(source), Path(destination)
+    if not folder.is_dir():
+        raise ValueError(f"copy_from={folder} is no folder; pass the checkpoint whose tokenizer files are to be copied")
+    copies = {folder / name: out / name for name in matching(folder, COMPANIONS) if (folder / name).is_file()}
+    for file, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        with FileForWriting(copy):
+            pass  # leaving it syncs the copy
+    for parent in {copy.parent for copy in copies.values()}:
+        sync_folder(parent)
 
 
-def saved_config(layout: Layout, config: Config, dtype: torch.dtype) -> Config:
-    """The config.json of a save: the type that is stored, and where there is a value head transformers' one label; the
-    class is that of token classification for a value model, and of a causal language model where there are both heads.
-    A value model that came as one for sequence classification stays one.
+def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
+    """The config.json of a save: the types that are stored, of the whole and of its text and vision parts; no
+    multi-token-prediction layers, which are not saved; a class where a language model's names none.
+
+    Where there is a value head it has transformers' one label; the class is that of token classification for a value
+    model, and of a causal language model where there are both heads. A value model that came as one for sequence
+    classification stays one.
     """
-    saved = dict(config)
-    field = "torch_dtype" if "torch_dtype" in saved and "dtype" not in saved else "dtype"
-    saved[field] = str(dtype).removeprefix("torch.")
-    if layout.role in CLASSES:
-        if not (layout.role == "value" and classifies_sequences(config)):
-            saved["architectures"] = [layout.family.class_prefix + CLASSES[layout.role]]
-        saved["id2label"] = {"0": "LABEL_0"}
-        saved["label2id"] = {"LABEL_0": 0}
-        saved.pop("num_labels", None)
+    infos = {name: info for name, (_, info) in plan.tensors.items()}
+    tower = {name for name in infos if layout.canonical[name].carried}
+    saved = _as_stored(config if config.get("torch_dtype") else {**config, "dtype": ""}, infos.values())
+    for part, names in (("text_config", infos.keys() - tower), ("vision_config", tower)):
+        if names and isinstance(saved.get(part), Mapping):
+            saved[part] = _as_stored(saved[part], [infos[name] for name in names])
+    class_name = layout.family.class_prefix + CLASSES[layout.role]
+    if layout.role == "causal_lm":
+        if not saved.get("architectures") and not layout.family.carried:
+            saved["architectures"] = [class_name]
+        return saved
+    if not (layout.role == "value" and classifies_sequences(config)):
+        saved["architectures"] = [class_name]
+    saved["id2label"] = {"0": "LABEL_0"}
+    saved["label2id"] = {"LABEL_0": 0}
+    saved.pop("num_labels", None)
     return saved
 
 
-def write_companions(
-    folder: Path, plan: FilePlan, layout: Layout, config: Config, dtype: torch.dtype, copy_from: Path | None
-) -> None:
+def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo]) -> Config:
+    """A part of a configuration with the type of most elements of its tensors where it names one, and no prediction
+    layers."""
+    elements: Counter[torch.dtype] = Counter()
+    for info in infos:
+        elements[info.dtype] += math.prod(info.shape)
+    dtype = str(elements.most_common(1)[0][0]).removeprefix("torch.")
+    changed = {field: dtype for field in ("dtype", "torch_dtype") if part.get(field) is not None}
+    return {**part, **changed, **({PREDICTION_LAYERS: 0} if part.get(PREDICTION_LAYERS) else {})}
+
+
+def write_companions(folder: Path, plan: FilePlan, layout: Layout, config: Config, copy_from: Path | None) -> None:
     """Write everything beside the weights: tokenizer files, config.json and the index."""
     if copy_from is not None:
         copy_companions(copy_from, folder)
-    write_json(folder / "config.json", saved_config(layout, config, dtype))
+    write_json(folder / CONFIG, saved_config(layout, config, plan))
     if len(plan.prefixes) > 1:
         write_json(folder / INDEX, plan.index())

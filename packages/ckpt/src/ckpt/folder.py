@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.config import Config, load_config, read_json_file
+from ckpt.contents import INDEX, LAYOUT, SINGLE
 from ckpt.header import Header, TensorInfo, read_header
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# What makes a folder a sharded checkpoint (`ckpt.shards`).
-LAYOUT = "layout.json"
-
 
 _PICKLED = ("pickled weights, which can run code when loaded", "DIR")
 # Weights in other formats: what they are, and what transformers reads them from.

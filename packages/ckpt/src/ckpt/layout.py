@@ -18,6 +18,7 @@ from ckpt.config import (
     count_or_zero,
     indices,
     integer,
+    is_weights,
     load_config,
     refuse_unread,
     text_config,
@@ -120,8 +121,8 @@ class Layout:
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
-        value = self._text.get("tie_word_embeddings")
-        return self.family.tie_default if value is None else bool(value)
+        parts = (self.config, self.config.get("text_config") if self.family.inner_tie else None)
+        return any(part.get("tie_word_embeddings") for part in parts if isinstance(part, Mapping))
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -193,7 +194,8 @@ class Layout:
             if row.tied != "yes":
                 yield from self._row_canonical(row, None)
         for name, shape in self.carried.items():
-            yield name, Canonical(tuple(shape), carried=True)
+            aliases = tuple(other for other in self.family.carried_names(name) if other != name)
+            yield name, Canonical(tuple(shape), aliases=aliases, carried=True)
 
     def _row_canonical(self, row: Row, layer: int | None) -> Iterator[tuple[str, Canonical]]:
         shapes = row_shapes(row, self.family, self._text)
@@ -286,8 +288,8 @@ def layout_for(
     """The layout of a model on a target.
 
     Args:
-        config: the Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint folder; of a
-            folder with a vision tower the headers are read too, for the tensors that are carried whole.
+        config: the Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, or one
+            file of weights); with a vision tower the headers are read too, for the tensors that are carried whole.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
@@ -306,7 +308,10 @@ def layout_for(
     loaded = load_config(config)
     family = family_of(loaded)
     carried: dict[str, Shape] = {}
-    if family.carried and isinstance(config, str | os.PathLike) and Path(config).is_dir():
-        tensors = open_checkpoint(config).tensors
-        carried = {name: info.shape for name, (_, info) in tensors.items() if name.startswith(family.carried)}
+    if family.carried and isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):
+        carried = {
+            family.carried_names(name)[0]: info.shape
+            for name, (_, info) in open_checkpoint(config).tensors.items()
+            if name.startswith(family.carried)
+        }
     return Layout(family, target, role, loaded, layers, vocab_multiple, carried)

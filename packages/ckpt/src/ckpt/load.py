@@ -37,7 +37,8 @@ def load_hf(
 ) -> dict[str, Tensor]:
     """This place's tensors of a checkpoint.
 
-    Every rank checks all headers against the layout, then reads only the bytes that it holds: one contiguous read where
+    Every rank checks all headers against the layout (and, where files hold a head beside the embedding that it is tied
+    to, that the two are the same), then reads only the bytes that it holds: one contiguous read where
     it holds whole rows, one read a row where it holds columns. A few threads read, in the order of the bytes in the
     files, straight into the tensors; beside them there is one buffer of 16 MiB a thread for what is cast or goes to a
     GPU.

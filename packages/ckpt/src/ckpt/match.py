@@ -2,9 +2,11 @@
 unexpected."""
 
 import dataclasses
+import math
 import re
 
-from ckpt.config import count_or_zero
+from ckpt.checksums import same_bytes
+from ckpt.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.families import Family, Role
 from ckpt.folder import Checkpoint
 from ckpt.layout import Canonical, Layout, layout_for
@@ -12,6 +14,7 @@ from ckpt.pieces import Piece, Shape
 from ckpt.place import Place
 
 Sources = dict[str, list[tuple[str, Piece]]]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
@@ -24,7 +27,8 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         Canonical name -> [(file tensor, piece)], for every canonical tensor that the checkpoint holds.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, of another shape or of integers: names it, and what may be wrong.
+        ValueError: a tensor is missing, unexpected, of another shape, empty or of integers, or files hold another head
+            than the embedding that it is tied to: names it, and what may be wrong.
     """
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     unread = dict(shapes)
@@ -37,6 +41,11 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
             missing.append(name)
             continue
         unread.pop(found, None)
+        if not math.prod(canonical.shape):
+            raise ValueError(
+                f"{checkpoint.path}: {found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, no elements, "
+                "so no rank could hold a part of it; save the checkpoint again without it"
+            )
         if shapes[found] == canonical.shape:
             sources[name] = [(found, Piece.whole(name, canonical.shape))]
         else:
@@ -51,7 +60,22 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     if wrong:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
     _refuse_integers(checkpoint, layout, sources)
+    if HEAD in unread and layout.tied and layout.role != "value":
+        _refuse_other_head(checkpoint, sources[layout.family.canonical_name(EMBEDDING)][0][0])
     return sources
+
+
+def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
+    """What files hold as the head beside the embedding that it is tied to must be that embedding, bit for bit; their
+    bytes are read for it."""
+    (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[HEAD]
+    alike = (info.dtype, info.shape) == (head.dtype, head.shape)
+    if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
+        raise ValueError(
+            f"{checkpoint.path}: {HEAD} {head.shape} of {head.dtype} differs from {embedding} {info.shape} of "
+            f"{info.dtype}, and config.json ties them; set tie_word_embeddings to false in config.json, in its "
+            f"text_config, too, where it has one, or remove {HEAD} if the head is the embedding"
+        )
 
 
 def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -> None:
@@ -92,12 +116,12 @@ def _find(name: str, canonical: Canonical, shapes: dict[str, Shape]) -> str | No
 
 def _ignored(name: str, layout: Layout) -> bool:
     # A value model has no use for the language-model head, and a tied one is the embedding.
-    if name == "lm_head.weight" and (layout.role == "value" or layout.tied):
+    if name == HEAD and (layout.role == "value" or layout.tied):
         return True
     # Nor has a language model for a value head, where the checkpoint says that it is both.
     if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
         return True
-    return _is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
+    return is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
 
 
 def _is_causal_lm(layout: Layout) -> bool:
@@ -111,11 +135,11 @@ def _value_heads(family: Family) -> set[str]:
     return {name for row in rows for name in (*row.sources, *row.aliases)}
 
 
-def _is_prediction_layer(name: str, layout: Layout) -> bool:
+def is_prediction_layer(name: str, layout: Layout) -> bool:
     """Whether a tensor belongs to the multi-token-prediction layers, stored behind the decoder's and read by no model
     here."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
-    extra = count_or_zero(layout.text, "num_nextn_predict_layers")
+    extra = count_or_zero(layout.text, PREDICTION_LAYERS)
     return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
 
 
@@ -133,7 +157,7 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
         parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
     if unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
         fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
-    elif missing == ["lm_head.weight"]:
+    elif missing == [HEAD]:
         fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"
     else:
         fix = f"the files do not belong to this config ({layout.family.name}, role={layout.role!r})"

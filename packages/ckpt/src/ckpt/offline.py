@@ -15,11 +15,11 @@ from torch import Tensor
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
 from ckpt.compare import refuse_differing_copies
+from ckpt.contents import CONFIG, LAYOUT
 from ckpt.disk import room_for
 from ckpt.dtypes import check_cast
 from ckpt.families import Role, Target
 from ckpt.files import FilePlan, create_files, plan_files, write_companions, write_json
-from ckpt.folder import LAYOUT
 from ckpt.header import TensorInfo
 from ckpt.pieces import Block, Copy, Shape, carried_over, extents, full_box, shared, volume
 from ckpt.place import Grid, LayerPlacement
@@ -50,8 +50,8 @@ def reshard(
     Memory: two buffers of 16 MiB, whatever the model.
 
     Args:
-        source: a Hugging Face folder, or a sharded one.
-        destination: the folder to write.
+        source: a Hugging Face folder, a sharded one, or a file of weights.
+        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
         grid: the grid to write for.
         target: whose local names and orders; None: the source's ("parallel" for Hugging Face).
         layers: as in `layout_for`.
@@ -82,7 +82,7 @@ def reshard(
             file = shard_name(index, len(places))
             plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {}, False)
             filler.fill(plan, held)
-        write_json(folder / "config.json", layout.config)
+        write_json(folder / CONFIG, layout.config)
         write_json(folder / LAYOUT, layout_json(layout, grid))
         open_shards(folder)
 
@@ -96,11 +96,12 @@ def merge(
     copy_from: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the Hugging Face checkpoint of a sharded one (its weights); atomically, through bounded buffers.
+    """Write the Hugging Face checkpoint of a sharded one (its weights), or of a Hugging Face one, in other files or
+    another type; atomically, through bounded buffers.
 
     Args:
         source: a sharded checkpoint, or a Hugging Face folder.
-        destination: the folder to write.
+        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
         dtype: cast floating-point weights.
         max_shard_size: as in `save_hf`.
         copy_from: as in `save_hf`.
@@ -117,12 +118,11 @@ def merge(
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
-    types = [entry.dtype for entry in contents.values()]
     out = Path(destination)
     with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
         copy = None if copy_from is None else Path(copy_from)
-        write_companions(folder, plan, layout, layout.config, max(types, key=types.count), copy)
+        write_companions(folder, plan, layout, layout.config, copy)
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,8 @@ def _contents(
     for slot in slots or sorted({*source.slots, *source.scalars}, key=lambda slot: (slot != WEIGHTS, slot)):
         for local, block in blocks.items():
             if all(name in source.slots.get(slot, {}) for name in block.names):
-                stored = source.dtype(slot, block.names, local)
-                kept = any(source.layout.canonical[name].keep_dtype for name in block.names)
-                cast = dtype is not None and slot == WEIGHTS and stored.is_floating_point and not kept
-                entries[f"{slot}/{local}"] = _Entry(slot, local, block, dtype if cast and dtype else stored, False)
+                stored = source.dtype(slot, block.names, local, dtype)
+                entries[f"{slot}/{local}"] = _Entry(slot, local, block, stored, False)
             elif all(name in source.scalars.get(slot, {}) for name in block.names):
                 key = source.scalars[slot][block.names[0]][0]
                 entries[f"{slot}/{local}"] = _Entry(slot, local, block, source.tensors[key][1].dtype, True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.dtypes import DTYPES
-from ckpt.folder import Checkpoint
 from ckpt.layout import Layout
 from ckpt.place import Grid, Place
+from ckpt.shards import WEIGHTS
+from ckpt.sources import Source
 
 # The first pattern that finds a canonical name says which component it belongs to.
 _COMPONENTS = (
@@ -43,9 +44,9 @@ def component(name: str) -> str:
     return next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
 
 
-def stored_dtypes(checkpoint: Checkpoint, layout: Layout) -> dict[str, torch.dtype]:
-    """Each canonical tensor's type in a checkpoint."""
-    return {name: info.dtype for name, (_, info) in checkpoint.tensors.items() if name in layout.canonical}
+def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
+    """Each canonical tensor's type in a checkpoint, whatever its files call it or hold it in."""
+    return {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.slots[WEIGHTS].items()}
 
 
 def config_dtype(config: Mapping[str, object]) -> torch.dtype:

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from ckpt.atomic import remove_abandoned, sync_folder
+from ckpt.contents import STATE
 
 LATEST = "latest"
-STATE = "state.json"
 
 
 def point_to(root: Path, name: str) -> None:

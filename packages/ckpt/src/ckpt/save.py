@@ -1,7 +1,6 @@
 """Saving: the files are laid out first, then every rank writes its own bytes into them. Nothing is gathered."""
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,16 +52,18 @@ def save_hf(
     found out, not configured) send their pieces to those that do, one writer for each file, a bucket at a time.
 
     Args:
-        path: the checkpoint folder; a checkpoint that is there is replaced.
+        path: the checkpoint folder; a checkpoint that is there is replaced, with its tokenizer files (`copy_from=path`
+            keeps those); a folder with anything else in it is refused.
         tensors: this rank's tensors by local name, on any device; a sequence of them for a rank with several chunks. Of
             DTensors, as FSDP2 makes them, each rank writes the part that it has.
         layout: from `layout_for`.
         place: this rank's place, or one for each chunk; None: this process holds everything.
         group: the ranks that together hold the model, replicas included; None: this process alone.
-        config: written as config.json; None: the layout's.
+        config: written as config.json, with the types that are stored and without multi-token-prediction layers; None:
+            the layout's.
         dtype: stored type; None: the tensors' own.
         max_shard_size: bytes of one file, or a text such as "5GB".
-        copy_from: a folder whose tokenizer, processor and generation files are copied.
+        copy_from: a folder whose tokenizer, processor and generation files are copied; code is not.
         metadata: strings recorded in every file's header.
         checksums: record a CRC-32 of every tensor in its file's header, computed from the bytes in the file.
         progress: called, on the group's first rank only, with the bytes that it has written and those it will have
@@ -118,7 +119,7 @@ def save_hf(
                     plan.record_checksums(folder, sums)
                 chosen = layout.config if config is None else load_config(config)
                 source = None if copy_from is None else Path(copy_from)
-                write_companions(folder, plan, layout, chosen, _main_dtype(holdings, dtype), source)
+                write_companions(folder, plan, layout, chosen, source)
                 writer.commit()
 
         agree(finish, group)
@@ -126,14 +127,6 @@ def save_hf(
         if writer is not None:
             writer.discard()
         raise
-
-
-def _main_dtype(holdings: Holdings, dtype: torch.dtype | None) -> torch.dtype:
-    """The stored type of most elements."""
-    elements: dict[torch.dtype, int] = {}
-    for name, stored in holdings.stored_dtypes(dtype).items():
-        elements[stored] = elements.get(stored, 0) + math.prod(holdings.layout.canonical[name].shape)
-    return max(elements, key=lambda stored: elements[stored])
 
 
 def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:

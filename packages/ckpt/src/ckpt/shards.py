@@ -21,10 +21,10 @@ from ckpt.agreement import agree, all_gather_json
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import IOCounter, StagingPool, read_box
 from ckpt.config import load_config, read_json_file
+from ckpt.contents import CONFIG, LAYOUT
 from ckpt.disk import bytes_in, room_for
 from ckpt.families import family_of
 from ckpt.files import write_json
-from ckpt.folder import LAYOUT
 from ckpt.header import Header, TensorInfo, read_header
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
@@ -106,7 +106,8 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
     """Open a sharded checkpoint and check every header against the layout.
 
     Raises:
-        ValueError: a file is missing or broken, or its tensors are not those of its place; names them.
+        ValueError: a file is missing or broken, its tensors are not those of its place, or places hold a tensor in
+            several types; names them.
     """
     folder = Path(path)
     if not is_sharded(folder):
@@ -154,8 +155,10 @@ def _check_place(shards: Shards, index: int, place: Place) -> None:
 
 
 def _check_whole(shards: Shards, slot: str) -> None:
-    """What some places hold of a canonical tensor, all together hold all of: a moment, say, that one has not saved."""
+    """What some places hold of a canonical tensor, all together hold all of, and in one type: a moment, say, that one
+    has not saved."""
     boxes: dict[str, set[Box]] = {}
+    types: dict[str, dict[torch.dtype, Path]] = {}
     for index, place in enumerate(shards.grid.places()):
         blocks = shards.layout.at(place)
         for local, info in shards.tensors(index, slot).items():
@@ -163,10 +166,14 @@ def _check_whole(shards: Shards, slot: str) -> None:
                 for piece in blocks[local].pieces:
                     if piece.canonical_range is not None:
                         boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+                        types.setdefault(piece.name, {}).setdefault(info.dtype, shards.file(index))
     for name, held in boxes.items():
         problem = distinct_cover_problem(held, shards.layout.canonical[name].shape)
         if problem:
             raise ValueError(f"{shards.path} does not hold all of {slot}/{name}: {problem}; a place has not saved it")
+        if len(types[name]) > 1:
+            found = " and ".join(f"{dtype} in {file}" for dtype, file in types[name].items())
+            raise ValueError(f"{slot}/{name} is of several types: {found}; save all places in one")
 
 
 def save_shards(
@@ -231,7 +238,7 @@ def save_shards(
         def finish() -> None:
             if writer is not None:
                 with room_for(bytes_in(folder), folder.parent):
-                    write_json(folder / "config.json", layout.config)
+                    write_json(folder / CONFIG, layout.config)
                     write_json(folder / LAYOUT, layout_json(layout, place.grid))
                     open_shards(folder)
                     writer.commit()

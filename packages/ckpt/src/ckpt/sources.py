@@ -10,7 +10,7 @@ from ckpt.families import Role
 from ckpt.folder import open_checkpoint
 from ckpt.header import TensorInfo
 from ckpt.layout import Layout, layout_for
-from ckpt.match import detect_role, match
+from ckpt.match import detect_role, is_prediction_layer, match
 from ckpt.pieces import Box, Piece, Shape
 from ckpt.shards import WEIGHTS, is_sharded, open_shards
 from ckpt.tied import tied_names
@@ -48,17 +48,20 @@ class Source:
         """The shape of a canonical tensor in a slot: the weight's, or none for one element a parameter."""
         return self.layout.canonical[name].shape if name in self.slots.get(slot, {}) else ()
 
-    def dtype(self, slot: str, names: tuple[str, ...], local: str) -> torch.dtype:
-        """The one type of the canonical tensors that a local tensor joins.
+    def dtype(self, slot: str, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
+        """The one type of a local tensor that joins canonical ones: `cast`, for floating-point weights that may be
+        cast, or their own.
 
         Raises:
-            ValueError: they have several.
+            ValueError: it is their own, and they have several.
         """
         found = {self.tensors[key][1].dtype for name in names for key, _ in self.slots[slot][name]}
+        kept = slot != WEIGHTS or any(self.layout.canonical[name].keep_dtype for name in names)
+        if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
+            return cast
         if len(found) > 1:
-            raise ValueError(
-                f"{local} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one"
-            )
+            fix = f"save {slot} in one type" if kept else "pass dtype= (--dtype) to cast them to one"
+            raise ValueError(f"{local} joins tensors of types {sorted(map(str, found))}; {fix}")
         return found.pop()
 
 
@@ -75,6 +78,16 @@ def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Sourc
     tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
     source = Source(layout, checkpoint.files, tensors)
     source.slots[WEIGHTS] = match(checkpoint, layout)
+    return source
+
+
+def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+    """The same with the tensors of multi-token-prediction layers, which no model here reads and no save has."""
+    source = open_source(path, role)
+    infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
+    shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
+    source.layout = source.layout.carrying({**source.layout.carried, **shapes})
+    source.slots[WEIGHTS] |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
     return source
 
 

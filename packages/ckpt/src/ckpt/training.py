@@ -28,13 +28,14 @@ from ckpt.agreement import agree, all_gather_json, require_same
 from ckpt.atomic import FolderWriter
 from ckpt.boxio import BoxOf, IOCounter
 from ckpt.config import read_json_file
+from ckpt.contents import CONFIG, STATE
 from ckpt.dcp import BoxLoadPlanner, BoxSavePlanner, SafetensorsReader, SafetensorsWriter, stored_tensors
 from ckpt.disk import bytes_in, room_for
 from ckpt.files import write_json
 from ckpt.layout import Layout
 from ckpt.live import OptimizerState
 from ckpt.rng import capture_rng, streams_from_json, streams_to_json
-from ckpt.runs import STATE, latest_step, point_to, prune, remove_leftovers, saved_steps
+from ckpt.runs import latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.state_boxes import Places, all_places, held_boxes, wanted_state
 from ckpt.tied import require_equal_boxes
 from ckpt.unchanged import require_unchanged
@@ -214,7 +215,7 @@ def _write(
             if writer is not None:
                 _check_whole(path, layout)
                 with room_for(bytes_in(path), root):
-                    write_json(path / "config.json", layout.config)
+                    write_json(path / CONFIG, layout.config)
                     write_json(path / STATE, state)
                     writer.commit()
                     point_to(root, folder.name)

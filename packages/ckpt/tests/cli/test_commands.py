@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,6 +115,18 @@ def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     assert "--json" in re.sub(r"\x1b\[[^m]*m", "", result.stdout)
 
 
+@pytest.mark.parametrize(
+    ("command", "sources"),
+    [
+        ("shard", "from a Hugging Face checkpoint or another grid's files"),
+        ("reshard", "from another grid's files, optimizer state included, or from a Hugging Face checkpoint"),
+        ("merge", "of a sharded one's weights, or of a Hugging Face one's"),
+    ],
+)
+def test_conversions_say_that_either_form_is_a_source(command: str, sources: str) -> None:
+    assert sources in " ".join(re.sub(r"\x1b\[[^m]*m", "", run(command, "--help").stdout).split())
+
+
 def held_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -174,6 +187,24 @@ def test_a_missing_folder_is_one_line_and_exit_code_2(command: str, checkpoint: 
         assert result.stderr.count("\n") == 1
         assert result.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_of_weights_is_a_source(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("qwen2-vl")
+    file = tmp_path / "weights.safetensors"
+    shutil.copy(source / "model.safetensors", file)
+    missing = run("verify", source, file)
+    assert missing.exit_code == 2
+    assert missing.stderr.startswith(f"error: {tmp_path / 'config.json'} does not exist")
+    shutil.copy(source / "config.json", tmp_path)
+    assert run("verify", source, file).exit_code == 0
+    for command in ("inspect", "plan"):
+        shown = [json.loads(run(command, path, "--json").stdout) for path in (source, file)]
+        assert shown[0] == shown[1]
+    for command in ("shard", "reshard", "merge"):
+        result = run(command, file, tmp_path / command)
+        assert result.exit_code == 0, result.output
+        assert run("verify", source, tmp_path / command).exit_code == 0
 
 
 def test_the_installed_command_explains_itself_and_returns_the_exit_code(tmp_path: Path) -> None:

@@ -21,4 +21,8 @@ app = typer.Typer(
 for command in (inspect, plan, shard, merge, verify, diff):
     app.command()(command)
 # One conversion serves both: what the source is, is found out.
-app.command("reshard", help="Write another grid's files from a sharded checkpoint, optimizer state included.")(shard)
+app.command(
+    "reshard",
+    help="Write one file for each rank of a grid, from another grid's files, optimizer state included, or from a "
+    "Hugging Face checkpoint. The same command as shard: choose by what the source is.",
+)(shard)

@@ -11,7 +11,7 @@ from ckpt.report import Report
 
 DIFFERENT = 1
 
-A = Annotated[Path, typer.Argument(help="The reference: a Hugging Face folder or a sharded one.")]
+A = Annotated[Path, typer.Argument(help="The reference: a Hugging Face folder, a sharded one or a file of weights.")]
 B = Annotated[Path, typer.Argument(help="The other checkpoint.")]
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")]
 Rtol = Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")]

@@ -9,8 +9,10 @@ import ckpt
 from ckpt.cli.options import Dtype, Ep, Etp, Layers, Pp, Tp, VocabMultiple, Vpp, read_dtype, read_grid, read_layers
 from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
 
-Source = Annotated[Path, typer.Argument(help="A Hugging Face folder or a sharded one.")]
-Destination = Annotated[Path, typer.Argument(help="The folder to write; a checkpoint that is there is replaced.")]
+Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
+Destination = Annotated[
+    Path, typer.Argument(help="The folder to write; a checkpoint that is there, and nothing else, is replaced.")
+]
 Target = Annotated[
     str | None, typer.Option("--target", help="parallel, megatron or megatron_te; the source's unless given.")
 ]
@@ -31,7 +33,8 @@ def shard(
     dtype: Dtype = None,
     json: Json = False,
 ) -> None:
-    """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files."""
+    """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
+    as reshard: choose by what the source is."""
     grid = read_grid(tp, pp, vpp, ep, etp)
     with progress_bar("writing") as progress:
         ckpt.reshard(
@@ -58,7 +61,8 @@ def merge(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write the Hugging Face checkpoint of a sharded one."""
+    """Write one Hugging Face checkpoint of a sharded one's weights, or of a Hugging Face one's, in other files or
+    another type."""
     with progress_bar("merging") as progress:
         ckpt.merge(
             source,

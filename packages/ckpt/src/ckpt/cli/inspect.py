@@ -14,12 +14,16 @@ from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, siz
 
 @reports_mistakes
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A folder of safetensors files with a config.json.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder, or one file of weights with a config.json beside it.")
+    ],
     json: Json = False,
 ) -> None:
-    """Show a checkpoint's family, size, types and tensors; reads headers only and checks them against the config."""
+    """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
+    from ckpt.sources import open_source
+
     checkpoint = ckpt.open_checkpoint(folder)
-    facts = describe(checkpoint)
+    facts = describe(checkpoint, open_source(folder).layout)
     if json:
         print_json(facts)
         return
@@ -39,17 +43,10 @@ def inspect(
     print_table(str(folder), ("", ""), rows, header=False)
 
 
-def describe(checkpoint: ckpt.Checkpoint) -> dict[str, Any]:
-    """The facts that `inspect` shows.
-
-    Raises:
-        ValueError: the checkpoint is broken, or its tensors do not fit its config.
-    """
+def describe(checkpoint: ckpt.Checkpoint, layout: ckpt.Layout) -> dict[str, Any]:
+    """The facts that `inspect` shows."""
     from ckpt.dtypes import NAMES
-    from ckpt.match import detect_role, match
 
-    layout = ckpt.layout_for(checkpoint.path, role=detect_role(checkpoint))
-    match(checkpoint, layout)
     dtypes: dict[str, int] = {}
     for _, info in checkpoint.tensors.values():
         dtypes[NAMES[info.dtype]] = dtypes.get(NAMES[info.dtype], 0) + math.prod(info.shape)

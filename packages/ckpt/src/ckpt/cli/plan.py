@@ -1,5 +1,6 @@
 """`ckpt plan`: what each rank of a grid would hold."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,13 @@ from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, siz
 
 @reports_mistakes
 def plan(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint folder, or a folder with a config.json alone.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face folder, a sharded one, a file of weights, or a folder with a config.json alone, which "
+            "does not tell the bytes of a vision tower."
+        ),
+    ],
     tp: Tp = 1,
     pp: Pp = 1,
     vpp: Vpp = 1,
@@ -38,22 +45,22 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
-    from ckpt.folder import INDEX, SINGLE
-    from ckpt.match import detect_role
+    from ckpt.config import is_weights, load_config
+    from ckpt.contents import INDEX, LAYOUT, SINGLE
     from ckpt.plan import config_dtype, plan_bytes, stored_dtypes
+    from ckpt.sources import open_source
 
     grid = read_grid(tp, pp, vpp, ep, etp)
-    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    checkpoint = ckpt.open_checkpoint(folder) if has_weights else None
-    layout = ckpt.layout_for(
-        folder,
-        target,  # type: ignore[arg-type]  # layout_for refuses an unknown one by name
-        "causal_lm" if checkpoint is None else detect_role(checkpoint),
+    has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
+    source = open_source(folder) if has_weights else None
+    layout = dataclasses.replace(
+        ckpt.layout_for(load_config(folder)) if source is None else source.layout,
+        target=target,  # type: ignore[arg-type]  # the layout refuses an unknown one by name
         layers=read_layers(layers),
         vocab_multiple=vocab_multiple,
     )
     chosen = read_dtype(dtype)
-    known = {} if checkpoint is None or chosen is not None else stored_dtypes(checkpoint, layout)
+    known = {} if source is None or chosen is not None else stored_dtypes(source)
     shares = plan_bytes(layout, grid, chosen or config_dtype(layout.text), known)
     if json:
         print_json(
@@ -65,4 +72,5 @@ def plan(
         (str(share.place), *(size_text(share.components[name]) for name in used), size_text(share.total))
         for share in shares
     ]
-    print_table(f"{folder} on {layout.target}", ("place", *used, "total"), rows)
+    uncounted = ", without its vision tower" if layout.family.carried and source is None else ""
+    print_table(f"{folder} on {layout.target}{uncounted}", ("place", *used, "total"), rows)

@@ -25,6 +25,6 @@ FAMILY = Family(
     flags={"qkv_bias": ("attention_bias", True), "o_bias": False, "qk_norm": False},
     prefix="model.language_model.",
     other_prefixes=("model.",),
-    carried=("visual.", "model.visual."),
+    carried=("model.visual.", "visual."),
     ignored=ROTARY_BUFFERS,
 )

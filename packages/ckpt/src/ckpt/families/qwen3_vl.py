@@ -10,7 +10,8 @@ FAMILY = Family(
     sizes=SIZES,
     flags={"qkv_bias": "attention_bias", "o_bias": "attention_bias", "qk_norm": True, "mlp_bias": False},
     prefix="model.language_model.",
+    inner_tie=False,
     other_prefixes=("model.",),
-    carried=("visual.", "model.visual."),
+    carried=("model.visual.", "visual."),
     ignored=ROTARY_BUFFERS,
 )

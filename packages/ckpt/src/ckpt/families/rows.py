@@ -24,6 +24,15 @@ ENDS = (
         parallel="model.embed_tokens.weight",
         megatron="embedding.word_embeddings.weight",
         where="first",
+        tied="no",
+    ),
+    Row(
+        {"model.embed_tokens.weight": "V/tp H"},
+        parallel="model.embed_tokens.weight",
+        megatron="embedding.word_embeddings.weight",
+        where="first",
+        tied="yes",
+        aliases=("lm_head.weight",),
     ),
     Row(
         {"model.norm.weight": "H"},

@@ -63,7 +63,7 @@ class Row:
         layers: "all", or only the "dense" or the "moe" layers.
         when: a flag of the family that must hold, or "not FLAG".
         roles: those that have this row.
-        tied: "any", "yes": only with tied embeddings (the copy on the last of several stages), "no".
+        tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
         optional: may be absent from a checkpoint and from a rank's tensors (all of them, or none).
         aliases: other names under which a file may hold the (only) source.
         keep_dtype: never cast: fp32 whatever the weights are.
@@ -103,11 +103,13 @@ class Family:
         sizes: the symbols.
         flags: flag -> True, False, the config field that decides (absent: False), or the field and its default.
         aliases: further `model_type`s.
-        tie_default: tied embeddings where the config does not say.
+        inner_tie: whether `tie_word_embeddings` of the config's `text_config` ties them, too, whatever the outer one
+            says, as transformers' classes of the family have it.
         experts: whether the family has routed experts; `num_experts` says how many.
         prefix: what files have in place of the rows' "model." for the language model's tensors.
         other_prefixes: what other files of this family have there.
-        carried: prefixes of tensors that are carried whole, on the first stage (a vision tower), whatever they are.
+        carried: prefixes of tensors that are carried whole, on the first stage (a vision tower), whatever they are; the
+            one that transformers saves comes first.
         ignored: regular expressions of tensors that files may hold and no model reads (rotary buffers, extra prediction
             layers).
         reads: further config fields that the family understands without needing them for the layout.
@@ -119,7 +121,7 @@ class Family:
     sizes: Mapping[str, Size]
     flags: Mapping[str, bool | str | tuple[str, bool]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
-    tie_default: bool = False
+    inner_tie: bool = True
     experts: bool = False
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
@@ -147,6 +149,11 @@ class Family:
     def canonical_name(self, template: str, prefix: str | None = None) -> str:
         """A row's source as files call it."""
         return (prefix or self.prefix) + template.removeprefix("model.") if template.startswith("model.") else template
+
+    def carried_names(self, name: str) -> tuple[str, ...]:
+        """What files may call a tensor that is carried whole; the first is its canonical name."""
+        rest = next((name.removeprefix(prefix) for prefix in self.carried if name.startswith(prefix)), None)
+        return (name,) if rest is None else tuple(prefix + rest for prefix in self.carried)
 
 
 def _deciding(flag: str | tuple[str, bool]) -> tuple[str, bool]:

@@ -159,10 +159,10 @@ class TransformersEngine:
                 save_model(self.model, writer.path, tensors)
                 if self.role == "value" and self.model.score.bias is None:
                     _name_sequence_classifier(writer.path / "config.json")
-                copy_companions(Path(self.source), writer.path)
                 for file in writer.path.iterdir():
                     with open(file, "rb") as written:
                         os.fsync(written.fileno())
+                copy_companions(self.source, writer.path)  # syncs what it copies
                 writer.commit()
             except BaseException:
                 writer.discard()

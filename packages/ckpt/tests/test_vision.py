@@ -1,0 +1,95 @@
+"""Vision towers: both spellings of their names, the ties of their configs, and what of them cannot be carried."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckpt import Grid, layout_for, load_hf, merge, reshard, save_hf, verify, verify_live
+
+Checkpoints = Callable[..., Path]
+ReadAll = Callable[[Path], dict[str, Tensor]]
+AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+VISION = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_both_spellings_are_one_model_saved_as_transformers_saves_it(
+    name: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    saved, in_memory = checkpoint(name), checkpoint(name, save_original_format=False)
+    spelled = tmp_path / "spelled"
+    shutil.copytree(saved, spelled)
+    old, new = ("model.visual.", "visual.") if name in ("qwen3-vl", "glm4v") else ("visual.", "model.visual.")
+    tensors = {
+        key.replace(old, new, 1) if key.startswith(old) else key: tensor for key, tensor in read_all(saved).items()
+    }
+    assert tensors.keys() != read_all(saved).keys()
+    save_file(tensors, spelled / "model.safetensors", {"format": "pt"})
+    for other in (in_memory, spelled):
+        assert verify(saved, other).equal
+        assert verify(other, saved).equal
+        layout = layout_for(other)
+        assert layout.fingerprint == layout_for(saved).fingerprint
+        assert verify_live(saved, load_hf(other, layout), layout).equal
+        save_hf(tmp_path / "out", load_hf(saved, layout), layout)
+        assert_same(read_all(tmp_path / "out"), read_all(saved))
+        reshard(other, tmp_path / "shards", Grid(tp=2, pp=2))
+        merge(tmp_path / "shards", tmp_path / "out")
+        assert_same(read_all(tmp_path / "out"), read_all(saved))
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_ties_are_those_of_transformers(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    plain = json.loads((checkpoint(name) / "config.json").read_text())
+    plain.pop("tie_word_embeddings", None)
+    plain["text_config"].pop("tie_word_embeddings", None)
+    found = set()
+    for outer, inner in itertools.product((None, False, True), repeat=2):
+        said = [{} if value is None else {"tie_word_embeddings": value} for value in (outer, inner)]
+        config = {**plain, **said[0], "text_config": {**plain["text_config"], **said[1]}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with torch.device("meta"):
+            made: Any = transformers.AutoModelForImageTextToText.from_config(
+                transformers.AutoConfig.from_pretrained(tmp_path)
+            )
+        tied = made.get_output_embeddings().weight is made.get_input_embeddings().weight
+        assert layout_for(config).tied == tied, (outer, inner)
+        found.add(tied)
+    assert found == {True, False}
+
+
+def test_a_tensor_without_elements_is_named_with_its_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen2-vl"), tmp_path, dirs_exist_ok=True)
+    tensors = {**load_file(tmp_path / "model.safetensors"), "visual.empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"visual.empty has shape \(0, 4\) in model.safetensors, no elements.*without"):
+        load_hf(tmp_path, layout_for(tmp_path))
+
+
+def test_the_types_of_both_parts_are_recorded(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("qwen2-vl"), source)
+    config = json.loads((source / "config.json").read_text())
+    parts = ("text_config", "vision_config")
+    (source / "config.json").write_text(
+        json.dumps({**config, **{part: {**config[part], "dtype": "float32"} for part in parts}})
+    )
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    save_hf(tmp_path / "cast", tensors, layout, dtype=torch.bfloat16)
+    text = {name: tensor if "visual" in name else tensor.half() for name, tensor in tensors.items()}
+    save_hf(tmp_path / "mixed", text, layout)
+    for folder, types in (("cast", ["bfloat16"] * 2), ("mixed", ["float16", "float32"])):
+        saved = json.loads((tmp_path / folder / "config.json").read_text())
+        assert [saved[part]["dtype"] for part in parts] == types
