@@ -89,9 +89,13 @@ HOLDS = "data must hold dense tensors by name, the source's holds "
         ({"a": 1}, HOLDS + "{'a': 'int'}"),
         ({1: torch.ones(1)}, HOLDS + "{'1': 'int as a name'}"),
         ({"a": torch.ones(2, device="meta")}, HOLDS + "{'a': 'on meta'}"),
+        (
+            {"a": torch.ones(2, dtype=torch.uint8).view(torch.uint4)},
+            HOLDS + "{'a': 'torch.uint4, which torch cannot copy; its bytes are value.view(torch.uint8)'}",
+        ),
         ({"a": torch.eye(2).to_sparse()}, HOLDS + "{'a': 'sparse_coo'}"),
     ],
-    ids=["None", "list", "int", "name", "meta", "sparse"],
+    ids=["None", "list", "int", "name", "meta", "part of a byte", "sparse"],
 )
 def test_every_rank_learns_of_a_mistake(ranks: RankPool, data: object, message: str) -> None:
     assert ranks.run(send_wrong, data, world=2) == [f"broadcast_data: {message}"] * 2

@@ -223,6 +223,67 @@ def test_main_grads_count(ranks: RankPool) -> None:
     torch.testing.assert_close(ranks.run(clip_main_grads, world=2), [torch.tensor(math.sqrt(32))] * 2)
 
 
+def clip_tied(group: ProcessGroup | None, max_norm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A table that is embedding and head: its `.grad` and `main_grad`, before and after."""
+    table = VocabParallelEmbedding(8, 4, group=group)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    parts = [gradient_of((8, 4), seed).chunk(size)[rank].clone() for seed in range(2)]
+    table.weight.grad, table.weight.main_grad = parts  # type: ignore[attr-defined]
+    before = [part.clone() for part in parts]
+    return clip_grad_norm_(table, max_norm, groups=[group]), before, parts
+
+
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
+def test_a_gradient_in_two_tensors_is_their_sum(ranks: RankPool, max_norm: float) -> None:
+    norm = (gradient_of((8, 4), 0) + gradient_of((8, 4), 1)).norm()
+    for found, before, after in [clip_tied(None, max_norm), *ranks.run(clip_tied, max_norm, world=2)]:
+        torch.testing.assert_close(found, norm)
+        torch.testing.assert_close(after, [part * min(1.0, max_norm / norm.item()) for part in before])
+
+
+def test_a_main_grad_that_is_the_gradient_counts_once() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.grad = layer.weight.main_grad = torch.ones(2, 2)  # type: ignore[attr-defined]
+    assert clip_grad_norm_(layer, 1.0).item() == 2.0
+    torch.testing.assert_close(layer.weight.grad, torch.full((2, 2), 0.5))
+
+
+@pytest.mark.parametrize("max_norm", [1.0, math.inf])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_a_norm_that_is_not_finite_leaves_the_gradients(wrong: float, max_norm: float) -> None:
+    layer = nn.Linear(3, 1)
+    layer.weight.grad, layer.bias.grad = torch.tensor([[1.0, wrong, 2.0]]), torch.ones(1)
+    norm = clip_grad_norm_(layer, max_norm)
+    assert norm.isnan() if math.isnan(wrong) else norm == math.inf
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[1.0, wrong, 2.0]]), rtol=0, atol=0, equal_nan=True)
+    assert layer.bias.grad.item() == 1.0
+
+
+def test_gradients_in_fp64() -> None:
+    models = [nn.ModuleList([nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 2)]) for _ in range(2)]
+    for model in models:
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.grad = gradient_of(tuple(parameter.shape), seed).to(parameter.dtype)
+    norm, expected = clip_grad_norm_(models[0], 0.5), torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
+    torch.testing.assert_close(norm, expected.double(), rtol=1e-6, atol=0)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
+    exact = torch.cat([p.grad.flatten() for p in models[0][0].parameters() if p.grad is not None]).norm()
+    models[0][1].zero_grad()
+    torch.testing.assert_close(clip_grad_norm_(models[0], math.inf), exact, rtol=1e-14, atol=0)
+
+
+def clip_stages_of_two_dtypes(group: ProcessGroup) -> Tensor:
+    stage = nn.Linear(2, 1, bias=False, dtype=[torch.float64, torch.float32][group.rank()])
+    stage.weight.grad = torch.tensor([[[3.0, 4.0], [0.0, 12.0]][group.rank()]], dtype=stage.weight.dtype)
+    return clip_grad_norm_(stage, math.inf, pipeline_group=group)
+
+
+def test_stages_of_two_dtypes_add(ranks: RankPool) -> None:
+    norms = ranks.run(clip_stages_of_two_dtypes, world=2)
+    assert [(norm.dtype, norm.item()) for norm in norms] == [(torch.float64, 13.0), (torch.float32, 13.0)]
+
+
 def refuse(group: ProcessGroup) -> list[str]:
     arguments: list[tuple[Any, dict[str, Any]]] = [
         (ColumnParallelLinear(4, 8, group=group), {}),

@@ -20,6 +20,8 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.linear_ops import column_parallel_linear
+from parallel_layers.losses import linear_log_probs
 from parallel_layers.sharding import blocks_of, get_sharding, load_full_
 from parallel_layers.testing import RankPool
 
@@ -236,6 +238,18 @@ def test_main_grad_refuses_a_computed_weight() -> None:
         layer(torch.ones(2, IN), torch.ones(OUT, IN, requires_grad=True) * 2)
 
 
+def test_main_grad_is_as_wide_as_the_head_wants() -> None:
+    """A table whose gradient a linear layer and the fused head add up, in fp64 and in less."""
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        layer = ColumnParallelLinear(IN, OUT, accumulate_main_grad=True, dtype=dtype)
+        x = torch.ones(2, IN, dtype=dtype)
+        layer(x).sum().backward()
+        first = layer.weight.main_grad.clone()
+        linear_log_probs(x, layer.weight, torch.zeros(2).long(), accumulate_main_grad=True).log_probs.sum().backward()
+        assert layer.weight.main_grad.dtype == first.dtype == wide
+        assert not torch.equal(layer.weight.main_grad, first)
+
+
 COUNTS = [
     ("column", 2, False, [], ["all_reduce"]),
     ("merged", 2, False, [], ["all_reduce"]),
@@ -378,6 +392,7 @@ def test_compiles_with_an_output_dtype_of_its_own(ranks: RankPool, kind: str, wo
 
 
 def refused(group: ProcessGroup) -> list[str]:
+    partial_sums = {"sequence_parallel": True, "reduce_gradient": False}
     messages = []
     for build in (
         lambda: ColumnParallelLinear(4, 10, group=group),
@@ -387,9 +402,10 @@ def refused(group: ProcessGroup) -> list[str]:
         lambda: QKVParallelLinear(4, 12, 6, 4, group=group),
         lambda: QKVParallelLinear(4, 12, 5, 4, group=group),
         lambda: QKVParallelLinear(4, 12, 0, 4, group=group),
-        lambda: ColumnParallelLinear(4, 8, group=group, sequence_parallel=True, reduce_gradient=False)(
-            torch.ones(1, 4)
-        ),
+        lambda: ColumnParallelLinear(4, 8, group=group, **partial_sums),
+        lambda: MergedColumnParallelLinear(4, [8, 8], group=group, **partial_sums),
+        lambda: QKVParallelLinear(4, 4, 4, 4, group=group, **partial_sums),
+        lambda: column_parallel_linear(torch.ones(1, 4), torch.ones(2, 4), group=group, **partial_sums),
     ):
         with pytest.raises(ValueError, match="=") as caught:
             build()
@@ -408,7 +424,8 @@ def test_what_does_not_divide_is_refused_by_name(ranks: RankPool) -> None:
             "num_attention_heads=12 is not a multiple of num_key_value_heads=5",
             "num_attention_heads=12 is not a multiple of num_key_value_heads=0",
         ]
-        assert "gather x with gather_from_sequence_parallel" in messages[7]
+        assert len(messages) == 11
+        assert all("gather x with gather_from_sequence_parallel" in message for message in messages[7:])
 
 
 def shared_heads(group: ProcessGroup) -> tuple[int, int, int, list[bool]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.activations import ClampedSwiGLU
+from parallel_layers.activations import XIELU, ClampedSwiGLU
 from parallel_layers.mlp import ACTIVATIONS, ParallelMLP, gated
 from parallel_layers.testing import RankPool
 
@@ -174,6 +174,13 @@ def test_xielu(ranks: RankPool, tp: int, sequence_parallel: bool) -> None:
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-4 * float(wanted[name].abs().max()))
+
+
+def test_xielu_in_fp64() -> None:
+    x = torch.linspace(-3, 3, 101, dtype=torch.float64)
+    activation = XIELU(dtype=torch.float64)
+    expected = xielu(x, activation.alpha_p, activation.alpha_n)
+    torch.testing.assert_close(activation(x), expected, rtol=1e-14, atol=1e-14)
 
 
 def test_mistakes_are_named() -> None:

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 import parallel_layers
-from parallel_layers import collectives, context_parallel, inference, invariant, moe, random, rotary, split, testing
+from parallel_layers import (
+    attention,
+    collectives,
+    context_parallel,
+    inference,
+    invariant,
+    moe,
+    random,
+    rotary,
+    split,
+    testing,
+)
 from parallel_layers.embedding import check_token_ids, vocab_range
 from parallel_layers.norm_backends import available_norm_backends
 from parallel_layers.sharding import load_full_
@@ -56,6 +67,7 @@ def test_the_table_lists_every_public_name() -> None:
     public = {
         *parallel_layers.__all__,
         *(name for name in functions if not name.startswith("_")),
+        *attention.__all__,
         *context_parallel.__all__,
         *inference.__all__,
         *invariant.__all__,

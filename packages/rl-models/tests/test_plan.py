@@ -266,16 +266,17 @@ def test_weights_are_those_of_the_layout(model: Path) -> None:
 
 
 def test_the_command_says_what_fits(model: Path) -> None:
-    command = ["plan", "--model", str(model), "--dims", "tp=2", "--tokens", "4096", "--critic", "--reference"]
+    alone = ["plan", "--model", str(model), "--dims", "tp=2", "--tokens", "4096", "--reference"]
+    command = [*alone, "--critic"]
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert set(found["models"]) == {"actor", "critic", "reference"}
-    alone = max(memory["total"] for stages in found["models"].values() for memory in stages)
-    assert alone < found["peak"]
+    largest = max(memory["total"] for stages in found["models"].values() for memory in stages)
+    assert largest < found["peak"]
     smaller = json.loads(CliRunner().invoke(app, [*command, "--json", "--offload"]).stdout)
-    assert smaller["peak"] == alone
-    shared = json.loads(CliRunner().invoke(app, [*command, "--json", "--share-backbone"]).stdout)
+    assert smaller["peak"] == largest
+    shared = json.loads(CliRunner().invoke(app, [*alone, "--json", "--share-backbone"]).stdout)
     assert set(shared["models"]) == {"actor_critic", "reference"}
     backbones = [models["models"]["actor_critic" if models is shared else "actor"][0] for models in (shared, found)]
     assert backbones[0]["weights"] - backbones[1]["weights"] == 4 * (128 + 1), "a value head"
@@ -291,6 +292,9 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--tokens", "0"], "tokens=0 must be at least 1"),
         (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
         (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
+        (["--share-backbone"], "critic and share_backbone are two kinds of critic"),
+        (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
+        (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
         (["--virtual-stages", "2"], "needs pp > 1"),
         (["--model", str(model / "none")], "config.json"),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from parallel_layers.collectives import copy_to_tensor_parallel
 from parallel_layers.module import ParallelModule
+from parallel_layers.products import wide
 
 _INITIAL = 0.8
 
@@ -84,7 +85,11 @@ class XIELU(ParallelModule):
         """`[T, I/n]` -> `[T, I/n]`, in x's dtype."""
         alpha_p, alpha_n = (copy_to_tensor_parallel(alpha, self.group) for alpha in (self.alpha_p, self.alpha_n))
         beta = self.beta.to(x.dtype)
-        a_p = F.softplus(alpha_p.float()).to(x.dtype)
-        a_n = (self.beta.float() + F.softplus(alpha_n.float())).to(x.dtype)
+        a_p = F.softplus(_widened(alpha_p)).to(x.dtype)
+        a_n = (_widened(self.beta) + F.softplus(_widened(alpha_n))).to(x.dtype)
         negative = (torch.expm1(torch.minimum(x, self.eps.to(x.dtype))) - x) * a_n
         return torch.where(x > 0, a_p * x * x, negative) + beta * x
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))

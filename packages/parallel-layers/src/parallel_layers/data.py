@@ -15,6 +15,8 @@ from parallel_layers.sharding import is_dtensor
 
 # Each tensor begins at a multiple of this in the common buffer, so that any dtype can be viewed there.
 _ALIGNMENT = 16
+# torch can hold numbers of less than a byte, but has no kernel that copies them.
+_PART_BYTES = frozenset(getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8))
 
 
 def broadcast_data(
@@ -96,6 +98,8 @@ def _why_not_sent(name: object, value: object) -> str | None:
         return f"{type(name).__name__} as a name"
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.dtype in _PART_BYTES:
+        return f"{value.dtype}, which torch cannot copy; its bytes are value.view(torch.uint8)"
     if value.is_meta or value.layout != torch.strided or value.is_quantized or is_dtensor(value):
         kinds = {"on meta": value.is_meta, "quantized": value.is_quantized, "a DTensor": is_dtensor(value)}
         return next((kind for kind, is_so in kinds.items() if is_so), str(value.layout).removeprefix("torch."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.products import wide
 from parallel_layers.sharding import Sharding, get_sharding, is_dtensor
 
 
@@ -29,15 +31,20 @@ def clip_grad_norm_(
     does a parameter that every rank holds, and experts may be divided over other ranks than dense layers, whichever way
     these groups overlap.
 
+    A parameter's gradient is its `.grad`, its `main_grad` (`accumulate_main_grad`), or where it has both, as a table
+    does that is embedding and head, their sum; both are scaled. One that was copied from the other has to be cleared.
+
     Args:
         modules: The model, or the pipeline stages' modules that this rank holds.
-        max_norm: The largest norm to leave as it is; `math.inf` only measures.
+        max_norm: The largest norm to leave as it is; `math.inf` only measures, and writes nothing.
         groups: Every group over which layers are divided (tensor parallel, expert parallel). Their ranks get the same
             norm, bit for bit, even if gradients that should be equal on them differ. None entries are left out.
         pipeline_group: The group of ranks that hold other layers; their norms are added.
 
     Returns:
-        The norm before clipping, a 0-dim fp32 tensor, the same on every rank. On CUDA nothing waits for it.
+        The norm before clipping, a 0-dim tensor, the same on every rank: fp32, or fp64 where a module has parameters in
+        fp64. A norm that is not finite leaves the gradients as they are, for the caller to look at and drop the step
+        (torch's function would set what is finite of them to 0 or NaN). On CUDA nothing waits for it.
 
     Communication: an all-reduce of a few numbers for each group that something is divided over, and of one number for
     each of `groups` and the pipeline group.
@@ -56,11 +63,11 @@ def clip_grad_norm_(
         divided += _shard_groups(parameter)
         # The ranks of a group meet the same classes, whether or not a parameter has a gradient here.
         same = classes.setdefault(frozenset(group.group_name for group in divided), _Class(divided))
-        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
-        if gradient is not None:
-            local = gradient.to_local() if is_dtensor(gradient) else gradient
-            gradients.append(local)
-            same.pieces += _counted(gradient, local, shardings)
+        found = _gradients_of(parameter)
+        if found:
+            gradients += [_local(gradient) for gradient in found]
+            whole = found[0] if len(found) == 1 else found[0] + found[1]
+            same.pieces += _counted(whole, _local(whole), shardings)
     total = _sum_of_squares(classes.values(), _device(roots, pipeline_group))
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
@@ -68,11 +75,10 @@ def clip_grad_norm_(
         # Equal numbers, but for what their last bits may have come to.
         dist.all_reduce(total, group=group)
         total /= group.size()
-    norm = total.sqrt()
-    # A non-finite norm makes every gradient non-finite: the caller sees it in the norm and can drop the step.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, scale)
+    norm = total.sqrt().to(_norm_dtype(roots))
+    if gradients and max_norm != math.inf:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, torch.where(norm < math.inf, scale, 1.0))
     return norm
 
 
@@ -85,11 +91,13 @@ class _Class:
 
 
 def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor:
-    """Of all classes, each summed over its own groups."""
+    """Of all classes, each summed over its own groups; in fp64, in which ranks that hold other dtypes agree, where the
+    kind of device has it."""
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     totals = [
-        torch.stack(torch._foreach_norm(same.pieces, dtype=torch.float32)).square().sum()
+        torch.linalg.vector_norm(_norms(same.pieces), dtype=dtype).square()
         if same.pieces
-        else torch.zeros((), device=device)
+        else torch.zeros((), dtype=dtype, device=device)
         for same in classes
     ]
     for name, group in {group.group_name: group for same in classes for group in same.groups}.items():
@@ -98,7 +106,30 @@ def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor
         dist.all_reduce(together, group=group)
         for i, total in zip(mine, together.unbind(), strict=True):
             totals[i] = total
-    return torch.stack(totals).sum() if totals else torch.zeros((), device=device)
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=dtype, device=device)
+
+
+def _norms(pieces: Sequence[Tensor]) -> Tensor:
+    """Of each piece, in fp32, those of fp64 in fp64."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for piece in pieces:
+        by_dtype.setdefault(wide(piece.dtype), []).append(piece)
+    return torch.stack([norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, dtype=dtype)])
+
+
+def _norm_dtype(roots: Sequence[nn.Module]) -> torch.dtype:
+    has_double = any(parameter.dtype == torch.float64 for root in roots for parameter in root.parameters())
+    return torch.float64 if has_double else torch.float32
+
+
+def _gradients_of(parameter: nn.Parameter) -> list[Tensor]:
+    """The tensors that hold a parameter's gradient, which is their sum."""
+    grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
+    return [gradient for gradient in (grad, None if main_grad is grad else main_grad) if gradient is not None]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if is_dtensor(gradient) else gradient
 
 
 def _device(roots: Sequence[nn.Module], pipeline_group: ProcessGroup | None) -> torch.device:

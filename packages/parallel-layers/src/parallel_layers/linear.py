@@ -18,9 +18,15 @@ from parallel_layers.collectives import (
     scatter_to_tensor_parallel,
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear, sum_gradients_of_shared_rows
+from parallel_layers.linear_ops import (
+    check_reduce_gradient,
+    column_parallel_linear,
+    row_parallel_linear,
+    sum_gradients_of_shared_rows,
+)
 from parallel_layers.module import ParallelModule
 from parallel_layers.overlap import Overlap, check_overlap
+from parallel_layers.products import wide
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
 
@@ -125,7 +131,7 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
             "computation, whose own inputs would get none; pass a parameter, or build the layer without it"
         )
     if getattr(parameter, "main_grad", None) is None:
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]
+        parameter.main_grad = torch.zeros_like(parameter, dtype=wide(parameter.dtype), requires_grad=False)  # type: ignore[attr-defined]
     main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return main_grad
 
@@ -143,6 +149,7 @@ class _ColumnLinear(_ParallelLinear):
         shared_rows: tuple[int, int] | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
+        check_reduce_gradient(reduce_gradient, options.get("sequence_parallel", False))
         rows = out_features if sharding is None else sum(block.stop - block.start for block in sharding.blocks)
         super().__init__(in_features, out_features, (rows, in_features), **options)
         self.reduce_gradient = reduce_gradient
@@ -199,8 +206,8 @@ class ColumnParallelLinear(_ColumnLinear):
             - `sequence_parallel` (False): the tokens (dim 0) are divided outside the layer.
             - `defer_bias` (False): leave the bias to the caller, who adds `deferred_bias()` where it can be fused.
             - `allocate_weight` (True): False for a layer that is called with a weight from elsewhere (a tied head).
-            - `accumulate_main_grad` (False): add the gradients to an fp32 tensor `parameter.main_grad`, made when first
-              needed, and leave `.grad` None. For eager use, without FSDP2.
+            - `accumulate_main_grad` (False): add the gradients to `parameter.main_grad`, fp32 (fp64 for fp64) and made
+              when first needed, and leave `.grad` None. For eager use, without FSDP2.
             - `output_dtype` (None): of the output; default the input's.
             - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default at least fp32, so that
               bf16 layers have the error of layers that are not divided. `torch.bfloat16` sends half the bytes.

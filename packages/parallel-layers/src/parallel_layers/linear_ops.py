@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import comm
+from parallel_layers.autocast import as_operand, without_autocast
 from parallel_layers.collectives import copy_to_tensor_parallel
 from parallel_layers.overlap import (
     Overlap,
@@ -79,20 +80,26 @@ def column_parallel_linear(
 
     Raises:
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
-            or `overlap` is unknown, or cannot be used by these ranks.
+            x and weight differ in dtype outside of torch.autocast; or `overlap` is unknown, or cannot be used by these
+            ranks.
     """
     check_overlap(overlap)
-    if sequence_parallel and not reduce_gradient:
-        raise ValueError(
-            "reduce_gradient=False leaves dx a partial sum over all tokens, and sequence_parallel=True returns dx for "
-            "this rank's tokens only; gather x with gather_from_sequence_parallel and pass sequence_parallel=False"
-        )
+    check_reduce_gradient(reduce_gradient, sequence_parallel)
     if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
         return F.linear(x, weight, bias)
     reduce = comm.is_sharded(group) and reduce_gradient
     gather = comm.is_sharded(group) and sequence_parallel
     options = output_dtype, reduce_dtype, overlap
     return _apply(_ColumnLinear, x, weight, bias, group, gather, reduce, shared_rows, options, *main_grads)
+
+
+def check_reduce_gradient(reduce_gradient: bool, sequence_parallel: bool) -> None:
+    """Raise ValueError for partial sums of a gradient of which each rank is to have its own tokens."""
+    if sequence_parallel and not reduce_gradient:
+        raise ValueError(
+            "reduce_gradient=False leaves dx a partial sum over all tokens, and sequence_parallel=True returns dx for "
+            "this rank's tokens only; gather x with gather_from_sequence_parallel and pass sequence_parallel=False"
+        )
 
 
 def row_parallel_linear(
@@ -132,7 +139,8 @@ def row_parallel_linear(
     overlapped with the part of `dx = dy W` for this rank's own tokens.
 
     Raises:
-        ValueError: `overlap` is unknown, or cannot be used by these ranks; or they do not divide T.
+        ValueError: x and weight differ in dtype outside of torch.autocast; `overlap` is unknown, or cannot be used by
+            these ranks; or they do not divide T.
     """
     check_overlap(overlap)
     if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
@@ -146,12 +154,15 @@ def _apply(
 ) -> Tensor:
     """`function` of what torch.autocast makes of a linear's arguments: its backward must find them in one dtype."""
     device = x.device.type
+    x, weight, bias = as_operand(x), as_operand(weight), None if bias is None else as_operand(bias)
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"x is {x.dtype} and the weight {weight.dtype}; cast one of them, or run the model under torch.autocast"
+        )
     if not torch.is_autocast_enabled(device):
         return function.apply(x, weight, bias, *options)
-    dtype = torch.get_autocast_dtype(device)
-    cast = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias)]
     with torch.autocast(device, enabled=False):
-        return function.apply(*cast, *options)
+        return function.apply(x, weight, bias, *options)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -183,6 +194,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         group, shared_rows = ctx.group, ctx.shared_rows
@@ -249,6 +261,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -92,7 +92,7 @@ def get_sharding(module: nn.Module, name: str) -> tuple[Sharding, ...]:
 
 
 def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The rectangles that make up `module`'s own parameter `name`: where in the local tensor, where in the full one."""
+    """The rectangles of `module`'s own parameter or buffer `name`: where in the local tensor, where in the full one."""
     shardings = {sharding.dim: sharding for sharding in get_sharding(module, name)}
     per_dim = [
         [
@@ -101,15 +101,15 @@ def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...],
         ]
         if dim in shardings
         else [(slice(0, size), slice(0, size))]
-        for dim, size in enumerate(module.get_parameter(name).shape)
+        for dim, size in enumerate(getattr(module, name).shape)
     ]
     for rectangle in itertools.product(*per_dim):
         yield tuple(local for local, _ in rectangle), tuple(full for _, full in rectangle)
 
 
 def full_shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    """The shape of the full tensor of which `module`'s own parameter `name` is a part."""
-    shape = list(module.get_parameter(name).shape)
+    """The shape of the full tensor of which `module`'s own parameter or buffer `name` is a part."""
+    shape = list(getattr(module, name).shape)
     for sharding in get_sharding(module, name):
         shape[sharding.dim] = sharding.full_size
     return tuple(shape)
@@ -125,15 +125,26 @@ def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
 def load_full_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy this rank's parts of full tensors into the parameters they are named after; padding becomes 0.
 
+    Buffers are whole on every rank and are copied as they are, so that a `state_dict()` of the undivided model will do.
+
     Raises:
-        ValueError: A tensor has another shape than the full parameter.
+        ValueError: A tensor has the name of no parameter or buffer, or another shape than the full one. Nothing has
+            been copied then.
     """
+    places = {
+        f"{path}.{name}" if path else name: (owner, name)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name in (*owner._parameters, *owner._buffers)
+        if getattr(owner, name) is not None
+    }
+    if unknown := sorted(tensors.keys() - places.keys()):
+        raise ValueError(f"{type(module).__name__} has no {', '.join(unknown)}; it has {', '.join(places)}")
     for path, full in tensors.items():
-        owner_path, _, name = path.rpartition(".")
-        owner = module.get_submodule(owner_path)
-        if tuple(full.shape) != full_shape(owner, name):
-            raise ValueError(f"{path} has shape {tuple(full.shape)}, the full parameter {full_shape(owner, name)}")
-        parameter = owner.get_parameter(name)
-        parameter.zero_()
-        for local, where in blocks_of(owner, name):
-            parameter[local] = full[where]
+        if tuple(full.shape) != (expected := full_shape(*places[path])):
+            raise ValueError(f"{path} has shape {tuple(full.shape)}, the full tensor {expected}")
+    for path, full in tensors.items():
+        owner, name = places[path]
+        local = getattr(owner, name)
+        local.zero_()
+        for part, where in blocks_of(owner, name):
+            local[part] = full[where]

@@ -391,6 +391,29 @@ def test_refusals_say_why_and_what_can() -> None:
         packed_attention(q, k, v, cu_seqlens.long(), 6)
     with pytest.raises(ValueError, match=r"6 queries but 5 keys; pass cu_seqlens_k"):
         packed_attention(q, k[:5], v[:5], cu_seqlens, 6)
+    for backend in (*CPU_BACKENDS, "exact"):
+        for lengths in ([], [3, 3]):
+            with pytest.raises(ValueError, match=rf"cu_seqlens_k has {len(lengths)} segments and cu_seqlens 1; give"):
+                packed_attention(q, k, v, cu_seqlens, 6, cu_seqlens_k=boundaries(lengths), backend=backend)
+        with pytest.raises(ValueError, match=r"used_k has 2 entries for the 1 segments of cu_seqlens"):
+            packed_attention(q, k, v, cu_seqlens, 6, used_k=torch.tensor([3, 3]).int(), backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_dtype_that_no_backend_takes(dtype: torch.dtype, backend: str) -> None:
+    q = torch.ones(6, 2, 8).to(dtype)
+    with pytest.raises(ValueError, match=rf"no backend can do this case: flash-attn-4: .*; sdpa: .*, not {dtype}; ref"):
+        packed_attention(q, q, q, boundaries([6]), 6, backend=backend)
+
+
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "exact"])
+def test_autocast_changes_nothing(backend: str) -> None:
+    q, k, v = (x.detach().float() for x in inputs(9))
+    arguments = (q, k, v, boundaries([4, 5]), 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = packed_attention(*arguments, backend=backend)
+    assert torch.equal(out, packed_attention(*arguments, backend=backend))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU backends are here")

@@ -1,6 +1,7 @@
 """Ulysses and ring attention against attention on one rank: outputs and every gradient."""
 
 import re
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,13 @@ from parallel_layers import PackedSequence
 from parallel_layers.attention import packed_attention
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.collectives import all_to_all
-from parallel_layers.context_parallel import gather_sequence, ring_attention, split_sequence, ulysses_attention
+from parallel_layers.context_parallel import (
+    exchange_heads,
+    gather_sequence,
+    ring_attention,
+    split_sequence,
+    ulysses_attention,
+)
 from parallel_layers.testing import RankPool
 
 # Attention, and the layout that it works on.
@@ -265,6 +272,47 @@ def test_a_segment_never_feels_another_bit_for_bit(
             assert torch.equal(x[start:end], y[start:end])
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("lengths", [[5], [9, 8], [3, 22, 4], [0], []], ids=str)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_boundaries_that_end_before_the_tokens(
+    ranks: RankPool, name: str, lengths: list[int], window: int | None
+) -> None:
+    """40 tokens, of which the segments have fewer: no rank fails, while others wait, and no segment feels the rest."""
+    torch.manual_seed(0)
+    count = sum(lengths)
+    q, k, v, seed = (torch.randn(40, heads, 8) for heads in (4, 2, 2, 4))
+    seed[count:] = 0
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = packed_attention(*leaves, boundaries(lengths), max(lengths, default=0), window=window)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+    for results in ranks.run(run_sharded, name, [q, k, v, seed], None, lengths, {"window": window}, world=2):
+        for found, truth in zip(results, expected, strict=True):
+            torch.testing.assert_close(found[:count], truth[:count], rtol=1e-5, atol=1e-5)
+
+
+def compile_ulysses(group: ProcessGroup) -> list[list[list[Tensor]]]:
+    torch._dynamo.reset()
+    pairs = []
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        return ulysses_attention(q, k, v, cu_seqlens, max_seqlen, group=group)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for lengths in ([3, 5], [7, 0, 5]):
+        leaves = [torch.randn(sum(lengths) // 2, heads, 8, requires_grad=True) for heads in (6, 3, 3)]
+        outs = [run(*leaves, boundaries(lengths), max(lengths)) for run in (call, compiled)]
+        pairs.append([[out.detach(), *torch.autograd.grad(out.square().sum(), leaves)] for out in outs])
+    return pairs
+
+
+def test_ulysses_compiles_without_a_graph_break(ranks: RankPool) -> None:
+    """With heads that have to be repeated or padded."""
+    for pairs in ranks.run(compile_ulysses, world=2):
+        for eager, compiled in pairs:
+            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
 def run_layouts(group: ProcessGroup, x: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
     mine = split_sequence(leaf, group, layout=layout, dim=dim)
@@ -304,7 +352,19 @@ def run_mistakes(group: ProcessGroup) -> list[str]:
         lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, causal=False),
         lambda: ring_attention(q, k, v, boundaries([12]), 12, group=group, backend="sdpa"),
         lambda: ring_attention(q[:3], k[:3], v[:3], boundaries([6]), 6, group=group),
+        lambda: exchange_heads(lambda *_: q, q, k[:4], v[:4], group),
     ]
+    for attention in (ring_attention, ulysses_attention):
+        bounds, options = boundaries([12]), {"group": group}
+        calls += [
+            partial(attention, torch.randn(6, 3, 8), k, v, bounds, 12, **options),
+            partial(attention, q[..., :4], k, v, bounds, 12, **options),
+            partial(attention, q, k, v.bfloat16(), bounds, 12, **options),
+            partial(attention, q, k, v, bounds.long(), 12, **options),
+            partial(attention, q, k, v, bounds, 12, sinks=torch.zeros(3), **options),
+            partial(attention, q, k, v, bounds, 12, window=0, **options),
+            partial(attention, *(x.long() for x in (q, k, v)), bounds, 12, **options),
+        ]
     messages = []
     for call in calls:
         with pytest.raises(ValueError, match=r"\w") as error:
@@ -323,6 +383,17 @@ def test_mistakes_are_named(ranks: RankPool) -> None:
                 "use ulysses_attention, which takes every option",
                 "backend='sdpa' cannot do this case: it has no log-sum-exp",
                 "3 tokens of a rank are not two chunks",
+                "6 queries but 4 keys on a rank",
+                *[
+                    "3 query heads cannot share 2 key-value heads evenly",
+                    "takes q [T, Q, D], k [T, K, D], v [T, K, D'], got q (6, 2, 4), k (6, 2, 8), v (6, 2, 8)",
+                    "q, k, v must have one dtype, got torch.float32, torch.float32, torch.bfloat16",
+                    "cu_seqlens must be 1-D int32, got (2,) torch.int64",
+                    "sinks (3,) must hold one score for each of the 2 query heads",
+                    "window=0 tokens",
+                    "no backend can do this case",
+                ]
+                * 2,
             ),
             strict=True,
         ):

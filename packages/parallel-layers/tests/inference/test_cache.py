@@ -34,7 +34,7 @@ def bring(cache: SequenceCache, lengths: list[int], padding: int = 0) -> tuple[T
     v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if cache.values is not None else k[..., :VALUE_DIM]
     segments = [*lengths, padding] if padding else lengths
     cu_seqlens = bounds(segments)
-    outs = [cache.layer(i).attend(q[i], k[i], v[i], cu_seqlens, max(segments)) for i in range(LAYERS)]
+    outs = [cache.layer(i).attend(q[i], k[i], v[i], cu_seqlens, max(segments, default=0)) for i in range(LAYERS)]
     cache.advance(cu_seqlens)
     return q, torch.cat((k, v), -1), torch.stack(outs)
 
@@ -208,6 +208,30 @@ def test_dropping_everyone(new_cache: NewCache) -> None:
     cache.select([])
     assert cache.num_sequences == 0
     assert not bring(cache, [], padding=2)[2].any()
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("new_cache", CACHES)
+def test_a_cache_of_no_sequences(new_cache: NewCache, padding: int) -> None:
+    cache = new_cache(LAYERS, 0, 5, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM)
+    assert bring(cache, [], padding)[2].shape == (LAYERS, padding, 2 * KV_HEADS, VALUE_DIM)
+
+
+@pytest.mark.parametrize("new_cache", CACHES)
+def test_boundaries_in_one_buffer(new_cache: NewCache) -> None:
+    """Written to after a forward that was not counted: the next has the new ones."""
+    caches = [new_cache(1, 2, 8, 1, HEAD_DIM) for _ in range(2)]
+    q, k, v = torch.randn(3, 4, 1, HEAD_DIM)
+    buffer = bounds([2, 2])
+    caches[0].layer(0).attend(q, k, v, buffer, 2)  # a draft that is dropped
+    buffer.copy_(bounds([1, 1]))
+    outs = [
+        cache.layer(0).attend(q[1:3], k[1:3], v[1:3], cu_seqlens, 1)
+        for cache, cu_seqlens in zip(caches, (buffer, bounds([1, 1])), strict=True)
+    ]
+    assert torch.equal(*outs)
+    caches[0].advance(buffer)
+    assert caches[0].lengths.tolist() == [1, 1]
 
 
 def test_samples_share_the_prompt() -> None:

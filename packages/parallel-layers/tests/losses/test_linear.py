@@ -277,7 +277,7 @@ def test_two_micro_batches_in_flight_share_a_main_grad() -> None:
 def test_main_grad_of_another_dtype() -> None:
     hidden, weight, labels, *_ = problem(9, 8, 33)
     weight.main_grad = torch.zeros(33, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"fp32 tensor of shape \[33, 8\]"):
+    with pytest.raises(ValueError, match=r"a torch.float32 tensor of shape \[33, 8\]"):
         linear_log_probs(hidden, weight, labels, accumulate_main_grad=True)
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,13 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer.core import TyperCommand
 
-from rl_models.train.options import PANELS, TrainOptions, declared
+from rl_models.train.options import DEVICE, PANELS, RECOMPUTE, TrainOptions, declared
 from rl_models.train.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default cuda where there is one.")]
+Device = Annotated[str | None, typer.Option(help=DEVICE)]
 
 
 @app.callback()
@@ -37,11 +38,14 @@ def main() -> None:
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=10, help="Steps of learning.")] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the prompts and the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the prompts and the sampling.")] = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Make a small model, teach it a small task by PPO on 2 ranks, save it, and check it against transformers."""
+    """Make a small model, teach it a small task by PPO, save it, and check it against transformers.
+
+    It runs on 2 ranks; with one CUDA device on 1.
+    """
     with _mistakes_as_messages():
         # The models take seconds to import; `--help` and a wrong option should not.
         from rl_models.quickstart import Display, QuickstartOptions, result_table
@@ -60,14 +64,20 @@ def quickstart(
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
-    dims: Annotated[str, typer.Option(help="The grid of ranks to start, such as tp=2,pp=2.")] = "",
+    dims: Annotated[
+        str, typer.Option(help="Grid of ranks to start: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")
+    ] = "",
     tp: Annotated[int | None, typer.Option(min=1, help="Short for --dims tp=N.")] = None,
-    critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model.")] = None,
+    critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model, for values as well.")] = None,
     out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
-    temperature: Annotated[float, typer.Option(min=1e-6, help="The logits are divided by it.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=1e-6, help="Temperature: the logits are divided by it.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one forward pass.")] = 16384,
-    tp_invariant: Annotated[bool, typer.Option("--tp-invariant", help="The same bits at every tp and batch.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits at every run.")] = False,
+    tp_invariant: Annotated[
+        bool, typer.Option("--tp-invariant", help="Numbers of the same bits at every tp, in every batch.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Numbers of the same bits at every run on the same grid.")
+    ] = False,
     device: Device = None,
 ) -> None:
     """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
@@ -98,30 +108,35 @@ def score(
 @app.command()
 def plan(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or a folder with a config.json alone.")],
-    tokens: Annotated[int, typer.Option(help="Of a micro-batch.")] = 16384,
-    dims: Annotated[str, typer.Option(help="The grid, such as tp=2,pp=2.")] = "",
-    critic: Annotated[bool, typer.Option("--critic", help="With a critic of the same size.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, one forward pass.")] = 16384,
+    dims: Annotated[str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")] = "",
+    critic: Annotated[bool, typer.Option("--critic", help="Plan for a critic of the same size, too.")] = False,
     share_backbone: Annotated[
-        bool, typer.Option("--share-backbone", help="With a critic that is a head on the actor's layers.")
+        bool, typer.Option("--share-backbone", help="Plan for a critic that is a head on the actor's layers.")
     ] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="With a reference of the same size.")] = False,
-    recompute: Annotated[
-        str | None, typer.Option(help="full, selective (MLPs and experts), or layers such as 0,1: run again backward.")
-    ] = None,
+    reference: Annotated[bool, typer.Option("--reference", help="Plan for a reference of the same size, too.")] = False,
+    recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
     virtual_stages: Annotated[int, typer.Option(help="Chunks of the model on each rank of a pipeline.")] = 1,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Of an update, for a pipeline's buffers; default two for each stage.")
+        int | None,
+        typer.Option(help="Micro-batches of an update, for a pipeline's buffers; default two for each stage."),
     ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Each is on the host while another works.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default the config's.")] = None,
-    gpu_gib: Annotated[float | None, typer.Option(min=0, help="Say which grids fit devices of so much memory.")] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="A model is in host memory while another one works.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the weights: float32 or bfloat16; default the config's.")
+    ] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory of a device in GiB: say which grids fit.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The memory that training needs on every rank of a grid, from the config alone."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
         from rl_models.backends import PipelineOptions
-        from rl_models.plan import MemoryOptions, fitting, parse_dtype, plan_models
+        from rl_models.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
         from rl_models.plan_report import memory_tables
         from rl_models.train.texts import parse_recompute
 
@@ -140,7 +155,9 @@ def plan(
             "offload": offload,
         }
         planned = plan_models(model, options, **models)
-        limit = None if gpu_gib is None else int(gpu_gib * 2**30)
+        if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
+            raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
+        limit = None if gpu_gib is None else int(gpu_gib * GIB)
         fits = [] if limit is None else list(fitting(model, options, limit, **models))
         if as_json:
             found = [entry.to_json() for entry in fits]
@@ -158,11 +175,13 @@ def train(**given: Any) -> None:
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
     with _mistakes_as_messages():
         from rl_models.train.report import Display, plan_table
+        from rl_models.train.reward import load_reward
         from rl_models.train.run import plan
         from rl_models.train.run import train as run
 
         planned = plan(resolve_options(config, given))
         if dry_run:
+            load_reward(planned.options.reward)
             described = planned.describe()
             if as_json:
                 typer.echo(json.dumps(described))
@@ -181,7 +200,7 @@ def _train_parameters() -> list[inspect.Parameter]:
     extra = {
         "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins.", None),
         "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing.", None),
-        "as_json": (bool, False, "Print one JSON object on standard output.", None),
+        "as_json": (bool, False, "Print the last step's metrics, or the plan of --dry-run, as one JSON object.", None),
     }
     found, panel = {}, ""
     for entry in dataclasses.fields(TrainOptions):

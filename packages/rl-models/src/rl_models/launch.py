@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 # After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
 _GRACE_SECONDS = 3.0
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,13 @@ class Devices:
         torch.accelerator.set_device_index(index)
         return torch.device(self.type, index)
 
+    @property
+    def current(self) -> torch.device:
+        """The device of this process: the CPU, or the one that `take` has made the current one."""
+        if self.type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.type, torch.accelerator.current_device_index())
+
     def require(self, ranks: int) -> None:
         """Raise ValueError unless each rank can have a device of its own."""
         if self.type != "cpu" and ranks > self.count:
@@ -102,6 +108,18 @@ class RankFailed(RuntimeError):
     def __init__(self, message: str, mistake: str | None = None) -> None:
         super().__init__(message)
         self.mistake = mistake
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a rank is started with: its place, the file that it meets the others by, and where it reports to."""
+
+    rank: int
+    world_size: int
+    devices: Devices
+    store: str
+    collective_timeout: float
+    connection: Connection
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,7 @@ def run_on_ranks(
     *args: Any,
     devices: Devices | None = None,
     on_event: Callable[[Any], None] | None = None,
+    collective_timeout: float = 1800.0,
 ) -> Any:
     """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; returns rank 0's result.
 
@@ -140,6 +159,7 @@ def run_on_ranks(
         *args: picklable arguments.
         devices: default `Devices.find()`.
         on_event: called with what the ranks send.
+        collective_timeout: seconds after which a collective that not all ranks have reached fails.
 
     Raises:
         RankFailed: a rank raised or died. The others are ended within seconds.
@@ -155,7 +175,7 @@ def run_on_ranks(
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                setup = (rank, world_size, devices, str(Path(folder) / "store"), theirs)
+                setup = _Setup(rank, world_size, devices, str(Path(folder) / "store"), collective_timeout, theirs)
                 process = context.Process(target=_rank, args=(setup, fn, args), daemon=True)
                 process.start()
                 theirs.close()
@@ -206,23 +226,22 @@ def _cause(failures: list[_Failure]) -> RankFailed:
     return RankFailed(f"rank {cause.rank} failed:\n{cause.text}", cause.mistake)
 
 
-def _rank(setup: tuple[int, int, Devices, str, Connection], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    rank, world_size, devices, store, connection = setup
+def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # The parent hears of an interrupt and ends the ranks; here it would only print a traceback each.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
-        connection.send_bytes(pickle.dumps((kind, value)))
+        setup.connection.send_bytes(pickle.dumps((kind, value)))
 
     try:
-        _join(rank, world_size, devices, store)
+        _join(setup)
         result = fn(lambda event: send("event", event), *args)
-        send("returned", result if rank == 0 else None)
+        send("returned", result if setup.rank == 0 else None)
     except BaseException as error:
         mistake = str(error) if isinstance(error, ValueError) else None
         with suppress(OSError):
-            send("raised", _Failure(rank, "".join(traceback.format_exception(error)), mistake))
+            send("raised", _Failure(setup.rank, "".join(traceback.format_exception(error)), mistake))
     # The launcher ends this process. Leaving by itself, it would cut off peers that are still at work, and they would
     # report that instead of the cause.
     sys.stdout.flush()
@@ -242,20 +261,21 @@ def _end_with_the_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _join(rank: int, world_size: int, devices: Devices, store: str) -> None:
+def _join(setup: _Setup) -> None:
     # All ranks are on this machine: the loopback device needs neither a network nor a resolvable host name.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    device = devices.take(str(rank))
-    if devices.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    on_cpu = setup.devices.type == "cpu"
+    device = setup.devices.take(str(setup.rank))
+    if on_cpu:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
     dist.init_process_group(
-        devices.backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-        device_id=None if devices.type == "cpu" else device,
+        setup.devices.backend,
+        init_method=f"file://{setup.store}",
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=datetime.timedelta(seconds=setup.collective_timeout),
+        device_id=None if on_cpu else device,
     )

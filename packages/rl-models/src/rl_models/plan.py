@@ -281,7 +281,15 @@ def plan_models(
     """An actor, and a critic and a reference of the same size where there are some; see `plan_memory`.
 
     With `share_backbone` actor and critic are one model, an `ActorCritic`.
+
+    Raises:
+        ValueError: two critics are asked for; or as `plan_memory`.
     """
+    if critic and share_backbone:
+        raise ValueError(
+            "critic and share_backbone are two kinds of critic, a model of its own and a head on the actor's layers; "
+            "leave one of them out"
+        )
     trained: dict[str, Role] = {"actor": "causal_lm"}
     if critic:
         trained["critic"] = "value"

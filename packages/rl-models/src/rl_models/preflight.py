@@ -40,7 +40,7 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
     Args:
         folder: where the results go; it is made when they come, if it is not there.
         files: names in it that become files.
-        checkpoints: those that become checkpoint folders; only a checkpoint with nothing else in its folder is replaced.
+        checkpoints: those that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
 
     Raises:
         ValueError: something cannot be written, or something else is in its place; names it.

@@ -33,7 +33,7 @@ class ScoreOptions:
         dims: the grid.
         temperature: the logits are divided by it.
         max_tokens: the most tokens of one forward pass.
-        device: "cpu" or "cuda"; None: CUDA where there is one.
+        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
         tp_invariant: the same bits at every tp and in every batch; see `Actor.from_pretrained`.
         deterministic: the same bits at every run on the same grid; likewise.
     """
@@ -92,11 +92,14 @@ def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
 
 
 def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: list[list[list[int]]]) -> None:
+    device = Devices.find(options.device).current
+
     def load(kind: type[Worker], path: Path) -> WholeBatches:
         return WholeBatches(
             kind.from_pretrained(
                 path,
                 dims=options.dims,
+                device=device,
                 max_tokens_per_micro_batch=options.max_tokens,
                 tp_invariant=options.tp_invariant,
                 deterministic=options.deterministic,

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rl_models.cli import app
+from rl_models.train.folder import check_folder, write_options
 from rl_models.train.options import TrainOptions
-from rl_models.train.run import plan
+from rl_models.train.run import _end_of_text, plan
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,70 @@ def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
     with pytest.raises(ValueError, match=message):
         plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: True}))
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("model", "actor"), ("critic", "critic"), ("reference", "training/actor/step-00000002")]
+)
+def test_what_a_run_reads_is_not_written_over(
+    model: Path, prompts: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(model, out / place)
+    (tmp_path / "link").symlink_to(out)
+    given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "out": out}
+    given |= {"algorithm": "ppo", "kl_coefficient": 0.1, name: tmp_path / "link" / place}
+    replaced = out / Path(place).parts[0]
+    with pytest.raises(ValueError, match=f"{name}=.*{place} is in {replaced}, which the results of this run replace"):
+        check_folder(TrainOptions(**given))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("options.json", b"5", "options.json is not of a run of rl-models train; remove it, or choose another out"),
+        ("options.json", b'{"steps": 3}', "options.json is not of a run of rl-models train"),
+        ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not the metrics of a step; remove it"),
+        ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not the metrics of a step"),
+        ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not the metrics of a step"),
+        ("metrics.jsonl", b'{"step": 1}\n\xff\n', "metrics.jsonl, line 2: not the metrics of a step"),
+    ],
+)
+def test_files_that_are_not_of_a_run_are_named_and_kept(
+    model: Path, prompts: Path, tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    options = TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=tmp_path / "run")
+    write_options(options)
+    (options.out / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    check_folder(options)
+    (options.out / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        check_folder(options)
+    assert (options.out / name).read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "generation_config.json must hold an object, got list; mend it, or give stop_ids"),
+        ('{"eos_token_id": "2"}', r"generation_config.json: eos_token_id must be ids of tokens, got \['2'\]"),
+        ('{"eos_token_id": [2, true]}', r"generation_config.json: eos_token_id must be ids of tokens, got \[2, True\]"),
+    ],
+)
+def test_an_end_of_text_that_is_none_is_named(model: Path, tmp_path: Path, text: str, message: str) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _end_of_text(tmp_path)
+
+
+def test_only_a_dry_run_imports_the_reward_in_this_process(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("judge_of_a_test.py").write_text("raise MemoryError('there is no room for two')")
+    plan(TrainOptions(model=model, prompts=prompts, reward="judge_of_a_test:f", device="cpu"))
+    command = ["train", f"--model={model}", f"--prompts={prompts}", "--reward=judge_of_a_test:f", "--device=cpu"]
+    result = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert result.exit_code == 2, result.output
+    assert "importing judge_of_a_test raised MemoryError: there is no room for two" in result.stderr

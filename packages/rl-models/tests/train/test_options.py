@@ -16,7 +16,7 @@ from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.backends import MegatronOptions
 from rl_models.cli import app
-from rl_models.train.derived import optimizer_options
+from rl_models.train.derived import engine_options, optimizer_options
 from rl_models.train.options import PANELS, TrainOptions, declared
 from rl_models.train.resolve import resolve_options
 from rl_models.train.run import _models
@@ -76,6 +76,11 @@ def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path,
         ("steps: true", "run.yaml: steps must be int, got true"),
         ("ray: 1", "run.yaml: ray must be bool, got 1"),
         ("model: [a]", 'run.yaml: model must be Path, got ["a"]'),
+        ("steps: .inf", "run.yaml: steps must be int, got Infinity"),
+        (f"learning_rate: 1{'0' * 400}", "run.yaml: learning_rate must be float, got 1000"),
+        ("steps: {2024-01-01: 1}", "run.yaml: steps must be int, got {}"),
+        ("out: 2024-13-45", "run.yaml is not valid YAML: month must be in 1..12"),
+        ("max-tokens: 1\nmax_tokens: 1", "run.yaml: 'max-tokens' and 'max_tokens' are the same option; leave one"),
         ("- steps", "must hold options by name, got list"),
         ("steps: [", "is not valid YAML"),
         ("steps: 2", "missing: --model, --prompts, --reward"),
@@ -99,6 +104,9 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"critic": Path("c")}, "grpo has no critic"),
         ({"schedule": "wsd"}, "schedule 'wsd' needs decay_steps"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": "float16"}, "dtype='float16' must be float32 or bfloat16, or float16 with backend=megatron"),
+        ({"collective_timeout": 0}, "collective_timeout=0 must be at least 1"),
+        ({"collective_timeout": 10**30}, "must be at most 31536000, a year"),
         ({"overlong_buffer": 300}, "overlong_buffer=300 is more than max_new_tokens=256"),
         ({"recompute": "half"}, "recompute='half' must be full, selective, or numbers with commas, such as 2,7"),
         ({"context_parallel": "star"}, "context_parallel='star' must be ulysses or ring"),
@@ -193,6 +201,11 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
     assert reference["dims"] == actor["dims"]
 
 
+def test_only_megatron_takes_float16() -> None:
+    options = TrainOptions(**NEEDED, dtype="float16", backend="megatron")
+    assert engine_options(options, options.grid).dtype is torch.float16
+
+
 def test_help_has_a_panel_for_each_group_of_options() -> None:
     printed = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
     titles = [line.split("─ ")[1].split(" ─")[0] for line in printed.splitlines() if line.startswith("╭")]
@@ -208,6 +221,7 @@ def test_help_names_every_option_whole_on_80_columns(command: str) -> None:
     assert "…" not in printed
     for parameter in made.commands[command].params:
         assert f" {parameter.opts[0]} " in printed
+        assert not parameter.help.startswith("Of "), "a text that says nothing without the option's name"
 
 
 def test_schedules_count_steps_of_the_run() -> None:

@@ -148,7 +148,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, so
     """The backend for a case: `name` itself, or for "auto" the first in the table's order that can do it.
 
     Raises:
-        ValueError: `name` is unknown, or cannot do the case; says why and which ones can.
+        ValueError: `name` is unknown, or cannot do the case; says why and which ones can, or why none of them can.
     """
     return _choose(name, Needs(device, dtype, head_dim, softcap, lse))
 
@@ -160,15 +160,16 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _choose(name: str, needs: Needs) -> str:
-    if name == "auto":
-        return next(
-            candidate
-            for candidate in _AUTO_ORDER.get(needs.device, tuple(BACKENDS))
-            if why_not(candidate, needs) is None
-        )
-    able = [candidate for candidate in BACKENDS if why_not(candidate, needs) is None]
-    if name not in BACKENDS:
+    if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
-    if (reason := why_not(name, needs)) is not None:
-        raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")
+    reasons = {candidate: why_not(candidate, needs) for candidate in BACKENDS}
+    able = [candidate for candidate, reason in reasons.items() if reason is None]
+    if not able:
+        raise ValueError(f"no backend can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
+    if name == "auto":
+        return next(candidate for candidate in _AUTO_ORDER.get(needs.device, tuple(BACKENDS)) if candidate in able)
+    if reasons[name] is not None:
+        raise ValueError(
+            f"backend={name!r} cannot do this case: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
+        )
     return name

@@ -30,7 +30,7 @@ class ExactKernel(ReferenceKernel):
         lengths_k = [end - start for start, end in pairwise(bounds_k)]
         if segments.used_k is not None:
             lengths_k = segments.used_k.tolist()
-        for (start, end), start_k, length_k in zip(pairwise(bounds_q), bounds_k, lengths_k, strict=False):
+        for (start, end), start_k, length_k in zip(pairwise(bounds_q), bounds_k[:-1], lengths_k, strict=True):
             if end == start or not length_k:
                 continue
             keys = slice(start_k, start_k + length_k)

@@ -111,7 +111,8 @@ def packed_attention(
         ValueError: Shapes or dtypes that do not fit together, an unknown backend, one that is not installed, or one
             that cannot do the case (says why and which can).
     """
-    _check(q_TQD, k_TKD, v_TKD, cu_seqlens, window, sinks, cu_seqlens_k, used_k)
+    check_heads(q_TQD, k_TKD, v_TKD, sinks)
+    check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, window, cu_seqlens_k, used_k)
     head_dim = q_TQD.shape[-1]
     scoring = Scoring(causal, window, head_dim**-0.5 if scale is None else scale, softcap)
     if cu_seqlens_k is None:
@@ -125,7 +126,8 @@ def packed_attention(
     name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, size, softcap is not None, wants_lse)
 
     if BACKENDS[name].kernel is None:
-        return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
+        with torch.autocast(q_TQD.device.type, enabled=False):  # as for the kernels
+            return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
     if name != "reference":  # the flash kernels want one head size
         q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
     out, lse, _ = _attention(
@@ -143,17 +145,8 @@ def widened(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    sinks: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    used_k: Tensor | None,
-) -> None:
-    """Raise ValueError for tensors that do not fit together (shapes and dtypes only: values would cost a host sync)."""
+def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Raise ValueError for queries, keys, values and sinks that do not fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise ValueError(f"packed_attention takes q [T, Q, D], k [T, K, D], v [T, K, D'], got {shapes}")
@@ -161,15 +154,37 @@ def _check(
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key-value heads evenly ({shapes})")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks {tuple(sinks.shape)} must hold one score for each of the {q.shape[1]} query heads")
+
+
+def check_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    cu_seqlens_k: Tensor | None = None,
+    used_k: Tensor | None = None,
+) -> None:
+    """Raise ValueError for segments that do not fit (shapes and dtypes only: values would cost a host sync)."""
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"{q.shape[0]} queries but {k.shape[0]} keys; pass cu_seqlens_k when they differ")
     for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k), ("used_k", used_k)):
         if bounds is not None and (bounds.dim() != 1 or bounds.dtype != torch.int32):
             raise ValueError(f"{name} must be 1-D int32, got {tuple(bounds.shape)} {bounds.dtype}; use {name}.int()")
+    num_segments = len(cu_seqlens) - 1
+    if cu_seqlens_k is not None and len(cu_seqlens_k) != len(cu_seqlens):
+        raise ValueError(
+            f"cu_seqlens_k has {len(cu_seqlens_k) - 1} segments and cu_seqlens {num_segments}; give a segment "
+            "without keys a length of 0"
+        )
+    if used_k is not None and len(used_k) != num_segments:
+        raise ValueError(
+            f"used_k has {len(used_k)} entries for the {num_segments} segments of cu_seqlens; give one each"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window={window} tokens; use None for no window, or at least 1 (the token itself)")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks {tuple(sinks.shape)} must hold one score for each of the {q.shape[1]} query heads")
     if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
 

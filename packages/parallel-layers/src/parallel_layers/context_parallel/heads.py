@@ -4,7 +4,6 @@ Shape legend: T tokens, Q query heads, K key-value heads, G = Q / K query heads 
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 from torch import Tensor
@@ -35,6 +34,11 @@ class HeadPlan:
         """Query heads over all ranks, with what is padded."""
         return self.kv_heads_sent * self.group_size
 
+    @property
+    def heads_sent(self) -> tuple[int, int]:
+        """What a plan costs: query heads, then key-value heads."""
+        return self.query_heads_sent, self.kv_heads_sent
+
     def spread_keys(self, x_TKD: Tensor) -> Tensor:
         """Keys or values as they are sent: `[T, kv_heads_sent, D]`."""
         if self.repeats > 1:
@@ -57,7 +61,6 @@ class HeadPlan:
         return groups[:, :, : self.num_query_heads // self.num_kv_heads].flatten(1, 2)
 
 
-@lru_cache
 def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> HeadPlan:
     """The plan that sends the fewest query heads over `size` ranks, and of those the fewest key-value heads.
 
@@ -67,8 +70,6 @@ def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> HeadPlan:
     """
     group = num_query_heads // num_kv_heads
     repeats = size // gcd(num_kv_heads, size)
-    plans = [
-        HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0),
-        HeadPlan(num_query_heads, num_kv_heads, group, 1, -num_query_heads % size),
-    ]
-    return min(plans, key=lambda plan: (plan.query_heads_sent, plan.kv_heads_sent))
+    kept = HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0)
+    dissolved = HeadPlan(num_query_heads, num_kv_heads, group, 1, -num_query_heads % size)
+    return kept if kept.heads_sent <= dissolved.heads_sent else dissolved

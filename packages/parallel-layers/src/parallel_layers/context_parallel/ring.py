@@ -21,9 +21,10 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
-from parallel_layers.attention.packed import AttentionOptions, packed_attention, widened
+from parallel_layers.attention.packed import AttentionOptions, check_heads, check_segments, packed_attention, widened
 from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
 from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
+from parallel_layers.autocast import without_autocast
 from parallel_layers.context_parallel.halo import halo_attention
 
 
@@ -47,7 +48,8 @@ def ring_attention(
         q_TQD: `[T/n, Q, D]`, after rotation by the tokens' own positions.
         k_TKD: `[T/n, K, D]`.
         v_TKD: `[T/n, K, D']`.
-        cu_seqlens: `[S+1]` int32 boundaries in the whole pack.
+        cu_seqlens: `[S+1]` int32 boundaries in the whole pack, from 0 to its end. Tokens behind the last one belong to
+            no segment, and what they get is not defined.
         max_seqlen: At least the longest segment.
         group: The context-parallel group; None or one rank: plain `packed_attention`.
         **options: `window`, `scale`, `softcap`, `sinks`, `backend` of `packed_attention`; without a window the backend
@@ -58,7 +60,7 @@ def ring_attention(
 
     Raises:
         ValueError: No causal mask, or other keys than the queries' (use `ulysses_attention`); an odd number of tokens;
-            a backend that cannot do the case.
+            what `packed_attention` raises. Before anything is sent.
     """
     if group is None or group.size() == 1:
         return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
@@ -68,6 +70,9 @@ def ring_attention(
             f"ring_attention is causal, over the queries' own keys, got {sorted(options)}; use ulysses_attention, "
             "which takes every option"
         )
+    # All of it before the first rank sends: the others would wait.
+    check_heads(q_TQD, k_TKD, v_TKD, options.get("sinks"))
+    check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, options.get("window"))
     if q_TQD.shape[0] % 2:
         raise ValueError(
             f"{q_TQD.shape[0]} tokens of a rank are not two chunks; use split_sequence(..., layout='zigzag')"
@@ -130,12 +135,12 @@ class _Plan:
         """The segment at the first token of chunk `later`, with its keys in the chunks `earlier`, laid end to end.
 
         The queries and keys that are not of this segment form two more segments: one without queries before it, one
-        without keys after it.
+        without keys after it. Where the segments have ended before, the first and the last are all there is.
         """
         start = later * self.chunk
-        at = torch.searchsorted(self.cu_seqlens, self.cu_seqlens.new_full((1,), start), right=True)
+        at = torch.searchsorted(self.cu_seqlens[:-1], self.cu_seqlens.new_full((1,), start), right=True)
         begin, end = self.cu_seqlens[at - 1], self.cu_seqlens[at]
-        queries = end.clamp(max=start + self.chunk) - start
+        queries = end.clamp(start, start + self.chunk) - start
         skipped = sum((begin - c * self.chunk).clamp(0, self.chunk) for c in earlier)
         assert isinstance(skipped, Tensor)
         total = len(earlier) * self.chunk
@@ -212,6 +217,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, sinks, out, lse, without_sinks = ctx.saved_tensors
         total = lse if sinks is None else lse_with_sinks(lse, sinks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.attention.packed import AttentionOptions, check_heads, check_segments, packed_attention
 from parallel_layers.collectives import all_to_all
 from parallel_layers.context_parallel.heads import plan_heads
 
@@ -46,7 +46,13 @@ def ulysses_attention(
 
     Returns:
         `[T/n, Q, D']`.
+
+    Raises:
+        ValueError: What `packed_attention` and `exchange_heads` raise; before anything is sent.
     """
+    # Before the exchange, in which other ranks would wait.
+    bounds = options.get("cu_seqlens_k"), options.get("used_k")
+    check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, options.get("window"), *bounds)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         mine: AttentionOptions = {**options, "sinks": sinks}
@@ -82,9 +88,17 @@ def exchange_heads(
 
     Returns:
         `[T/n, Q, D']`.
+
+    Raises:
+        ValueError: Heads that do not fit together, or other numbers of keys than of queries; before anything is sent.
     """
+    check_heads(q_TQD, k_TKD, v_TKD, sinks)
     if group is None or group.size() == 1:
         return attend(q_TQD, k_TKD, v_TKD, sinks)
+    if len(q_TQD) != len(k_TKD):
+        raise ValueError(
+            f"{len(q_TQD)} queries but {len(k_TKD)} keys on a rank; pad one to as many tokens as the other"
+        )
     size = group.size()
     plan = plan_heads(q_TQD.shape[1], k_TKD.shape[1], size)
     parts = (plan.spread_queries(q_TQD), plan.spread_keys(k_TKD), plan.spread_keys(v_TKD))

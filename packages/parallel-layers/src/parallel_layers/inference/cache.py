@@ -6,12 +6,33 @@ D head size, D' size of a value head, S segments of this forward.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Unpack
+from typing import NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import AttentionOptions
+
+
+class Boundaries(NamedTuple):
+    """The `cu_seqlens` that a forward's plan was made from, as they were then."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor) -> Self:
+        """What is written into them later makes them others."""
+        return cls(cu_seqlens, _version(cu_seqlens))
+
+    def are(self, cu_seqlens: Tensor) -> bool:
+        """Whether the plan is for these; known on the host."""
+        return self.tensor is cu_seqlens and self.version == _version(cu_seqlens)
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor has been written to, which is not counted under torch.inference_mode."""
+    return 0 if x.is_inference() else x._version
 
 
 class SequenceCache(ABC):
@@ -24,7 +45,9 @@ class SequenceCache(ABC):
             hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
         cache.advance(cu_seqlens)
 
-    Between two forwards `select` keeps, reorders or repeats sequences and `free` forgets some.
+    Between two forwards `select` keeps, reorders or repeats sequences and `free` forgets some. The boundaries of all
+    forwards may lie in one buffer that is written to each time; if it was made under torch.inference_mode, which does
+    not count writes, not before `advance`.
 
     Attributes:
         num_sequences: N.

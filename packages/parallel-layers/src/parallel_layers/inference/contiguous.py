@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.inference.cache import SequenceCache
+from parallel_layers.inference.cache import Boundaries, SequenceCache
 
 
 class _Plan(NamedTuple):
     """Where the tokens of one forward go; the same for all its layers.
 
     Attributes:
-        cu_seqlens: What it was made from.
+        made_from: The boundaries.
         rows: `[T]` each token's row in the flat cache; the last row, which nobody reads, for tokens that are dropped.
         cu_k: `[S+1]` where each segment's keys start.
         used_k: `[S]` how many keys it has, these tokens' own included; 0 for a padding segment.
         max_used: At least the largest of `used_k`.
     """
 
-    cu_seqlens: Tensor
+    made_from: Boundaries
     rows: Tensor
     cu_k: Tensor
     used_k: Tensor
@@ -86,8 +86,8 @@ class KVCache(SequenceCache):
     def advance(self, cu_seqlens: Tensor) -> None:
         """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
         self.lengths = self.lengths + cu_seqlens.diff()[: self.num_sequences]
-        known = self._plan is not None and self._plan.cu_seqlens is cu_seqlens
-        self._longest = self._plan.max_used if self._plan is not None and known else self._longest_now()
+        known = self._plan if self._plan is not None and self._plan.made_from.are(cu_seqlens) else None
+        self._longest = self._longest_now() if known is None else known.max_used
         self._plan = None
 
     def select(self, sequences: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class KVCache(SequenceCache):
         return int(self.lengths.max()) if self.num_sequences else 0
 
     def _plan_for(self, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> _Plan:
-        if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
+        if self._plan is not None and self._plan.made_from.are(cu_seqlens):
             return self._plan
         padding = self._check_segments(cu_seqlens)
         starts = torch.arange(self.num_sequences + 1, device=cu_seqlens.device, dtype=torch.int32) * self.max_length
@@ -169,7 +169,7 @@ class KVCache(SequenceCache):
         inside = segment.clamp(max=self.num_sequences)
         row = starts[inside] + F.pad(self.lengths, (0, 1))[inside] + token - cu_seqlens[inside]
         self._plan = _Plan(
-            cu_seqlens,
+            Boundaries.of(cu_seqlens),
             rows=torch.where(segment < self.num_sequences, row, self.num_sequences * self.max_length).long(),
             cu_k=torch.cat((starts, starts[-1:].expand(padding))),
             used_k=F.pad(used, (0, padding)),

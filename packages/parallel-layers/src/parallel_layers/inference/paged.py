@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.inference.blocks import BlockTables
-from parallel_layers.inference.cache import SequenceCache
+from parallel_layers.inference.cache import Boundaries, SequenceCache
 from parallel_layers.inference.paged_attention import PagedKeys, paged_attention
 
 
@@ -22,13 +22,13 @@ class _Plan(NamedTuple):
     """What one forward's layers share.
 
     Attributes:
-        cu_seqlens: What it was made from.
+        made_from: The boundaries.
         new: Tokens that each sequence brings, on the host.
         rows: `[T]` each token's row in the flat pool; rows of a block that nobody reads for tokens that are dropped.
         keys: Where the keys of its segments lie.
     """
 
-    cu_seqlens: Tensor
+    made_from: Boundaries
     new: list[int]
     rows: Tensor
     keys: PagedKeys
@@ -151,7 +151,7 @@ class PagedKVCache(SequenceCache):
         self._plan: _Plan | None = None
 
     def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
-        if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
+        if self._plan is not None and self._plan.made_from.are(cu_seqlens):
             return self._plan
         padding = self._check_segments(cu_seqlens)
         counts = [end - start for start, end in pairwise(cu_seqlens.tolist())]
@@ -166,13 +166,12 @@ class PagedKVCache(SequenceCache):
                 if pool is not None:
                     pool[:, copy] = pool[:, source]
         tables = [*self.blocks.tables, *[[]] * padding]
-        width = max(1, *map(len, tables))
-        table = torch.tensor(
-            [blocks + [0] * (width - len(blocks)) for blocks in tables], dtype=torch.int32, device=self.keys.device
-        )
+        width = max([1, *map(len, tables)])
+        rows_of_blocks = [blocks + [0] * (width - len(blocks)) for blocks in tables]
+        table = torch.tensor(rows_of_blocks, dtype=torch.int32, device=self.keys.device).view(len(tables), width)
         keys = PagedKeys(table, self.block_size, counts, [*used, *[0] * padding], self.max_gathered)
         rows = keys.rows(slice(self.num_sequences), before, new)
         dropped = self.blocks.num_blocks * self.block_size
         rows = F.pad(rows, (0, sum(counts) - sum(new)), value=dropped)
-        self._plan = _Plan(cu_seqlens, new, rows, keys)
+        self._plan = _Plan(Boundaries.of(cu_seqlens), new, rows, keys)
         return self._plan

@@ -99,8 +99,8 @@ class PagedKeys:
                 self.rows(slice(start, stop), first, counts),
                 self._bounds(new),
                 self._bounds(counts),
-                max(new),
-                max(counts),
+                max(new, default=0),
+                max(counts, default=0),
             )
 
     def _bounds(self, counts: Sequence[int]) -> Tensor:
@@ -126,9 +126,8 @@ def paged_attention(
     Returns:
         `[T, Q, D']`; zero for queries without keys.
     """
-    if options.get("backend", "auto") in ("auto", "flash-attn") and not why_not_in_place(
-        q_TQD, key_blocks, value_blocks
-    ):
+    may_read = len(q_TQD) and options.get("backend", "auto") in ("auto", "flash-attn")
+    if may_read and not why_not_in_place(q_TQD, key_blocks, value_blocks):
         return flash_paged_attention(q_TQD, key_blocks, value_blocks, keys, options)
     outs = []
     for run in keys.runs(options.get("window")):

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import comm
+from parallel_layers.autocast import as_operand
 from parallel_layers.elementary import exp, log, tanh, tree_sum
 from parallel_layers.exact import exact_product
 from parallel_layers.invariant.blocks import BLOCKS, check_blocks
@@ -59,6 +60,7 @@ def linear_log_probs(
     """
     tp = 1 if group is None else group.size()
     check_blocks(blocks, tp)
+    hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     vocab_size = len(weight_VH) * tp if vocab_size is None else vocab_size
     _validate(
         hidden_TH, weight_VH, labels_T, temperature, vocab_size, tp, sequence_parallel, logit_scale, logit_softcap

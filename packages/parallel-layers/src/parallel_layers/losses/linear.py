@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.autocast import as_operand
 from parallel_layers.losses.linear_op import linear_log_probs_op
 from parallel_layers.losses.vocabulary import group_name
+from parallel_layers.products import wide
 
 
 class LogProbs(NamedTuple):
@@ -63,7 +65,8 @@ def linear_log_probs(
 
     Args:
         hidden_TH: hidden states after the final norm, `[T, H]`, or `[T / tp, H]` with `sequence_parallel`.
-        weight_VH: this rank's rows of the head, of the same dtype.
+        weight_VH: this rank's rows of the head, of the same dtype. torch.autocast rounds both to its own first, as it
+            does for any linear layer; results and sums stay fp32.
         labels_T: `[T]`, integer: the token whose probability is asked for (already shifted; see `next_token_labels`).
         group: the tensor-parallel group; None when the head is not sharded.
         temperature: positive number, or a tensor `[T]` of them. A constant: it gets no gradient.
@@ -73,7 +76,8 @@ def linear_log_probs(
         ignore_index: the label that means "no label": log-prob 0, no gradient from it.
         logit_scale: factor on the product.
         logit_softcap: soft-cap of the scaled product (Gemma 2, arXiv:2408.00118); None for none.
-        accumulate_main_grad: add the weight's gradient to the fp32 tensor `weight_VH.main_grad`; return none.
+        accumulate_main_grad: add the weight's gradient to `weight_VH.main_grad`, which the caller has made, in fp32
+            (fp64 for an fp64 weight); return none.
         keep_probabilities: keep the probabilities, `[T, V]` rounded to bf16, from the forward to the backward, which
             then needs two matrix products instead of three. Where fused kernels run; elsewhere it changes nothing.
         check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
@@ -89,9 +93,11 @@ def linear_log_probs(
     main_grad = getattr(weight_VH, "main_grad", None) if accumulate_main_grad else None
     if accumulate_main_grad and not _can_accumulate(main_grad, weight_VH):
         raise ValueError(
-            f"accumulate_main_grad=True needs weight_VH.main_grad, an fp32 tensor of shape {list(weight_VH.shape)}; "
+            f"accumulate_main_grad=True needs weight_VH.main_grad, a {wide(weight_VH.dtype)} tensor of shape "
+            f"{list(weight_VH.shape)}; "
             f"it is {None if main_grad is None else (main_grad.dtype, list(main_grad.shape))}"
         )
+    hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
     vocab_size = len(weight_VH) * size if vocab_size is None else vocab_size
     _validate(
@@ -119,8 +125,7 @@ def linear_log_probs(
 
 
 def _can_accumulate(main_grad: Tensor | None, weight_VH: Tensor) -> bool:
-    dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
-    return main_grad is not None and main_grad.shape == weight_VH.shape and main_grad.dtype == dtype
+    return main_grad is not None and main_grad.shape == weight_VH.shape and main_grad.dtype == wide(weight_VH.dtype)
 
 
 def linear_policy_loss(
@@ -171,7 +176,10 @@ def _validate(
             "flatten batch and sequence first"
         )
     if hidden_TH.dtype != weight_VH.dtype or not hidden_TH.is_floating_point():
-        raise ValueError(f"hidden states ({hidden_TH.dtype}) and head ({weight_VH.dtype}) must share a floating dtype")
+        raise ValueError(
+            f"hidden states ({hidden_TH.dtype}) and head ({weight_VH.dtype}) must share a floating dtype; "
+            "cast one of them, or run the model under torch.autocast"
+        )
     num_tokens = len(hidden_TH) * (group_size if sequence_parallel else 1)
     if labels_T.shape != (num_tokens,) or labels_T.dtype not in (torch.int64, torch.int32):
         raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import comm
+from parallel_layers.autocast import without_autocast
 from parallel_layers.losses import chunked, fused
 from parallel_layers.losses.chunked import accumulation_dtype
 from parallel_layers.losses.logits import LogitTransform
@@ -32,6 +33,7 @@ def _transform(
 
 
 @torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
+@without_autocast
 def linear_log_probs_op(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -104,6 +106,7 @@ def _(
 
 
 @torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"main_grad_VH"})
+@without_autocast
 def linear_log_probs_backward_op(
     grad_log_probs_T: Tensor,
     grad_entropy_T: Tensor | None,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_layers.autocast import as_operand
+
 
 def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
     """Each run of rows times the transposed weight of its own expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
@@ -24,10 +26,7 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
     Returns:
         `[M, N]` in x's dtype; under torch.autocast in its dtype, as a linear layer's.
     """
-    device = x_MK.device.type
-    if torch.is_autocast_enabled(device) and x_MK.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x_MK, weight_eNK = x_MK.to(dtype), weight_eNK.to(dtype)
+    x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
     whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
     if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
         return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))

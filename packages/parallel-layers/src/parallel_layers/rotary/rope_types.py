@@ -185,6 +185,16 @@ def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Ten
     return torch.where(is_long, inv_freq[1], inv_freq[0])
 
 
+def _dynamic(spec: RopeSpec) -> Tensor:
+    """The frequencies of sequences up to the maximum; longer ones have those of `_dynamic_by_length`."""
+    if spec.dim <= 2:
+        raise ValueError(
+            f"rope_type='dynamic' takes a power of D / (D - 2), which D={spec.dim} rotary dims do not have; use 4 or "
+            "more, or another rope type"
+        )
+    return _default(spec)
+
+
 def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
     """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
     factor, maximum = spec["factor"], spec.maximum()
@@ -219,7 +229,7 @@ class RopeType:
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(_default),
     "linear": RopeType(_linear),
-    "dynamic": RopeType(_default, by_length=_dynamic_by_length),
+    "dynamic": RopeType(_dynamic, by_length=_dynamic_by_length),
     "llama3": RopeType(_llama3),
     "yarn": RopeType(_yarn, _yarn_attention_factor),
     "longrope": RopeType(_longrope, _longrope_attention_factor, _longrope_by_length),

@@ -19,6 +19,7 @@ from rl_models import losses
 from rl_models.actor import Actor
 from rl_models.batch import Batch
 from rl_models.critic import Critic
+from rl_models.launch import Devices
 from rl_models.optimizer import OptimizerOptions
 from rl_models.quickstart.task import RESPONSE_LENGTH, correct, make_prompts, show
 
@@ -33,6 +34,7 @@ class Settings:
         tp: tensor-parallel ranks; sequence parallel when more than one.
         steps: of PPO: generate, estimate, learn.
         seed: of prompts and draws.
+        device: as `rl_models.launch.Devices.find` takes it.
         prompts: a step; epochs: passes over each step's batch.
         kl_coefficient: of the penalty for leaving the reference.
         entropy_coefficient: of the entropy bonus.
@@ -43,6 +45,7 @@ class Settings:
     tp: int
     steps: int
     seed: int
+    device: str | None = None
     prompts: int = 64
     epochs: int = 2
     learning_rate: float = 1.5e-3
@@ -52,12 +55,12 @@ class Settings:
 
 def learn(send: Callable[[dict[str, Any]], None], settings: Settings) -> dict[str, Any]:
     """Load, learn, save; sends one event a step and returns what only the ranks know."""
-    dims = ParallelDims(tp=settings.tp)
+    dims, device = ParallelDims(tp=settings.tp), Devices.find(settings.device).current
     optimizer = OptimizerOptions(learning_rate=settings.learning_rate)
-    actor = Actor.from_pretrained(settings.start, dims=dims, optimizer=optimizer)
-    critic = Critic.from_pretrained(settings.start, dims=dims, optimizer=optimizer)
+    actor = Actor.from_pretrained(settings.start, dims=dims, device=device, optimizer=optimizer)
+    critic = Critic.from_pretrained(settings.start, dims=dims, device=device, optimizer=optimizer)
     leader = dist.get_rank() == 0
-    reference = Actor.from_pretrained(settings.start, backend="transformers") if leader else None
+    reference = Actor.from_pretrained(settings.start, backend="transformers", device=device) if leader else None
 
     probe = probe_batch()
     before = actor.log_probs(probe).log_probs.cpu()

@@ -26,7 +26,7 @@ class QuickstartOptions:
         out: folder for the checkpoints and the curve.
         steps: of learning, at least 10.
         seed: of the weights, the prompts and the draws.
-        device: "cpu" or "cuda"; None: CUDA where there is one.
+        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
     """
 
     out: Path = Path("quickstart")
@@ -69,7 +69,7 @@ def quickstart(options: QuickstartOptions, display: Display) -> dict[str, Any]:
             seen["sample"] = event["sample"]
             display.step(event)
 
-    settings = Settings(start, options.out, ranks, options.steps, options.seed)
+    settings = Settings(start, options.out, ranks, options.steps, options.seed, options.device)
     learned = run_on_ranks(learn, ranks, settings, devices=devices, on_event=on_event)
 
     reload_difference = _max_difference(learned["log_probs"], options.out / "actor")

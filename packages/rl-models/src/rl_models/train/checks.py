@@ -10,6 +10,7 @@ from rl_models.train.options import TrainOptions
 
 # What is None has no bound: it means the default of something else.
 AT_LEAST_ONE = (
+    "collective_timeout",
     "steps",
     "prompts_per_step",
     "max_new_tokens",
@@ -33,6 +34,8 @@ NOT_NEGATIVE = (
     "router_z",
 )
 ABOVE_ZERO = ("learning_rate", "critic_learning_rate", "max_grad_norm", "adam_eps", "value_coefficient")
+# A year; torch counts nanoseconds in 64 bits.
+LONGEST_TIMEOUT = 365 * 24 * 3600
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
 
@@ -84,6 +87,8 @@ def _check_ranges(options: TrainOptions) -> None:
     for name in NOT_NEGATIVE:
         if getattr(options, name) < 0:
             raise ValueError(f"{name}={getattr(options, name)} must not be negative")
+    if options.collective_timeout > LONGEST_TIMEOUT:
+        raise ValueError(f"collective_timeout={options.collective_timeout} must be at most {LONGEST_TIMEOUT}, a year")
     if not options.temperature > 0:
         raise ValueError(f"temperature={options.temperature} must be above 0: a greedy policy has nothing to explore")
     for name in ABOVE_ZERO:

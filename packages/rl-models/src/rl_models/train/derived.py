@@ -19,8 +19,8 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
     Raises:
         ValueError: a value that no engine takes.
     """
-    if options.dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16")
+    if options.dtype not in (None, "float32", "bfloat16", *["float16"] * (options.backend == "megatron")):
+        raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
     if options.context_parallel not in ("ulysses", "ring"):
         raise ValueError(f"context_parallel={options.context_parallel!r} must be ulysses or ring")
     pipeline = PipelineOptions(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rl_models.train.derived import loss_rules
 from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import Metrics
-from rl_models.train.reward import Reward, load_reward, score
+from rl_models.train.reward import Reward, score
 
 # A step of dynamic sampling gives up the search for prompts with something to learn after so many batches.
 _MOST_BATCHES = 10
@@ -29,11 +31,15 @@ _MOST_BATCHES = 10
 
 @dataclass
 class _Experience:
-    """Responses of a step, and what was learned of them when they were drawn."""
+    """Responses of a step with their scores, and the number of the prompt that each answers."""
 
     batch: Batch
     scores: Tensor
     groups: Tensor
+
+
+class _NothingToLearnError(ValueError):
+    """Dynamic sampling has found no prompt whose responses differ in score."""
 
 
 @dataclass
@@ -45,6 +51,7 @@ class Loop:
         prompts, eval_prompts: read from their files.
         stop_ids: that end a response.
         models: what is trained.
+        reward: the user's function; None where `once` calls nothing.
         once: calls a function on one rank and gives all its result (`rl_models.spmd.from_first`).
         writes: this process writes the metrics.
         tell: is told of every step, and in words of what else happens.
@@ -55,6 +62,7 @@ class Loop:
     eval_prompts: Sequence[Prompt]
     stop_ids: tuple[int, ...]
     models: Models
+    reward: Reward | None
     once: Callable[[Callable[[], Any]], Any]
     writes: bool
     tell: Callable[[Mapping[str, Any]], None]
@@ -62,20 +70,28 @@ class Loop:
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     def run(self) -> dict[str, float]:
-        """All steps that are left, and the result's checkpoint; returns the last step's metrics."""
+        """All steps that are left, and the result's checkpoint; returns the last step's metrics.
+
+        Raises:
+            ValueError: a step has a number that is not finite, the reward made a mistake, or a step has nothing to
+                learn; in the last case what was learned before is saved.
+        """
         options, training = self.options, self.options.out / "training"
-        self._codec = TextCodec(options.model)
-        self._reward: Reward = load_reward(options.reward)
-        done = self._resume(training)
+        done = saved = self._resume(training)
         metrics = Metrics(options.out, done=done, tensorboard=options.tensorboard) if self.writes else None
-        values: dict[str, float] = {}
+        values = {} if metrics is None else metrics.last
+        nothing: _NothingToLearnError | None = None
         try:
             for step in range(done + 1, options.steps + 1):
-                self._seconds = {}
+                self._seconds, position = {}, self._position
                 try:
                     values = self._step(step)
                 except FloatingPointError as error:
                     raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
+                except _NothingToLearnError as error:
+                    nothing, self._position = error, position
+                    break
+                done = step
                 if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     with self._phase("evaluating"):
                         values |= self._evaluate()
@@ -85,13 +101,27 @@ class Loop:
                 self.tell({"step": step, **values})
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
+                    saved = step
         finally:
             if metrics is not None:
                 metrics.close()
+        if nothing is not None and done == 0:
+            raise nothing
+        if options.save_every and saved < done:
+            self._save(training, done)
         for name, model in self.models.trained.items():
             model.wait_for_save()
             model.save_pretrained(options.out / name)
+        if nothing is not None:
+            raise ValueError(
+                f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in {done} steps "
+                f"is saved in {', '.join(str(options.out / name) for name in self.models.trained)}"
+            )
         return values
+
+    @cached_property
+    def _codec(self) -> TextCodec:
+        return TextCodec(self.options.model)
 
     def _resume(self, training: Path) -> int:
         """Load the newest checkpoint that all models have; the number of steps done."""
@@ -145,6 +175,7 @@ class Loop:
         for _ in range(_MOST_BATCHES if options.rule.dynamic_sampling else 1):
             drawn = self._draw(wanted)
             if options.rule.dynamic_sampling:
+                # By the scores alone: a penalty for length would make responses differ that are all right or all wrong.
                 drawn = _informative(drawn)
             if len(drawn.batch):
                 found.append(drawn)
@@ -152,16 +183,18 @@ class Loop:
             if wanted <= 0:
                 break
         if not found:
-            raise ValueError(
+            raise _NothingToLearnError(
                 f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
                 f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
             )
-        sizes = [len(part.batch) // options.responses for part in found]
-        return _Experience(
-            Batch.concatenate([part.batch for part in found]),
-            torch.cat([part.scores for part in found]),
-            torch.arange(sum(sizes)).repeat_interleave(options.responses),
-        )
+        batch, scores = Batch.concatenate([part.batch for part in found]), torch.cat([part.scores for part in found])
+        if options.overlong_buffer:
+            lengths = torch.tensor([len(response) for response in batch.responses()])
+            scores = scores + losses.overlong_penalty(
+                lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
+            )
+        groups = torch.arange(len(batch) // options.responses).repeat_interleave(options.responses)
+        return _Experience(batch, scores, groups)
 
     def _draw(self, count: int) -> _Experience:
         options = self.options
@@ -181,28 +214,20 @@ class Loop:
         asked = [prompt for prompt in chosen for _ in range(options.responses)]
         with self._phase("scoring"):
             scores = self._score(options.prompts, asked, batch)
-        if options.overlong_buffer:
-            lengths = torch.tensor([len(response) for response in batch.responses()])
-            scores = scores + losses.overlong_penalty(
-                lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
-            )
         return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
 
     def _next(self, count: int) -> list[int]:
         """Prompts in an order of their own for each pass through the file, which the position alone decides."""
         total = len(self.prompts)
         places = [divmod(position, total) for position in range(self._position, self._position + count)]
-        orders = {
-            epoch: random.Random(f"{self.options.seed}/{epoch}").sample(range(total), total)
-            for epoch in {epoch for epoch, _ in places}
-        }
         self._position += count
-        return [orders[epoch][place] for epoch, place in places]
+        return [_order(self.options.seed, epoch, total)[place] for epoch, place in places]
 
     def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
         """`[N]`, from the user's function, which runs once."""
 
         def scores() -> list[float]:
+            assert self.reward is not None
             text = self._codec.available
             values = []
             for prompt, response in zip(prompts, batch.responses(), strict=True):
@@ -210,7 +235,7 @@ class Loop:
                 asked, answer = (
                     (prompt.tokens, ids) if not text else (_text(self._codec, prompt), self._codec.decode(ids))
                 )
-                values.append(score(self._reward, file, prompt, asked, answer))
+                values.append(score(self.reward, file, prompt, asked, answer))
             return values
 
         return torch.tensor(self.once(scores), dtype=torch.float32)
@@ -249,11 +274,10 @@ class Loop:
         updates = 0
         for epoch in range(options.epochs):
             order = list(range(len(batch)))
-            size = options.mini_batch or len(order)
-            if size < len(order):
+            if options.mini_batch and options.mini_batch < options.batch:
                 random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
-            for start in range(0, len(order), size):
-                part = batch.select(order[start : start + size])
+            for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
+                part = batch.select(order[start:end])
                 for name, value in models.update(part, rules, temperature=options.temperature).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
@@ -272,6 +296,22 @@ class Loop:
         scores = self._score(options.eval_prompts, self.eval_prompts, batch)
         lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
         return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, total: int) -> list[int]:
+    """Of the prompts in one pass through their file."""
+    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
+
+
+def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
+    """Where each mini-batch of a step begins and ends: `size` responses of the `wanted`.
+
+    A step of dynamic sampling may have found fewer. Its mini-batches are smaller in proportion and as many, so that the
+    schedule of the learning rate, which counts optimizer steps, ends with the run.
+    """
+    ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
+    return [(start, end) for start, end in itertools.pairwise(ends) if start < end]
 
 
 def _text(codec: TextCodec, prompt: Prompt) -> str:

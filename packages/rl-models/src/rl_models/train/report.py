@@ -19,24 +19,27 @@ class Metrics:
 
     A line is `{"step": n, name: number, ...}`. Made again for a run that is resumed, it drops the lines of steps that
     will run again.
+
+    Attributes:
+        path: of the lines.
+        last: the metrics of the last step before; empty where there is none.
     """
 
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
-        self._keep(done)
+        self.last = self._keep(done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._board: Any = None
         if tensorboard:
             self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
 
-    def _keep(self, done: int) -> None:
-        if not self.path.is_file():
-            return
-        # A line that a kill has cut short is of a step after the last checkpoint.
-        whole = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1:] == "\n"]
-        temporary = self.path.with_suffix(".part")
-        temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= done), encoding="utf-8")
+    def _keep(self, done: int) -> dict[str, float]:
+        """Drop the lines of later steps; returns the last one that is left."""
+        kept = [record for record in read_metrics(self.path) if record["step"] <= done]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(temporary, self.path)
+        return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line, on the disk when this returns."""
@@ -51,6 +54,28 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a `metrics.jsonl`, of which a run that has not begun has none.
+
+    Raises:
+        ValueError: a line is not of a run; names the file and the line.
+    """
+    if not path.is_file():
+        return []
+    # A line that a kill has cut short, the last one, is of a step after the last checkpoint.
+    *whole, _ = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not (isinstance(record, dict) and type(record.get("step")) is int):
+            raise ValueError(f"{path}, line {number}: not the metrics of a step; remove it, or choose another out")
+        found.append(record)
+    return found
 
 
 def summary_writer() -> Any:

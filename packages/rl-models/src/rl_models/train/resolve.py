@@ -26,11 +26,14 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
     values: dict[str, Any] = {}
     sources = [] if file is None else [(str(file), _read(file))]
     for source, entries in (*sources, ("the command line", given)):
+        keys: dict[str, Any] = {}
         for key, value in entries.items():
             name = str(key).replace("-", "_")
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
+            if (other := keys.setdefault(name, key)) != key:
+                raise ValueError(f"{source}: {other!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
                 values[name] = _convert(value, known[name][0], f"{source}: {key}")
     required = [e.name for e in dataclasses.fields(TrainOptions) if e.default is dataclasses.MISSING]
@@ -56,7 +59,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError for 2024-13-45, which looks like a date
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}
@@ -83,6 +86,6 @@ def _convert(value: Any, kind: Any, what: str) -> Any:
             return ",".join(map(str, value))
         if of is str and isinstance(value, str | int) and not isinstance(value, bool):
             return str(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"{what} must be {of.__name__}, got {json.dumps(value, default=str)}")
+    raise ValueError(f"{what} must be {of.__name__}, got {json.dumps(value, default=str, skipkeys=True)}")

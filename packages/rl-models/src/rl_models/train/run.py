@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,15 +21,16 @@ from rl_models.cluster.resources import import_ray
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.launch import Devices, run_on_ranks
-from rl_models.preflight import check_native_model, check_output, check_writable
+from rl_models.preflight import check_native_model
 from rl_models.prompts import Prompt, read_json, read_prompts, vocabulary_size
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
+from rl_models.train.folder import check_folder, write_options
 from rl_models.train.loop import Loop
 from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import summary_writer
-from rl_models.train.reward import load_reward
+from rl_models.train.reward import check_reward, load_reward
 from rl_models.train.turns import Turns
 from rl_models.worker import Worker
 
@@ -89,7 +88,7 @@ def plan(options: TrainOptions) -> Plan:
     Raises:
         ValueError: something does not fit; names it.
     """
-    _check_out(options)
+    check_folder(options)
     folder = Path(checkpoint_folder(options.model))
     for other in (options.critic, options.reference):
         if other is not None:
@@ -98,7 +97,7 @@ def plan(options: TrainOptions) -> Plan:
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
     prompts = read_prompts(options.prompts, folder, room, limit=limit)
     eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
-    load_reward(options.reward)
+    check_reward(options.reward)
     if options.tensorboard:
         summary_writer()
     if options.ray:
@@ -111,22 +110,6 @@ def plan(options: TrainOptions) -> Plan:
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     return Plan(options, prompts, eval_prompts, stops)
-
-
-def _check_out(options: TrainOptions) -> None:
-    """Refuse a folder that cannot take the results, or that holds another run."""
-    trained = ["actor", "critic"] if options.separate_critic else ["actor"]
-    check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
-    folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
-    for name in folders:
-        check_writable(options.out / name)
-    before = options.out / "options.json"
-    if before.is_file():
-        try:
-            found = read_json(before)
-        except ValueError as error:
-            raise ValueError(f"{error}; remove it, or choose another out") from None
-        options.check_resumes(found)
 
 
 def _check_models(options: TrainOptions, folder: Path) -> None:
@@ -145,13 +128,22 @@ def _policy(options: TrainOptions) -> type[Policy]:
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
-    """The model's own end of text, from its generation config or its config."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    """The model's own end of text, from its generation config or its config.
+
+    Raises:
+        ValueError: a file is broken, or has something else as the end of text; names it.
+    """
+    for file in (folder / name for name in ("generation_config.json", "config.json")):
+        values = read_json(file) if file.is_file() else {}
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold an object, got {type(values).__name__}; mend it, or give stop_ids")
+        ids = values.get("eos_token_id")
         if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(id) is int for id in ids):
+                raise ValueError(f"{file}: eos_token_id must be ids of tokens, got {ids}; mend it, or give stop_ids")
             vocab_size = vocabulary_size(folder)
-            return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
+            return tuple(id for id in ids if 0 <= id < vocab_size)
     return ()
 
 
@@ -164,18 +156,18 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
 
     Raises:
         RankFailed: a rank failed.
-        ValueError: what `plan` did not see: a reward's mistake, a model that a backend does not offer.
+        ValueError: what `plan` did not see: a mistake in the reward's module or of the reward, a model that a backend
+            does not offer. Or there is nothing to learn any more; what was learned before is saved.
     """
     options = planned.options
-    options.out.mkdir(parents=True, exist_ok=True)
-    temporary = options.out / f".options.{os.getpid()}"
-    temporary.write_text(json.dumps(options.to_json(), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, options.out / "options.json")
+    write_options(options)
     if options.ray:
         return _on_ray(planned, on_event)
     devices = Devices.find(options.device)
     ranks = options.grid.world_size
-    result: dict[str, float] = run_on_ranks(_on_rank, ranks, planned, devices=devices, on_event=on_event)
+    result: dict[str, float] = run_on_ranks(
+        _on_rank, ranks, planned, devices=devices, on_event=on_event, collective_timeout=options.collective_timeout
+    )
     return result
 
 
@@ -213,13 +205,18 @@ def _loop(planned: Plan, models: Models, **how: Any) -> Loop:
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     """The loop on one of the ranks that all run it."""
 
+    first = dist.get_rank() == 0
+    # Before the models: a mistake in its module is told while the others still load theirs.
+    reward = load_reward(planned.options.reward) if first else None
+    device = Devices.find(planned.options.device).current
+
     def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
-        return WholeBatches(kind.from_pretrained(path, **arguments))
+        return WholeBatches(kind.from_pretrained(path, device=device, **arguments))
 
     models = _models(planned.options, make)
-    first = dist.get_rank() == 0
     once = partial(from_first, group=models.actor.grid.everyone)
-    return _loop(planned, models, once=once, writes=first, tell=send if first else lambda event: None).run()
+    tell = send if first else lambda event: None
+    return _loop(planned, models, reward=reward, once=once, writes=first, tell=tell).run()
 
 
 def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
@@ -230,6 +227,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
     options = dataclasses.replace(planned.options, out=planned.options.out.absolute())
     planned = dataclasses.replace(planned, options=options)
+    reward = load_reward(options.reward)
     count = 1 + options.separate_critic + (options.kl_coefficient > 0)
     with ExitStack() as stack:
         resources = Resources() if options.device is None else Resources(device=options.device)
@@ -237,8 +235,9 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
         def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> RayModelGroup:
             dims = arguments.pop("dims")
-            group = RayModelGroup(kind, dims, path, resources=placement.share(1 / count), wait=False, **arguments)
+            arguments |= {"wait": False, "collective_timeout": options.collective_timeout}
+            group = RayModelGroup(kind, dims, path, resources=placement.share(1 / count), **arguments)
             return stack.enter_context(group)
 
         models = _models(options, make)
-        return _loop(planned, models, once=lambda make: make(), writes=True, tell=on_event).run()
+        return _loop(planned, models, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()
