@@ -47,6 +47,17 @@ def test_packed_equals_one_by_one(model_type):
     assert all(gradient.abs().max() > 0 for gradient in expected_gradients.values())
 
 
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_tiny_model_is_a_function_of_its_seed(model_type):
+    torch.manual_seed(1)
+    first = tiny_model(model_type, seed=3)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = tiny_model(model_type, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(x, second.state_dict()[name]) for name, x in first.state_dict().items())
+
+
 @pytest.mark.parametrize("model_type", sorted(REFUSED_MODEL_TYPES))
 def test_refused_model_types_say_why(model_type):
     class Config:

@@ -1,5 +1,7 @@
 """FSDP2 around a patched model: the head in the root and wrapped apart, before and after the patch, dp and sp."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed import ProcessGroup
@@ -62,6 +64,27 @@ def test_equal_to_one_rank(ranks, head_apart, patch_first, sequence_parallel):
         (scalar_loss(scores) / len(seeds)).backward()
         torch.testing.assert_close(results[seed][0], scores.log_probs, atol=1e-5, rtol=0)
     assert_gradients_equal(results[0][1], gradients(model))
+
+
+def heads_of_zeros(group: ProcessGroup):
+    """Every head patched before and after FSDP2 took its weight, in the root and apart."""
+    moved = []
+    for head_apart, patch_first, value_head in product((False, True), repeat=3):
+        model = tiny_model("llama")
+        torch.nn.init.zeros_(model.lm_head.weight)
+        patched = patch(model, value_head=value_head, sequence_parallel_group=group) if patch_first else None
+        if patched is not None and value_head:
+            torch.nn.init.zeros_(model.score.weight)
+        shard(model, group, head_apart)
+        if patched is None:
+            patched = patch(model, sequence_parallel_group=group)
+        moved.append((patched.probe().moved, patched.probe().leak))
+    return moved
+
+
+def test_the_probe_of_heads_of_zeros(ranks):
+    for moves in ranks.run(heads_of_zeros, world=2, timeout=120):
+        assert all(moved > 0 and leak == 0 for moved, leak in moves)
 
 
 def late_value_head(group: ProcessGroup):

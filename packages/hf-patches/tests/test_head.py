@@ -1,5 +1,6 @@
 """The head: values, log-probs of padded batches, and no tensor of tokens x vocabulary."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -104,6 +105,18 @@ def test_padded_batches_keep_the_models_own_attention(side):
     scalar_loss(type(output)(output.log_probs[kept], output.entropy[kept])).backward()
     assert_gradients_equal(gradients(model), expected_gradients)
     assert "packed_attention" not in str(patched.report())
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    each_token = torch.tensor([0.5, 1.0, 2.0])[:, None].expand(3, 9)
+    by_token = model(**batch, temperature=each_token).log_probs
+    assert not torch.equal(by_token[kept], output.log_probs[kept])
+    assert torch.equal(model(**batch, temperature=[0.5, 1.0, 2.0], return_dict=False).log_probs, by_token)
+    assert torch.equal(model(**batch, temperature=np.float64(0.7)).log_probs, output.log_probs)
+    with pytest.raises(ValueError, match="got 2 temperatures for 3 sequences"):
+        model(**batch, temperature=[0.5, 1.0])
+    with pytest.raises(ValueError, match="temperature=None is neither a number"):
+        model(**batch, temperature=None)
+    with pytest.raises(ValueError, match=r"temperature 0\.0 of a token must be positive"):
+        model(**batch, temperature=mask.float())
     with pytest.raises(ValueError, match=r"must have the shape \(3, 9\)"):
         model(input_ids=ids, labels=ids[:, 1:])
     for wrong in (mask[:2], torch.ones(3, 1, 9, 9)):

@@ -4,6 +4,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,6 +90,35 @@ def test_labels_and_temperatures_of_the_caller():
     assert output.log_probs.nonzero().flatten().tolist() == [4]
 
 
+def test_numbers_of_numpy_are_numbers():
+    model = tiny_model("llama")
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    patch(model)
+    for given, plain in ((np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.array([0.5, 1, 2, 4]), [0.5, 1.0, 2.0, 4.0])):
+        expected = model(packed=packed, temperature=plain).log_probs
+        assert torch.equal(model(packed=packed, temperature=given).log_probs, expected)
+
+
+@pytest.mark.parametrize("where", ["token", "sequence"])
+def test_temperatures_that_are_not_positive_are_refused(where):
+    model = tiny_model("llama")
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    patch(model)
+    for wrong in (0.0, -1.0, float("nan")):
+        temperature = torch.ones(35).index_fill(0, torch.tensor(3), wrong)
+        with pytest.raises(ValueError, match=rf"temperatures? .*{wrong}.* must be positive"):
+            model(packed=packed, temperature=temperature if where == "token" else [1.0, 1.0, wrong, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [None, "warm", 1j, [None] * 4, [[1.0, 1.0]] * 4])
+def test_temperatures_that_are_no_numbers_are_named(temperature):
+    model = tiny_model("llama")
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    patch(model)
+    with pytest.raises(ValueError, match=r"temperature=.* is neither a number, nor a tensor of one a token, nor a"):
+        model(packed=packed, temperature=temperature)
+
+
 def test_a_padding_segment_of_the_batch_changes_nothing():
     model = tiny_model("llama")
     patch(model)
@@ -120,6 +150,8 @@ def test_without_the_fused_head_the_output_is_logits():
     torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=0)
     assert output.log_probs is None
     assert patched.report().settings["head"] == "logits"
+    as_tuple = model(packed=PackedSequence.from_sequences(sequences), return_dict=False)
+    assert torch.equal(as_tuple.logits, output.logits)
 
 
 def test_remove_restores_the_model_bit_for_bit():
@@ -270,6 +302,30 @@ def test_calls_that_packing_cannot_mean_are_refused():
     model(packed=packed)
     with pytest.raises(ValueError, match="patched already"):
         patch(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_vl"])
+def test_a_vocabulary_resized_under_the_patch(model_type):
+    new = PackedSequence.from_sequences([torch.tensor([5, 69, 6])])
+    model = tiny_model(model_type)
+    patched = patch(model)
+    cache = patched.new_cache(1, 4)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    with pytest.raises(ValueError, match=r"head .* took no part in the call.*call Patch.of\(model\)\.remove\(\)"):
+        model(packed=new)
+    with torch.no_grad(), pytest.raises(ValueError, match="took no part in the call"):
+        model(packed=new, cache=cache)
+    assert cache.is_empty
+    patched.remove()
+    patch(model)
+    assert model(packed=new).log_probs[0] < 0
+    # A tied head stays where it is, and logits are any head's.
+    for options in ({"fused_head": False}, {}):
+        model = tiny_model(model_type, tie_word_embeddings=bool(not options))
+        patch(model, **options)
+        model.resize_token_embeddings(70, mean_resizing=False)
+        output = model(packed=new)
+        assert output.logits.shape == (3, 70) if options else output.log_probs[0] < 0
 
 
 def test_the_absent_plan_raises_in_attention():

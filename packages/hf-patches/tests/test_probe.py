@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
-from hf_patches import attention, patch
+from hf_patches import Patch, attention, patch
 from hf_patches.testing import random_sequences, tiny_config, tiny_model
 from parallel_layers import PackedSequence
 
@@ -22,6 +22,46 @@ def test_a_leak_between_segments_is_found(monkeypatch):
         patch(model)
     assert "_hf_patches_patch" not in model.__dict__
     model(input_ids=torch.arange(5)[None])
+
+
+def zero_head(kind):
+    """A model whose outputs are the same for any tokens."""
+    if kind in ("value", "scores"):
+        model = AutoModelForTokenClassification.from_config(tiny_config("llama", num_labels=1))
+        torch.nn.init.zeros_(model.score.weight)
+        return model, {"value_head": True} if kind == "value" else {"fused_head": False}
+    model = tiny_model("gemma2", tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return model, {"fused_head": kind == "log-probs"}
+
+
+@pytest.mark.parametrize("kind", ["value", "scores", "log-probs", "logits"])
+def test_heads_of_zeros_are_judged_by_what_they_read(monkeypatch, kind):
+    model, options = zero_head(kind)
+    patched = patch(model, **options)
+    assert patched.probe().moved > 0
+    assert patched.probe().leak == 0
+    outputs = model(packed=PackedSequence.from_sequences(random_sequences((5, 3), 61)))
+    assert all(len(x.unique(dim=0)) <= 2 for x in outputs if x is not None)  # a last token has no log-prob
+    patched.remove()
+    real = attention.packed_attention
+    monkeypatch.setattr(
+        attention, "packed_attention", lambda *args, **options: real(*args, **(options | {"causal": False}))
+    )
+    with pytest.raises(RuntimeError, match="segments are not kept apart"):
+        patch(model, **options)
+
+
+def test_only_heads_of_zeros_may_return_the_same_for_any_tokens():
+    model, _ = zero_head("log-probs")
+    patched = patch(model)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e-3
+    assert patched.probe().moved > 0
+    model.lm_head.forward = lambda hidden, own=model.lm_head.forward: own(torch.zeros_like(hidden))
+    with pytest.raises(RuntimeError, match=r"moved it by 0, other tokens by 0 \(allowed: 0\)"):
+        patched.probe()
+    assert Patch.of(model) is patched
 
 
 def test_attention_that_looks_ahead_is_found(monkeypatch):

@@ -58,6 +58,11 @@ def test_under_gradient_checkpointing(ranks):
     check(ranks, 2, "llama", {}, checkpointing=True)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_attention_sinks_follow_their_heads(ranks, world):
+    check(ranks, world, "gpt_oss", {})
+
+
 @pytest.mark.parametrize(
     ("heads", "world"),
     [

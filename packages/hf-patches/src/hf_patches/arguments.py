@@ -3,9 +3,9 @@
 Both are made for whole sequences before they are cut, so the label at a shard's boundary is right.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,34 +73,61 @@ def local_labels(labels: Tensor, rows: Rows, vocab_size: int) -> Tensor:
     return rows.take(labels, fill=-100)
 
 
-def local_temperature(
-    temperature: float | Sequence[float] | Tensor, rows: Rows, lengths: Tensor, num_sequences: int
-) -> float | Tensor:
+def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequences: int) -> float | Tensor:
     """One temperature, one for each row (a tensor), or one for each sequence (a list).
 
     `lengths` are those of all segments; what follows the `num_sequences` first is padding.
     """
-    if isinstance(temperature, (int, float)):
+    if isinstance(temperature, Real):
         return float(temperature)
     if isinstance(temperature, Tensor):
         _require_entries("temperature", temperature, rows)
-        return rows.take(precise(temperature), fill=1.0)
-    if len(temperature) != num_sequences:
-        raise ValueError(f"got {len(temperature)} temperatures for {num_sequences} sequences; give one each")
-    if not all(value > 0 for value in temperature):
-        raise ValueError(f"temperatures {list(temperature)} must be positive")
-    each = [*temperature, *[1.0] * (len(lengths) - num_sequences)]
+        return rows.take(_checked(temperature), fill=1.0)
+    each = [*_one_each(temperature, num_sequences), *[1.0] * (len(lengths) - num_sequences)]
     each_segment = torch.tensor(each, dtype=torch.float32).to(lengths.device)
     return rows.take(each_segment.repeat_interleave(lengths, output_size=rows.count), fill=1.0)
 
 
-def precise(temperature: Tensor) -> Tensor:
-    """The tensor, unless it was rounded on its way here."""
+def padded_temperature(temperature: Any, ids_BS: Tensor) -> float | Tensor:
+    """One temperature, one for each token (a tensor [B, S]), or one for each row (a list): a number or [B S]."""
+    if isinstance(temperature, Real):
+        return float(temperature)
+    if isinstance(temperature, Tensor):
+        return _checked(temperature).flatten()
+    each_row = torch.tensor(_one_each(temperature, len(ids_BS)), dtype=torch.float32).to(ids_BS.device)
+    return each_row.repeat_interleave(ids_BS.shape[1])
+
+
+def _one_each(temperatures: Any, num_sequences: int) -> list[float]:
+    """The numbers of a list of one positive number for each sequence."""
+    try:
+        each = [float(value) for value in temperatures]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"temperature={temperatures!r} is neither a number, nor a tensor of one a token, nor a list of one a "
+            "sequence; leave it out for 1.0"
+        ) from None
+    if len(each) != num_sequences:
+        raise ValueError(f"got {len(each)} temperatures for {num_sequences} sequences; give one each")
+    if not all(value > 0 for value in each):
+        raise ValueError(f"temperatures {each} must be positive")
+    return each
+
+
+def _checked(temperature: Tensor) -> Tensor:
+    """The tensor, unless it was rounded on its way here, or has an entry that is not positive.
+
+    Its values, as those of labels, are read only on the CPU.
+    """
     if temperature.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"temperature arrived as {temperature.dtype}, too coarse for log-probs (FSDP2 casts tensor arguments "
             "when its mixed precision has cast_forward_inputs=True); pass a float, or a list of one a sequence"
         )
+    if temperature.device.type == "cpu":
+        wrong = temperature[~(temperature > 0)]
+        if len(wrong):
+            raise ValueError(f"temperature {wrong[0]} of a token must be positive; use 1.0 where it does not matter")
     return temperature
 
 

@@ -13,6 +13,7 @@ from hf_patches.npu import npu_attention
 from hf_patches.report import KeyValues
 from parallel_layers.attention import packed_attention
 from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.autocast import as_operand
 from parallel_layers.context_parallel import exchange_heads
 
 # transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
@@ -46,9 +47,10 @@ def packed_attention_forward(
     """Attention within the segments of a packed batch, in the form transformers calls.
 
     Takes query [1, Q, T, D], key and value [1, K, T, D]; returns ([1, T, Q, D], None). Under sequence parallelism T is
-    this rank's part, and heads are exchanged for tokens around the attention (`exchange_heads`). Raises ValueError
-    when the batch's plan is missing, when a mask is given (packing replaces it), and for dropout, which no backend
-    applies.
+    this rank's part, and heads are exchanged for tokens around the attention (`exchange_heads`). Under torch.autocast,
+    where a rotation returns fp32 and a projection does not, all three are rounded to its dtype, as the products of
+    transformers' own attention round them. Raises ValueError when the batch's plan is missing, when a mask is given
+    (packing replaces it), and for dropout, which no backend applies.
     """
     plan = kwargs.get(PLAN_KEYWORD)
     if not isinstance(plan, BatchPlan):
@@ -94,7 +96,7 @@ def packed_attention_forward(
         options |= {"cu_seqlens_k": plan.cu_seqlens_k, "max_seqlen_k": plan.max_seqlen_k}
         return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
-    query_TQD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_TQD, key_TKD, value_TKD = (as_operand(x[0]).transpose(0, 1) for x in (query, key, value))
     output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
     if plan.trace is not None:
         kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)

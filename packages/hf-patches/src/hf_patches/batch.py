@@ -98,12 +98,14 @@ class AttentionCall:
 class Trace:
     """What a probe sees. `calls` are those of attention; not itself a list: FSDP2's casts copy the lists in arguments.
 
+    `hidden`: what the text backbone returned in each forward pass, this rank's [T / sp, H].
     `kernel_errors`: for each kernel that ran, its largest difference from what it replaces, in units of the type's
     epsilon (fp32: TF32's, since products may be in that) times the largest element.
     """
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.hidden: list[Tensor] = []
         self.kernel_errors: dict[object, float] = {}
 
     def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:

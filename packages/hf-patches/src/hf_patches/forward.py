@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, precise
+from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, padded_temperature
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
 from hf_patches.decoding import continued_positions, decoding_call
@@ -27,6 +27,9 @@ _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "pas
 
 # What continues or cuts sequences, as generate() does; padded batches are whole.
 _WHOLE_ONLY = ("past_key_values", "logits_to_keep")
+
+# What transformers is to return: no cache, and not a tuple.
+_RETURNS = {"use_cache": False, "return_dict": True}
 
 # Arguments of a text backbone with one entry for each token, and which dim counts the tokens: [1, T], [1, T, H],
 # and positions [1, T] or [rows, 1, T].
@@ -47,7 +50,7 @@ class CallHooks:
     """The hooks of one patched model; methods, so that a deep copy of the model gets hooks of its own."""
 
     def __init__(self, state: CallState, backbone: nn.Module, config: Any, vision: VisionHooks | None) -> None:
-        self.state, self.vision, self.vocab_size = state, vision, config.vocab_size
+        self.state, self.vision, self.config = state, vision, config
         self.longest = longest_exact_sequence(config)
         self.parameters = list(inspect.signature(backbone.forward).parameters)
 
@@ -84,7 +87,7 @@ class CallHooks:
         labels = next_token_labels(packed) if labels is None else labels
         call = Call(
             plan=plan,
-            labels=local_labels(labels, rows, self.vocab_size),
+            labels=local_labels(labels, rows, self.config.vocab_size),
             temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
             entropy=kwargs.pop("entropy", True),
             collect=rows.collect,
@@ -102,7 +105,7 @@ class CallHooks:
             "input_ids": plan.pad(packed.input_ids, 0).unsqueeze(0),
             "position_ids": plan.pad_positions(positions).unsqueeze(-2),
             "attention_mask": None,
-            "use_cache": False,
+            **_RETURNS,
         }
 
     def _continue(
@@ -174,22 +177,28 @@ class CallHooks:
         call = Call(
             plan=None,
             labels=labels.flatten(),
-            temperature=precise(temperature).flatten() if isinstance(temperature, Tensor) else float(temperature),
+            temperature=padded_temperature(temperature, ids),
             entropy=kwargs.pop("entropy", True),
             collect=lambda columns: columns.view(*ids.shape, -1),
             has_images=has_images(kwargs),
         )
         self.state.begin(call)
-        return (), kwargs | {"use_cache": False}
+        return (), kwargs | _RETURNS
 
     def leave(self, model: nn.Module, args: object, kwargs: object, output: Any) -> PackedOutput | None:
         """Hook of the model, run after an exception as well: ends the call and makes its output."""
         call = self.state.end()
         if call is None or output is None:
             return None
+        if self.state.fused and call.head_output is None:
+            raise ValueError(
+                f"the head of this {type(model).__name__} that was patched took no part in the call: another module "
+                "stands in its place (resize_token_embeddings() puts one there, as adapters do); call "
+                "Patch.of(model).remove() before such a change, and patch the model again after it"
+            )
         if call.plan is not None and call.plan.cache is not None:
             call.plan.cache.advance(call.plan.cu_seqlens)
-        if call.head_output is None:
+        if call.head_output is None or call.decoding:
             return PackedOutput(logits=call.collect(output.logits.flatten(0, 1)))
         columns = call.collect(call.head_output.flatten(0, -2)).unbind(-1)
         # No views of each other: FSDP2 hangs hooks on what the root returns.

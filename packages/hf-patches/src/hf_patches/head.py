@@ -11,6 +11,7 @@ from torch.nn import functional
 from hf_patches.call import CallState
 from hf_patches.families import HeadScaling
 from parallel_layers import linear_log_probs
+from parallel_layers.autocast import without_autocast
 
 
 class FusedHead:
@@ -42,8 +43,8 @@ class FusedHead:
             hidden_TH = hidden_TH[call.rows]
         if call.decoding:
             # What the family does to its logits follows in the model itself.
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            return functional.linear(hidden_TH.to(dtype), self.head.weight.to(dtype)).unsqueeze(0)
+            call.head_output = _wide_product(hidden_TH, self.head).unsqueeze(0)
+            return call.head_output
         columns: dict[str, Tensor] = {}
         if self.scaling is not None:
             result = linear_log_probs(
@@ -60,7 +61,7 @@ class FusedHead:
             if result.entropy is not None:
                 columns["entropy"] = result.entropy
         if self.score is not None:
-            columns["values"] = _values(hidden_TH, self.score)
+            columns["values"] = _wide_product(hidden_TH, self.score).squeeze(-1)
         call.columns = tuple(columns)
         shape = hidden.shape[:-1] if call.rows is None else (1, len(call.rows))
         # The very tensor that is returned: FSDP2 hangs the gathering of the weight for the backward on it.
@@ -68,11 +69,12 @@ class FusedHead:
         return call.head_output
 
 
-def _values(hidden_TH: Tensor, score: nn.Linear) -> Tensor:
-    """One value a token in fp32 (fp64 for an fp64 model), whatever the weights are."""
+@without_autocast
+def _wide_product(hidden_TH: Tensor, head: nn.Linear) -> Tensor:
+    """[T, n] in fp32 (fp64 for an fp64 model), whatever the weights are."""
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    bias = None if score.bias is None else score.bias.to(dtype)
-    return functional.linear(hidden_TH.to(dtype), score.weight.to(dtype), bias).squeeze(-1)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
 
 
 def require_plain_head(head: nn.Module | None) -> nn.Linear:

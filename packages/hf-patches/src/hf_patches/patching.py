@@ -39,6 +39,8 @@ class Patch:
         self.settings = {"head": "logits"}
         # Layer number -> the router of its experts, where routing can be recorded and replayed.
         self.routers: dict[int, nn.Module] = {}
+        # The layers that make what a call returns from the hidden states of the backbone.
+        self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
 
     @classmethod
@@ -59,7 +61,9 @@ class Patch:
     def probe(self) -> ProbeResult:
         """Run the start-up probe (again); every rank of the group must call it. Raises RuntimeError if it fails."""
         self.state.proven = False
-        self.probe_result = run_probe(self.model, self.state, self.backbone, self.config, self.family.experts)
+        self.probe_result = run_probe(
+            self.model, self.state, self.backbone, self.config, experts=self.family.experts, heads=self.heads
+        )
         self.state.proven = True
         return self.probe_result
 
@@ -137,6 +141,7 @@ class Patch:
     def _replace_head(self, names: dict[nn.Module, str], options: "_Options") -> None:
         """Fused log-probs on the output embedding; values from the model's own score, or from a new one."""
         head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
+        self.heads = [score if head is None else head]
         scaling = self.family.head_scaling(self.config) if options.fused_head else None
         if options.value_head and head is None:
             require_token_classification(self.model)
@@ -155,6 +160,7 @@ class Patch:
         fused = FusedHead(head, self.state, scaling, score, options.keep_probabilities)
         self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{what}, no logits")
         self.settings["head"] = what
+        self.heads = [head] * (scaling is not None) + [score] * (score is not None)
         self.state.fused = True
 
     def _use_kernels(self, names: dict[nn.Module, str]) -> None:

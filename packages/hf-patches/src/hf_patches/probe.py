@@ -4,15 +4,17 @@ Two tiny packed batches that differ in the last tokens of one segment go through
 attention layer must have been called through our function, the perturbed tokens must have moved, and what the model
 returns for every other token must be what it was, exactly. With routed experts it cannot be exact: tokens of all
 sequences meet in one matrix product, and its rounding depends on how many there are. There the first layer's attention,
-before any expert, must be exactly what it was, and the results nearly so. Where kernels stand in for the model's own
-code, both compute, and may differ by roundings.
+before any expert, must be exactly what it was, and the results nearly so. Heads whose weights are all zero, as new
+value heads often are, return the same for any tokens; there what the heads read is compared instead. Where kernels
+stand in for the model's own code, both compute, and may differ by roundings.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_patches.batch import AttentionCall, Trace
 from hf_patches.call import CallState
@@ -31,13 +33,19 @@ _KERNEL_ROUNDINGS = 16.0
 _EXPERT_NOISE = 0.05
 
 
-def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: Any, experts: bool) -> ProbeResult:
-    """Run the probe; raises RuntimeError, naming what leaked, when the patch did not take effect."""
+def run_probe(
+    model: nn.Module, state: CallState, backbone: nn.Module, config: Any, *, experts: bool, heads: Sequence[nn.Module]
+) -> ProbeResult:
+    """Run the probe; raises RuntimeError, naming what leaked, when the patch did not take effect.
+
+    `heads` make what the model returns from what its text backbone does.
+    """
     ids = _ordinary_ids((config, model.config), sum(_LENGTHS))
     changed = ids.clone()
     changed[_PERTURBED] = ids[: _PERTURBED.stop - _PERTURBED.start]
     training = {module: module.training for module in model.modules()}
     state.trace = trace = Trace()
+    reading = backbone.register_forward_hook(lambda _, __, output: trace.hidden.append(output[0][0]))
     try:
         model.eval()
         with torch.no_grad():
@@ -45,6 +53,7 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
             before, after = (_outputs(model, x.to(compute_device(backbone)), _LENGTHS, replay) for x in (ids, changed))
     finally:
         state.trace = None
+        reading.remove()
         for module, mode in training.items():
             module.training = mode
     calls = trace.calls
@@ -68,6 +77,8 @@ def run_probe(model: nn.Module, state: CallState, backbone: nn.Module, config: A
             f"the probe of {type(model).__name__} failed: its outputs are not finite"
             + (f", nor are its weights {', '.join(broken[:5])}; load it from another checkpoint" if broken else "")
         )
+    if torch.equal(before, after) and all(_is_zero(head, compute_device(backbone)) for head in heads):
+        before, after = (calls[0].plan.gather(hidden_TH).float() for hidden_TH in trace.hidden)
     difference = (after - before).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
     attention_leak = _attention_leak(calls[0], calls[layers], keep)
@@ -96,6 +107,15 @@ def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay
     output = model(packed=packed, router_replay=replay)
     columns = [x.reshape(packed.num_tokens, -1).float() for x in output if isinstance(x, Tensor)]
     return torch.cat(columns, dim=-1)
+
+
+def _is_zero(head: nn.Module, device: torch.device) -> bool:
+    """Whether all of a head's weight is zero; every rank of its mesh must ask."""
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, DTensor):
+        # FSDP2 may keep it on the CPU, where the group of a GPU cannot gather it.
+        weight = cast(DTensor, weight.detach().to(device)).full_tensor()
+    return isinstance(weight, Tensor) and not weight.any()
 
 
 def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -> float:

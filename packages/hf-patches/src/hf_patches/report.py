@@ -21,8 +21,9 @@ class KeyValues:
 class ProbeResult:
     """The start-up probe: how far perturbing one segment moved that segment, and everything it must not move.
 
-    `leak` is the largest change of a log-prob (or whatever the model returns) of another segment, or of an earlier
-    token of the same one; `allowed` is what it may be, 0 wherever rows are computed independently of each other.
+    `leak` is the largest change of a log-prob (or whatever the model returns; what its heads read, where their weights
+    are all zero) of another segment, or of an earlier token of the same one; `allowed` is what it may be, 0 wherever
+    rows are computed independently of each other.
     `key_values` are those that every layer's attention saw; None if layers differ. So many `kernels` ran in place of
     the model's own code; `kernel_error` is the largest difference between the two, in units of the type's epsilon times
     the largest element.

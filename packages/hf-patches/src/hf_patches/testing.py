@@ -102,13 +102,16 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A randomly initialised language model of a family, eager attention, fp32, in training mode.
+    """A language model of a family, a function of the seed: eager attention, fp32, in training mode.
 
     The weights are larger than transformers' own initialisation makes them, so that attention and norms matter.
     """
     config = tiny_config(model_type, **overrides)
     auto = AutoModelForImageTextToText if model_type in _TOWERS else AutoModelForCausalLM
-    return randomize(auto.from_config(config, attn_implementation="eager"), seed).train()
+    with torch.random.fork_rng(devices=()):  # vectors keep part of what transformers draws
+        torch.default_generator.manual_seed(seed)
+        model = auto.from_config(config, attn_implementation="eager")
+    return randomize(model, seed).train()
 
 
 def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
