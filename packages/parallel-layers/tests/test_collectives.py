@@ -339,9 +339,21 @@ def gather_many_at_once(group: ProcessGroup) -> None:
             assert comm.wait(gathered).shape == x.shape
 
 
+@pytest.mark.slow
 def test_gathers_that_complete_at_once(ranks: RankPool) -> None:
     """Without `gloo_gather`, gloo's threads free memory twice when two of torch's gathers complete at once."""
     ranks.run(gather_many_at_once, world=1)
+
+
+def operators_of_a_gather(group: ProcessGroup) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        comm.wait(comm.start_all_gather(torch.arange(2.0), group))
+    return {event.key for event in profile.key_averages() if event.key.startswith("c10d::")}
+
+
+def test_gathers_have_a_name_that_takes_no_memory(ranks: RankPool) -> None:
+    """The coalesced one is that of the test above."""
+    assert ranks.run(operators_of_a_gather, world=1) == [{"c10d::_allgather_base_"}]
 
 
 @pytest.mark.parametrize("case_index", range(len(CASES)), ids=CASE_IDS)
