@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_models.launch import prepare
+from rl_models.slow_imports import slow_imports
 
 settings.register_profile("shared-machine", deadline=None, max_examples=50)
 settings.load_profile("shared-machine")
@@ -15,7 +17,8 @@ settings.load_profile("shared-machine")
 @pytest.fixture(scope="session", autouse=True)
 def server_of_command_ranks() -> None:
     """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
-    prepare("rl_models.score", "rl_models.train.run", "rl_models.quickstart.learn", "rl_models.backends.huggingface")
+    everything = slow_imports(ParallelDims(dp=2, pp=2), saves=True)
+    prepare("rl_models.score", "rl_models.train.run", "rl_models.backends.huggingface", *everything)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The package's public names, and that the command line does not import torch to print its help."""
+"""The package's public names, and what is not imported for them and for the command line."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ import sys
 import pytest
 
 import rl_models
+from parallel_layers import ParallelDims
+from rl_models.slow_imports import slow_imports
 
 
 def test_every_public_name_is_there() -> None:
@@ -25,3 +27,12 @@ def test_help_is_printed_without_torch() -> None:
     assert output.startswith("0 False")
     assert "quickstart" in output
     assert "score" in output
+
+
+def test_only_who_needs_them_imports_what_takes_a_second() -> None:
+    slow = {*slow_imports(ParallelDims(dp=2, pp=2), saves=True), "torch.distributed.tensor", "torch._dynamo"}
+    assert len(slow) == 5
+    assert slow_imports(ParallelDims(tp=2)) == []
+    code = "import sys, rl_models.score, rl_models.train.run; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not slow & set(output.split())

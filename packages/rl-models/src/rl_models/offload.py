@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_utils.memory import HostOffload
+from parallel_layers.sharding import is_dtensor
 from rl_models.backends.fsdp import release
 
 
@@ -69,5 +69,5 @@ def _memory(module: nn.Module) -> Iterator[Tensor]:
     for parameter in module.parameters():
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                yield tensor.to_local() if is_dtensor(tensor) else tensor
     yield from module.buffers()

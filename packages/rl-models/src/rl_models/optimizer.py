@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from parallel_layers import clip_grad_norm_
+from parallel_layers.sharding import is_dtensor
 from rl_models.schedule import Schedule
 
 
@@ -201,13 +201,13 @@ class AdamW:
 
 def _local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.detach() if not isinstance(tensor, DTensor) else tensor.to_local().detach()
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def _master(parameter: Tensor) -> Tensor:
     if parameter.dtype not in (torch.bfloat16, torch.float16):
         return _local(parameter)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         # FSDP2 accumulates and reduces in a type of its own, see `rl_models.backends.fsdp`.
         parameter.grad_dtype = torch.float32
     return _local(parameter).float()

@@ -14,8 +14,9 @@ from rl_models.actor import Actor
 from rl_models.backends import EngineOptions, Role
 from rl_models.batch import Batch
 from rl_models.critic import Critic
-from rl_models.launch import Devices, run_on_ranks
+from rl_models.launch import Devices, prepare, run_on_ranks
 from rl_models.preflight import check_native_model
+from rl_models.slow_imports import slow_imports
 from rl_models.spmd import WholeBatches
 from rl_models.worker import Worker
 
@@ -66,6 +67,8 @@ def score(
     for path, role in models:
         if path is not None:
             check_native_model(path, role, options.dims, engine, options.max_tokens)
+
+    prepare(__name__, *slow_imports(options.dims))
 
     def on_event(event: tuple[int, dict[str, list[list[float]]]]) -> None:
         start, columns = event

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckpt import PendingSave
 from rl_models import checkpoint
 from rl_models.backends import Engine
 from rl_models.checkpoint import Resumed
 from rl_models.grid import Grid
 from rl_models.offload import Offload
 from rl_models.optimizer import Optimizer, OptimizerOptions
+
+if TYPE_CHECKING:
+    from ckpt import PendingSave  # training checkpoints take as long to import as torch
 
 
 class WorkerState:
@@ -37,7 +39,7 @@ class WorkerState:
         self.skipped_steps = 0
         self._memory = Offload(engine.module, self._optimizer_state)
         self._background: dist.ProcessGroup | None = None
-        self._saving = PendingSave()
+        self._saving: PendingSave | None = None
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -125,8 +127,9 @@ class WorkerState:
         Raises:
             ValueError, OSError: what went wrong with it, on every rank, once.
         """
-        saving, self._saving = self._saving, PendingSave()
-        saving.wait()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
         """Go on from a training checkpoint, whatever grid it was saved on; every rank calls it.

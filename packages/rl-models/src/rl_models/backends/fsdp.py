@@ -1,16 +1,23 @@
-"""Data parallelism by torch's FSDP2, with gradients that are sums over the ranks."""
+"""Data parallelism by torch's FSDP2, with gradients that are sums over the ranks.
+
+FSDP2 takes over a second to import: whoever shards a module over several ranks does so.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from parallel_layers.sharding import is_dtensor
 from rl_models.grid import Grid
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def shard_over_dp(
@@ -35,12 +42,14 @@ def shard_over_dp(
         reshard_blocks: release each block after it has run, and gather it again for its backward. Otherwise it stays
             gathered from the forward to the backward, like the rest, which belongs to the root.
     """
-    # Gradients of low-precision weights add up in fp32, over micro-batches and over ranks.
-    low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
     if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # Gradients of low-precision weights add up in fp32, over micro-batches and over ranks.
+    low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
     if copies is not None:
         for expert in experts:
             fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks, mp_policy=policy)
@@ -54,12 +63,17 @@ def shard_over_dp(
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
     """The root, if it is sharded, and the blocks."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [part for part in module.modules() if _is_sharded(part)]
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
     """Say whether the next backward is the last of an update: only then are gradients summed over dp."""
-    if isinstance(module, FSDPModule):
+    if _is_sharded(module):
         module.set_requires_gradient_sync(last)
         module.set_is_last_backward(last)
 
@@ -116,7 +130,7 @@ def full_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict().items():
         key = id(parameters.get(name, tensor))
         if key not in gathered_once:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
             gathered_once[key] = whole.detach().cpu()
         full[name] = gathered_once[key]
     return full

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from parallel_layers import PackedSequence
+from parallel_layers.sharding import is_dtensor
 from rl_models.backends.engine import Loss, Outputs
 from rl_models.backends.guarded import GuardedLoss
 from rl_models.backends.options import PipelineOptions
@@ -177,7 +177,7 @@ def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> N
     """
     if embedding is None or embedding.grad is None:
         return
-    own = embedding.grad.to_local() if isinstance(embedding.grad, DTensor) else embedding.grad
+    own = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
     other = torch.empty_like(own)
     peer = group.size() - 1 - group.rank()
     for request in dist.batch_isend_irecv(

@@ -20,9 +20,10 @@ from rl_models.backends import Role, offered
 from rl_models.cluster.resources import import_ray
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
-from rl_models.launch import Devices, run_on_ranks
+from rl_models.launch import Devices, prepare, run_on_ranks
 from rl_models.preflight import check_native_model
 from rl_models.prompts import Prompt, read_json, read_prompts, vocabulary_size
+from rl_models.slow_imports import slow_imports
 from rl_models.spmd import WholeBatches, from_first
 from rl_models.train.derived import engine_options, loss_rules, optimizer_options
 from rl_models.train.folder import check_folder, write_options
@@ -163,6 +164,7 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
     write_options(options)
     if options.ray:
         return _on_ray(planned, on_event)
+    prepare(__name__, *slow_imports(options.grid, saves=options.save_every > 0))
     devices = Devices.find(options.device)
     ranks = options.grid.world_size
     result: dict[str, float] = run_on_ranks(
