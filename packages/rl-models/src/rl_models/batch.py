@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers import PackedSequence
+from rl_models.losses.sequences import sequence_ids
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Batch:
     @property
     def sequence_ids(self) -> Tensor:
         """`[T]` int64: the number of each token's sequence."""
-        return torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64)).to(self.device)
+        return sequence_ids(self.lengths, self.mask)
 
     def with_fields(self, **fields: Tensor) -> Batch:
         """The same sequences with these `[T]` tensors added, or put in the place of those of the same name."""

@@ -16,5 +16,5 @@ def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
     """
     if sum(lengths) != len(mask) or min(lengths, default=0) < 0:
         raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {len(mask)} tokens given")
-    # The type is said: without sequences it would be float.
-    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=mask.device))
+    # Made on the host, which knows how many there will be. The type is said: without sequences it would be float.
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(mask.device)
