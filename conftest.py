@@ -1,6 +1,13 @@
 """Which tests a run includes: `--slow` adds the exhaustive grids; GPU tests are skipped without enough devices."""
 
+import os
+import sys
+
 import pytest
+
+# The tests start many processes that import torch and transformers: whatever one of them has compiled, the others load.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -201,12 +201,22 @@ def test_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         with_float8(ColumnParallelLinear(32, 32))
 
 
+def test_one_that_does_not_load_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel_layers.float8.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(
+        ValueError, match=r"the transformer-engine package does not load: ModuleNotFoundError: import of"
+    ):
+        with_float8(ColumnParallelLinear(32, 32))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_transformer_engine_itself(recipe: str) -> None:
     """Outputs and gradients within e4m3's 3 binary places (e5m2's 2 for gradients) of bf16's, in the mean square."""
     config = Float8Config(recipe=recipe)
     if (reason := why_not_float8(config)) is not None:
+        assert "does not load" not in reason
         pytest.skip(reason)
     torch.manual_seed(0)
     layer = ColumnParallelLinear(512, 256, bias=True, dtype=torch.bfloat16, device="cuda")

@@ -359,16 +359,20 @@ def compile_two_lengths(
     return pairs
 
 
-@pytest.mark.parametrize("sp", [False, True])
+# In every run each kind with and without sequence parallelism, with and without a deferred bias, and every pair of the
+# two; the rest of the product with --slow.
+COMPILED = [
+    *[(kind, {}, number % 2 == 0) for number, kind in enumerate(LAYERS)],
+    *[(kind, {"defer_bias": True}, number % 2 == 1) for number, kind in enumerate(LAYERS)],
+    ("column", {"gather_output": True}, True),
+    ("column", {"gather_output": True, "defer_bias": True}, False),
+    ("row", {"input_is_parallel": False}, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *[(kind, {}) for kind in LAYERS],
-        *[(kind, {"defer_bias": True}) for kind in LAYERS],
-        ("column", {"gather_output": True}),
-        ("column", {"gather_output": True, "defer_bias": True}),
-        ("row", {"input_is_parallel": False}),
-    ],
+    ("kind", "options", "sp"),
+    [*COMPILED, *(pytest.param(kind, options, not sp, marks=pytest.mark.slow) for kind, options, sp in COMPILED)],
     ids=str,
 )
 def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, options: dict[str, Any], sp: bool) -> None:
@@ -380,9 +384,17 @@ def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, options: dic
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["column", "row"])
+# Likewise.
+OF_ITS_OWN_DTYPE = [("column", 1, False), ("column", 2, True), ("row", 1, True), ("row", 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "sp"),
+    [
+        *OF_ITS_OWN_DTYPE,
+        *(pytest.param(kind, world, not sp, marks=pytest.mark.slow) for kind, world, sp in OF_ITS_OWN_DTYPE),
+    ],
+)
 def test_compiles_with_an_output_dtype_of_its_own(ranks: RankPool, kind: str, world: int, sp: bool) -> None:
     options = {"sequence_parallel": sp, "output_dtype": torch.float32}
     for pairs in ranks.run(compile_two_lengths, kind, options, torch.bfloat16, world=world):

@@ -352,6 +352,16 @@ def test_rope_parameters_of_other_layer_types_are_refused(layer_type: str | None
         RotaryEmbedding.from_config({"head_dim": HEAD_DIM, "rope_parameters": by_type}, layer_type=layer_type)
 
 
+def test_tables_of_other_tokens_are_refused() -> None:
+    """As on CUDA: a table of one token would turn all of them alike."""
+    x, (cos, sin) = torch.randn(3, 2, HEAD_DIM), RotaryEmbedding(HEAD_DIM)(torch.arange(3))
+    for tables in ((cos[:1], sin[:1]), (cos[:2], sin[:2]), (cos, sin[:1]), (cos[:, :5], sin[:, :5])):
+        with pytest.raises(ValueError, match=r"must be \[3, D\] with one even D <= 16"):
+            apply_rotary(x, *tables)
+        with pytest.raises(ValueError, match=r"must be \[3, D\] with one even D <= 16"):
+            rotate_queries_and_keys(x, x, *tables)
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"mscale_all_dim=1.0 needs the rope parameter 'factor'"):
         yarn_softmax_scale(16, {"rope_type": "yarn", "mscale_all_dim": 1.0})

@@ -134,6 +134,9 @@ def in_graphs(group: ProcessGroup) -> None:
             assert torch.equal(result, expected.to(result.dtype))
 
     static = tokens(64, IN * 8, 0), tokens(64, OUT * 8, 1)
+    torch.cuda.synchronize()
+    for left_by_other_tests in (peer_memories._memories, peer_memories._in_graphs):
+        left_by_other_tests.pop(group, None)
     run(*static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

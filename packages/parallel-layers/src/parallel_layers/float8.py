@@ -83,8 +83,10 @@ def why_not_float8(config: Float8Config) -> str | None:
     """Why this process cannot compute as `config` says, in words; None when it can. Imports Transformer Engine."""
     if find_spec("transformer_engine") is None:
         return "it needs the transformer-engine package (extra parallel-layers[te])"
-    import transformer_engine.pytorch as te  # an optional extra
-
+    try:
+        import transformer_engine.pytorch as te  # an optional extra
+    except (ImportError, OSError) as error:  # of libraries that do not go together
+        return f"the transformer-engine package does not load: {type(error).__name__}: {error}"
     able, reason = getattr(te, RECIPES[config.recipe].available)(return_reason=True)
     return None if able else str(reason)
 
@@ -114,7 +116,7 @@ def with_float8(
         A view of the model.
 
     Raises:
-        ValueError: Transformer Engine is not installed or the GPU cannot (says why); no linear is left.
+        ValueError: Transformer Engine is missing or does not load, or the GPU cannot (says why); no linear is left.
     """
     config = config or Float8Config()
     if (reason := why_not_float8(config)) is not None:

@@ -377,6 +377,7 @@ def test_refusals_say_why_and_what_can() -> None:
             r"has no log-sum-exp \(which attention sinks need, too\)",
         ),
         ({"window": 0}, r"window=0 tokens"),
+        ({"softcap": 0.0}, r"softcap=0\.0 must be positive; use None for no soft-cap"),
         ({"sinks": torch.zeros(3).double()}, r"sinks \(3,\) must hold one score for each of the 4 query heads"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,9 +12,13 @@ def _log2(x):  # type: ignore[no-untyped-def]
     return tl.log2(x)
 
 
-@pytest.mark.parametrize(("first", "entries"), [(0, 40), (16, 24), (16, 9)])
-def test_kept_gradient(device: torch.device, monkeypatch: pytest.MonkeyPatch, first: int, entries: int) -> None:
-    """Of a slice of the vocabulary, over tokens and entries that do not divide the tiles."""
+@pytest.mark.parametrize(
+    ("first", "entries", "overwrite"), [(0, 40, False), (0, 40, True), (16, 24, False), (16, 9, False)]
+)
+def test_kept_gradient(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, first: int, entries: int, overwrite: bool
+) -> None:
+    """Of a slice of the vocabulary, over tokens and entries that do not divide the tiles; or over the exponentials."""
     if device.type == "cpu":  # the interpreter has no hardware logarithm
         monkeypatch.setattr(head_triton, "_fast_log2", _log2)
     monkeypatch.setattr(head, "BLOCK_V", 16)
@@ -30,7 +34,7 @@ def test_kept_gradient(device: torch.device, monkeypatch: pytest.MonkeyPatch, fi
     labels = torch.randint(size, (tokens,), device=device)
     grad_log_prob, grad_entropy = torch.randn(2, tokens, device=device)
     rows = head.Rows(labels, None, grad_log_prob, grad_entropy, logits.logsumexp(1), entropies)
-    gradient = torch.empty(tokens, entries, device=device)
+    gradient = exponentials if overwrite else torch.empty(tokens, entries, device=device)
     head.kept_gradient(exponentials, parts, gradient, rows, head.Numbers(1.0, 0.0, 1.0), first_entry=first)
     is_label = torch.nn.functional.one_hot(labels, size)
     expected = grad_log_prob[:, None] * (is_label - log_probs.exp())

@@ -1,14 +1,17 @@
 """The head's CUDA kernels against fp64 logits, over shapes that do not divide the blocks."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import linear_log_probs, linear_policy_loss
-from parallel_layers.losses import fused
+from parallel_layers import LogProbs, linear_log_probs, linear_policy_loss
+from parallel_layers.losses import chunked, fused
 from parallel_layers.testing import RankPool
 
 IGNORE = -100
@@ -51,13 +54,10 @@ def exact(
 
 @pytest.mark.parametrize("hidden_size", [8, 1024, 2560, 4096, 16384])
 @pytest.mark.parametrize("num_entries", [1, 515, 30000, 128256, 151936])
-@pytest.mark.parametrize("slices", [10, 6])
-def test_slices_are_whole_tiles_near_a_part_and_within_their_bounds(
-    num_entries: int, hidden_size: int, slices: int
-) -> None:
+def test_slices_are_whole_tiles_near_a_tenth_and_within_their_bounds(num_entries: int, hidden_size: int) -> None:
     for num_tokens in (1, 100, 8192, 16384, 262144):
-        entries = fused.slice_entries(num_tokens, num_entries, hidden_size, 132, slices)
-        wanted = min(max(num_entries / slices, 2048), max(2**28 / num_tokens, 2048))
+        entries = fused.slice_entries(num_tokens, num_entries, hidden_size, 132)
+        wanted = min(max(num_entries / 10, 2048), max(2**28 / num_tokens, 2048))
         assert entries % 256 == 0
         assert entries * num_tokens <= max(2**28, 2048 * num_tokens)
         assert 0.87 * wanted <= entries <= 1.07 * wanted + 256
@@ -209,23 +209,42 @@ def test_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-def test_memory_beyond_inputs_and_gradients() -> None:
-    """At most 15 % of the bf16 logits; forward alone at most 5 %."""
-    num_tokens, hidden_size, vocab_size = 4096, 2048, 128256
+def compiled_problem(
+    num_tokens: int, hidden_size: int, vocab_size: int, **options: object
+) -> tuple[Callable[[], LogProbs], list[Tensor], int]:
+    """A call of the head after a first one, its upstream gradients, and the bytes of the gradients of its inputs."""
     hidden, weight, labels, *grads = problem(num_tokens, hidden_size, vocab_size)
     hidden.requires_grad_()
     weight.requires_grad_()
-    run_once = lambda: linear_log_probs(hidden, weight, labels)  # noqa: E731
-    torch.autograd.backward(run_once(), grads)
+    call = partial(linear_log_probs, hidden, weight, labels, **options)
+    torch.autograd.backward(call(), grads)
     hidden.grad = weight.grad = None
+    return call, grads, hidden.nbytes + weight.nbytes
+
+
+@pytest.mark.gpu
+def test_memory_beyond_inputs_and_gradients() -> None:
+    """At most 15 % of the bf16 logits; forward alone at most 5 %."""
+    num_tokens, vocab_size = 4096, 128256
+    call, grads, gradients = compiled_problem(num_tokens, 2048, vocab_size)
     torch.cuda.reset_peak_memory_stats()
     before, logits = torch.cuda.memory_allocated(), 2 * num_tokens * vocab_size
-    out = run_once()
+    out = call()
     assert torch.cuda.max_memory_allocated() - before <= 0.05 * logits
     torch.autograd.backward(out, grads)
-    gradients = 2 * (hidden.numel() + weight.numel())
     assert torch.cuda.max_memory_allocated() - before - gradients <= 0.15 * logits
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_the_logits_takes_the_place_of_the_kept_probabilities() -> None:
+    num_tokens, hidden_size = 4096, 1024
+    call, grads, gradients = compiled_problem(num_tokens, hidden_size, 128256, keep_probabilities=True)
+    out = call()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.backward(out, grads)
+    sums = 4 * num_tokens * hidden_size
+    assert torch.cuda.max_memory_allocated() - before <= gradients + sums + 2**20
 
 
 @pytest.mark.gpu
@@ -240,11 +259,11 @@ def test_policy_loss_has_the_gradients_of_the_composition() -> None:
     value = linear_policy_loss(hidden, weight, labels, loss)
     composed = loss(*linear_log_probs(hidden, weight, labels))
     assert torch.equal(value, composed)
-    kept = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
-    for first, second in zip(kept, torch.autograd.grad(value, (hidden, weight)), strict=True):
-        assert torch.equal(first, second)
-    for actual, expected in zip(kept, torch.autograd.grad(composed, (hidden, weight)), strict=True):
-        assert (actual.float() - expected.float()).norm() / expected.float().norm() < 5e-3
+    expected = torch.autograd.grad(composed, (hidden, weight))
+    for retain_graph in (True, True, False):  # the last may write over what was kept
+        actual = torch.autograd.grad(value, (hidden, weight), retain_graph=retain_graph)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 5e-3
 
 
 @pytest.mark.gpu
@@ -288,6 +307,36 @@ def test_tensor_parallel() -> None:
                 assert torch.equal(first[2], second[2])
             hidden = torch.cat((first[2], second[2])) if sequence_parallel else first[2]
             assert_accurate([*first[:2], hidden, torch.cat((first[3], second[3]))], expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_only_the_last_backward_of_a_graph_overwrites_what_was_kept(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    overwritten = []
+
+    def new_kept(hidden: Tensor, *_: int) -> fused.Kept:
+        return fused.Kept(hidden.new_empty(3, 8), hidden.new_empty(1, 3, 3, dtype=torch.float32))
+
+    def head_statistics(*arguments: Any) -> Tensor:
+        return chunked.head_statistics(*arguments[:4])
+
+    def head_gradients(*arguments: Any, kept: fused.Kept, overwrite: bool, **options: Any) -> None:
+        overwritten.append(overwrite)
+        chunked.head_gradients(*arguments, **options)
+
+    monkeypatch.setattr(fused, "supports", lambda *_: True)
+    for stand_in in (new_kept, head_statistics, head_gradients):
+        monkeypatch.setattr(fused, stand_in.__name__, stand_in)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_log_probs(hidden, weight, torch.arange(3), keep_probabilities=True).log_probs.sum()
+
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    value = (torch.compile(loss, backend="aot_eager") if compiled else loss)(hidden, weight)
+    gradients = [torch.autograd.grad(value, (hidden, weight), retain_graph=retain) for retain in (True, False)]
+    assert overwritten == [False, not compiled]
+    assert all(torch.equal(*both) for both in zip(*gradients, strict=True))
 
 
 def test_the_cpu_takes_the_torch_path() -> None:

@@ -245,6 +245,12 @@ def test_no_tokens_at_all() -> None:
     assert context.losses[0]["balance_loss"] == 0
 
 
+def test_tokens_of_two_dims_are_refused() -> None:
+    moe = MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6))
+    with pytest.raises(ValueError, match=r"hidden states of shape \[2, 3, 8\] must be \[T, H\]; flatten"):
+        moe(torch.randn(2, 3, 8))
+
+
 def test_a_token_changes_no_other() -> None:
     torch.manual_seed(0)
     moe = MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6))
@@ -279,6 +285,15 @@ def test_whole_experts_need_an_exchange_within_the_tensor_group(ranks: RankPool)
 
 def whole_without_exchange(group: ProcessGroup) -> None:
     MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6), group=group, expert_tensor_parallel=False)
+
+
+def parts_within_the_tensor_group(group: ProcessGroup) -> None:
+    MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6), group=group, expert_group=group)
+
+
+def test_divided_experts_are_not_exchanged_within_the_tensor_group(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 1\] has several ranks of the tensor-parallel group \[0, 1\]"):
+        ranks.run(parts_within_the_tensor_group, world=2, timeout=60)
 
 
 def indivisible(group: ProcessGroup) -> None:

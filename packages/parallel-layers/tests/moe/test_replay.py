@@ -83,12 +83,34 @@ def test_impossible_entries_name_layer_and_token(row: list[int], message: str) -
         RouterReplay({4: experts}, num_experts=6)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32])
+def test_integers_of_every_size(dtype: torch.dtype) -> None:
+    """An engine reports in as few bytes as the number of experts needs: a byte for DeepSeek-V3's 256."""
+    experts = torch.tensor([[255, 0], [3, 1]]).to(dtype)
+    replay = RouterReplay.from_tensor(experts[:, None], [4], num_experts=256)
+    assert replay.select(4, torch.zeros(2, 2, dtype=torch.int64)).tolist() == [[255, 0], [3, 1]]
+    with pytest.raises(ValueError, match=r"token 0: experts \[255, 0\] name an expert outside 0\.\.254"):
+        RouterReplay({4: experts}, num_experts=255)
+
+
+def test_layers_of_one_number_are_refused() -> None:
+    """The second would overwrite what the first has recorded, and both would replay it."""
+    first, second = MoE(8, CONFIG), MoE(8, CONFIG)
+    context = RoutingContext(replay=RouterReplay())
+    hidden = first(torch.randn(4, 8), context)
+    with pytest.raises(ValueError, match="two routers of one batch have the layer number 0"):
+        second(hidden, context)
+    first(hidden, context)  # once more, as in a recomputation
+
+
 def test_other_mistakes() -> None:
     experts = torch.tensor([[0, 1], [2, 3]])
     with pytest.raises(ValueError, match="num_experts is needed"):
         RouterReplay({4: experts})
     with pytest.raises(ValueError, match=r"must be \[T, k\] integers, not torch.float32"):
         RouterReplay({4: experts.float()}, num_experts=6)
+    with pytest.raises(ValueError, match=r"must be \[T, k\] integers, not torch.bool"):
+        RouterReplay({4: experts > 0}, num_experts=6)
     with pytest.raises(ValueError, match=r"must be \[T, 1, k\] for layers \[0\]"):
         RouterReplay.from_tensor(torch.zeros(2, 3, 2, dtype=torch.int64), [0], num_experts=6)
     replay = RouterReplay({4: experts}, num_experts=6)
@@ -96,6 +118,9 @@ def test_other_mistakes() -> None:
         replay.select(5, experts)
     with pytest.raises(ValueError, match=r"layer 4: experts to replay have shape \[2, 2\], but tokens 0\.\.2"):
         replay.select(4, torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"have shape \[2, 2\], but tokens 0\.\.0 of 1 with 2 experts"):
+        replay.select(4, experts[:1])  # of another batch: its first tokens' experts would be taken
+    assert replay.select(4, experts[:1], first_token=1, num_tokens=2).tolist() == [[2, 3]]
 
 
 def sharded(group: ProcessGroup, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

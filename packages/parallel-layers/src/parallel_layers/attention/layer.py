@@ -212,7 +212,8 @@ class ParallelAttention(ParallelModule):
             cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens (and those of the other ranks of the
                 context-parallel group).
             max_seqlen: At least the longest segment.
-            cache: Keys and values of earlier tokens; these tokens' own are added to it.
+            cache: Keys and values of earlier tokens; these tokens' own are added to it. With one, every rank of a
+                context-parallel group is given all T tokens.
 
         Returns:
             `[T', H]`.

@@ -48,6 +48,11 @@ class Scoring:
     scale: float
     softcap: float | None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a soft-cap that bounds nothing."""
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} must be positive; use None for no soft-cap")
+
     @property
     def flash_window(self) -> tuple[int, int]:
         """(left, right) as the flash kernels count: keys beside the query's own place; -1 is without limit."""

@@ -191,13 +191,15 @@ def _rotary_kernel(
         )
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError for queries, keys and tables that do not fit."""
     tokens, head_dim = q.shape[0], q.shape[-1]
     if q.dim() != 3 or k.dim() != 3 or k.shape[0] != tokens or k.shape[-1] != head_dim:
         raise ValueError(
             f"q {list(q.shape)} and k {list(k.shape)} must be [T, heads, head_dim] with equal T and head_dim"
         )
-    if cos.shape != sin.shape or cos.shape[0] != tokens or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+    fits = cos.dim() == 2 and cos.shape[0] == tokens and cos.shape[1] % 2 == 0 and cos.shape[1] <= head_dim
+    if cos.shape != sin.shape or not fits:
         raise ValueError(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [{tokens}, D] with one even D <= {head_dim}"
         )
@@ -222,7 +224,7 @@ def launch(
     Values, as many heads as keys, are copied. Results are written to memory of their own, or one after another to
     `out [T, Q + 2K, head_dim]`.
     """
-    _check(q, k, cos, sin)
+    check_rotary(q, k, cos, sin)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = v if v is None or v.stride(-1) == 1 else v.contiguous()
     (tokens, q_heads, head_dim), k_heads, dims = q.shape, k.shape[1], cos.shape[1]

@@ -2,7 +2,8 @@
 
 The same two functions as in `chunked`. The forward is one kernel that multiplies and reduces. The backward walks the
 vocabulary: one kernel multiplies again and writes the logits' gradient of a slice, in bf16; two plain products, with
-fp32 sums, make the slice's part of the hidden states' gradient and its rows of the weight's.
+fp32 sums, make the slice's part of the hidden states' gradient and its rows of the weight's. What the forward kept may
+be overwritten with the gradient of all logits: then the vocabulary is one slice.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N tiles of it.
 """
@@ -18,7 +19,7 @@ from parallel_layers.kernels.runtime import num_multiprocessors, use_triton
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients
 
-_SLICES, _KEPT_SLICES = 10, 6  # a kept [T, V] makes the memory of a larger slice matter less
+_SLICES = 10
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
@@ -52,17 +53,15 @@ def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
     return Kept(hidden_TH.new_empty(num_tokens, row), hidden_TH.new_empty(tiles, 3, num_tokens, dtype=torch.float32))
 
 
-def slice_entries(
-    num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int, slices: int = _SLICES
-) -> int:
-    """Vocabulary entries of a slice, of about `slices`: bounded, and whole tiles.
+def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
+    """Vocabulary entries of a slice, about a tenth of all: bounded, and whole tiles.
 
     Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Of sizes near
     an even share, that whose products for the weight's gradient leave the fewest multiprocessors idle in their last
     waves.
     """
     most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
-    share = -(-max(num_entries // slices, _MIN_SLICE) // head.BLOCK_V)
+    share = -(-max(num_entries // _SLICES, _MIN_SLICE) // head.BLOCK_V)
     sizes = [n * head.BLOCK_V for n in range(round(0.9 * share), round(1.05 * share) + 1)]
 
     def waves(entries: int) -> int:
@@ -115,11 +114,13 @@ def head_gradients(
     accumulate_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
     kept: Kept | None = None,
+    overwrite: bool = False,
     entries_a_slice: int | None = None,
 ) -> None:
     """As `chunked.head_gradients`; with `kept`, without a product for the logits.
 
-    `entries_a_slice`: a multiple of `head.BLOCK_V`; default `slice_entries`.
+    `overwrite`: the gradient of all logits takes the place of the kept exponentials; else it is made in slices of
+    `entries_a_slice`, a multiple of `head.BLOCK_V` (default `slice_entries`).
     """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     numbers, inverse_temperatures = _numbers(transform)
@@ -132,9 +133,12 @@ def head_gradients(
         upstream.entropies,
     )
     num_tokens, num_entries = len(hidden), len(weight_VH)
-    multiprocessors, slices = num_multiprocessors(hidden.device), _SLICES if kept is None else _KEPT_SLICES
-    step = entries_a_slice or slice_entries(num_tokens, num_entries, hidden.shape[1], multiprocessors, slices)
-    buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
+    if kept is not None and overwrite:
+        step, buffer = num_entries, kept.exponentials
+    else:
+        multiprocessors = num_multiprocessors(hidden.device)
+        step = entries_a_slice or slice_entries(num_tokens, num_entries, hidden.shape[1], multiprocessors)
+        buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
     for first in range(0, num_entries, step):
         entries = slice(first, first + step)
         weight = weight_VH[entries]

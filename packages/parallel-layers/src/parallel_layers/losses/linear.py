@@ -79,7 +79,8 @@ def linear_log_probs(
         accumulate_main_grad: add the weight's gradient to `weight_VH.main_grad`, which the caller has made, in fp32
             (fp64 for an fp64 weight); return none.
         keep_probabilities: keep the probabilities, `[T, V]` rounded to bf16, from the forward to the backward, which
-            then needs two matrix products instead of three. Where fused kernels run; elsewhere it changes nothing.
+            then needs two matrix products instead of three. Where fused kernels run; elsewhere it changes nothing. The
+            last backward through a graph writes their gradient over them; one with `retain_graph` takes a tenth more.
         check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
             on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
 

@@ -105,7 +105,7 @@ def _(
     return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
 
 
-@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"main_grad_VH"})
+@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"main_grad_VH", "overwritten_TV"})
 @without_autocast
 def linear_log_probs_backward_op(
     grad_log_probs_T: Tensor,
@@ -119,6 +119,7 @@ def linear_log_probs_backward_op(
     parts_N3T: Tensor,
     temperatures_T: Tensor | None,
     main_grad_VH: Tensor | None,
+    overwritten_TV: Tensor | None,
     temperature: float,
     logit_scale: float,
     logit_softcap: float,
@@ -129,7 +130,10 @@ def linear_log_probs_backward_op(
     hidden_needs_grad: bool,
     weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients `(hidden, weight)`; one that is not wanted, or that went to `main_grad_VH`, is an empty tensor."""
+    """Gradients `(hidden, weight)`; one that is not wanted, or that went to `main_grad_VH`, is an empty tensor.
+
+    `overwritten_TV` is `exponentials_TV` once more where nobody reads it after this.
+    """
     group = group_of(group_name)
     vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
     labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
@@ -153,7 +157,7 @@ def linear_log_probs_backward_op(
     gradients: Callable[..., None] = chunked.head_gradients
     if fused.supports(hidden, weight):
         kept = fused.Kept(exponentials_TV, parts_N3T) if parts_N3T.numel() else None
-        gradients = partial(fused.head_gradients, kept=kept)
+        gradients = partial(fused.head_gradients, kept=kept, overwrite=overwritten_TV is not None)
     sums: list[Tensor] = []
 
     def send() -> None:
@@ -212,6 +216,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+def _is_last_backward() -> bool:
+    """Whether the graph that runs backward now is free to lose what it saved; False where torch does not tell."""
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    # A compiled graph would copy what is written over: it may not write to what another graph has saved.
+    return not torch.compiler.is_compiling() and not keeps_graph()
+
+
 def _backward(
     ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -231,6 +242,7 @@ def _backward(
         parts_N3T,
         temperatures_T,
         ctx.main_grad_VH,
+        exponentials_TV if _is_last_backward() else None,
         *ctx.options,
         hidden_needs_grad,
         weight_needs_grad,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.moe.replay import RouterReplay
@@ -61,6 +61,7 @@ class RoutingContext:
         losses: Filled by a forward with gradients (under recomputation by the second): layer number -> the auxiliary
             losses with a weight in the config, by their config names, unweighted and detached. Their gradients need no
             further step.
+        routers: Filled by the forward: layer number -> `id` of the router that has this number.
     """
 
     segments: Tensor | None = None
@@ -70,6 +71,19 @@ class RoutingContext:
     totals: BatchTotals | None = None
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    routers: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def enter(self, layer: int, router: nn.Module) -> None:
+        """A layer's router begins, in the first run or in a recomputation.
+
+        Raises:
+            ValueError: Another router has the same number: it would overwrite what this one records and reports.
+        """
+        if self.routers.setdefault(layer, id(router)) != id(router):
+            raise ValueError(
+                f"two routers of one batch have the layer number {layer}; give each MoE or DecoderLayer of a model a "
+                "layer_number of its own, and each model a RoutingContext of its own"
+            )
 
     @classmethod
     def of(

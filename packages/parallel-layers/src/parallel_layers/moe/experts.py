@@ -7,6 +7,7 @@ expert, E experts, e = E / ranks of the expert group, n ranks of the tensor-para
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -52,7 +53,7 @@ class GroupedExperts(ParallelModule):
         device: Of the parameters.
 
     Raises:
-        ValueError: An unknown activation, or E or I does not divide.
+        ValueError: An unknown activation, E or I does not divide, or the two groups have more than this rank in common.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class GroupedExperts(ParallelModule):
         self.down_proj_bias: nn.Parameter | None
         check_gated(activation)  # an unknown name is an error now
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
+        _check_across(group, expert_group)
         size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")
         ranks = 1 if expert_group is None else expert_group.size()
         if num_experts % ranks:
@@ -124,3 +126,16 @@ class GroupedExperts(ParallelModule):
         """Shown by `print(module)`."""
         here, rows, hidden = self.gate_up_proj.shape
         return f"{here} of {self.num_experts} experts, hidden {hidden}, intermediate {rows // 2}"
+
+
+def _check_across(group: ProcessGroup | None, expert_group: ProcessGroup | None) -> None:
+    """Raise ValueError where a part of an expert would be asked of ranks that hold parts of other experts."""
+    if group is None or expert_group is None:
+        return
+    members, exchanging = (sorted(dist.get_process_group_ranks(each)) for each in (group, expert_group))
+    if len(set(members) & set(exchanging)) > 1:
+        raise ValueError(
+            f"the expert group {exchanging} has several ranks of the tensor-parallel group {members}, over which every "
+            "expert is divided; use an expert group across data-parallel ranks, or whole experts "
+            "(expert_tensor_parallel=False)"
+        )

@@ -114,7 +114,12 @@ class MoE(ParallelModule):
             hidden: `[T', H]`.
             context: Which tokens are padding, and a replay; it is told loads and losses under this layer's number.
                 None: all tokens count, as one sequence. Recomputation must be given the same object.
+
+        Raises:
+            ValueError: `hidden` has another shape; what `RoutingContext`'s parts raise.
         """
+        if hidden.dim() != 2:
+            raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")
         if self.sequence_parallel or self.expert_tensor_parallel:
             out = self._routed(hidden, self.gate(hidden, self.layer_number, context))
         else:

@@ -64,13 +64,14 @@ class RouterReplay:
         replay.experts = dict(self.experts)
         return replay
 
-    def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0) -> Tensor:
+    def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0, num_tokens: int | None = None) -> Tensor:
         """The experts to use.
 
         Args:
             layer: The layer's number in the model.
             experts_Tk: What the router has chosen, for tokens first_token .. first_token + T - 1.
             first_token: Where these tokens begin among those of the entry (ranks that hold a part of the tokens).
+            num_tokens: How many tokens the entry must be of; None: these alone.
 
         Returns:
             `experts_Tk` itself when recording, else the entry's rows.
@@ -85,10 +86,12 @@ class RouterReplay:
             raise ValueError(f"no experts to replay for layer {layer}; there are entries for {sorted(self.experts)}")
         entry = self.experts[layer]
         tokens, top_k = experts_Tk.shape
-        if entry.shape[1] != top_k or len(entry) < first_token + tokens:
+        num_tokens = first_token + tokens if num_tokens is None else num_tokens
+        if entry.shape != (num_tokens, top_k):
             raise ValueError(
                 f"layer {layer}: experts to replay have shape {list(entry.shape)}, but tokens {first_token}.."
-                f"{first_token + tokens - 1} with {top_k} experts each are asked for"
+                f"{first_token + tokens - 1} of {num_tokens} with {top_k} experts each are asked for; give every token "
+                "a row, of -1 where the router is to choose"
             )
         rows = entry[first_token : first_token + tokens].to(experts_Tk)
         return torch.where(rows < 0, experts_Tk, rows)
@@ -96,10 +99,11 @@ class RouterReplay:
 
 def _check(layer: int, experts_Tk: Tensor, num_experts: int) -> None:
     """Raise ValueError for an entry that no router could have chosen."""
-    if experts_Tk.dim() != 2 or experts_Tk.is_floating_point():
+    if experts_Tk.dim() != 2 or experts_Tk.is_floating_point() or experts_Tk.dtype == torch.bool:
         raise ValueError(
             f"layer {layer}: experts to replay must be [T, k] integers, not {experts_Tk.dtype} {list(experts_Tk.shape)}"
         )
+    experts_Tk = experts_Tk.long()  # a byte cannot be compared with 256
     left_out = (experts_Tk == -1).all(1)
     outside = ((experts_Tk < 0) | (experts_Tk >= num_experts)).any(1) & ~left_out
     ordered = experts_Tk.sort(1).values

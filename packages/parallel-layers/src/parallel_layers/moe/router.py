@@ -152,6 +152,8 @@ class TopKRouter(ParallelModule):
 
     def forward(self, hidden: Tensor, layer_number: int = 0, context: RoutingContext | None = None) -> Routing:
         """Route `hidden [T', H]`; `context` as in `MoE.forward`."""
+        if context is not None:
+            context.enter(layer_number, self)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = copy_to_tensor_parallel(self.weight, self.group).to(wide)
         bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group).to(wide)
@@ -172,7 +174,8 @@ class TopKRouter(ParallelModule):
             if replay.recording:
                 replay.select(layer_number, comm.all_gather(experts, self.group))
                 return experts
-            return replay.select(layer_number, experts, first_token=self.group.rank() * len(experts))
+            first, whole = self.group.rank() * len(experts), self.group.size() * len(experts)
+            return replay.select(layer_number, experts, first_token=first, num_tokens=whole)
 
         return select
 

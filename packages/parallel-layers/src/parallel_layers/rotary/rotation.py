@@ -11,7 +11,7 @@ Shape legend: T tokens, D rotary dims of a head, N heads, Q query heads, K key h
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.rotary import fused_rotary, fused_split_and_rotary
+from parallel_layers.kernels.rotary import check_rotary, fused_rotary, fused_split_and_rotary
 from parallel_layers.kernels.runtime import use_triton
 
 
@@ -30,7 +30,11 @@ def apply_rotary(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: 
 
     Returns:
         `[T, N, head_dim]` in x's dtype and layout.
+
+    Raises:
+        ValueError: Tables of another number of tokens, of an odd or too large D, or of two shapes.
     """
+    check_rotary(x_TND, x_TND, cos_TD, sin_TD)
     dim = cos_TD.shape[-1]
     wide = torch.promote_types(x_TND.dtype, cos_TD.dtype)
     rotated, rest = (x_TND, None) if dim == x_TND.shape[-1] else (x_TND[..., :dim], x_TND[..., dim:])
