@@ -117,6 +117,8 @@ def test_padded_batches_keep_the_models_own_attention(side):
         model(**batch, temperature=None)
     with pytest.raises(ValueError, match=r"temperature 0\.0 of a token must be positive"):
         model(**batch, temperature=mask.float())
+    with pytest.raises(ValueError, match="temprature would change nothing in a call of this patched Gemma2"):
+        model(**batch, temprature=0.7)
     with pytest.raises(ValueError, match=r"must have the shape \(3, 9\)"):
         model(input_ids=ids, labels=ids[:, 1:])
     for wrong in (mask[:2], torch.ones(3, 1, 9, 9)):

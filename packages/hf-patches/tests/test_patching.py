@@ -165,6 +165,9 @@ def test_remove_restores_the_model_bit_for_bit():
     assert Patch.of(model) is None
     assert torch.equal(model(input_ids=ids).logits, logits)
     patched.remove()
+    for call in (patched.probe, lambda: patched.new_cache(1, 4)):
+        with pytest.raises(ValueError, match=r"this patch of LlamaForCausalLM was taken away; call patch\(\) again"):
+            call()
 
 
 def test_only_this_instance_changes():
@@ -299,7 +302,11 @@ def test_calls_that_packing_cannot_mean_are_refused():
         model.generate(input_ids=packed.input_ids[None], max_new_tokens=2)
     with pytest.raises(ValueError, match=r"temperature arrived as torch\.bfloat16"):
         model(packed=packed, temperature=torch.ones(35, dtype=torch.bfloat16))
-    model(packed=packed)
+    # transformers' models take any keyword, and what nobody reads would change nothing.
+    for given in ({"temprature": 0.7}, {"output_hidden_states": True}, {"pixel_values": torch.zeros(1)}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} would change nothing in a call of this"):
+            model(packed=packed, **given)
+    model(packed=packed, output_hidden_states=False, return_dict=True, inputs_embeds=None)
     with pytest.raises(ValueError, match="patched already"):
         patch(model)
 
@@ -326,6 +333,20 @@ def test_a_vocabulary_resized_under_the_patch(model_type):
         model.resize_token_embeddings(70, mean_resizing=False)
         output = model(packed=new)
         assert output.logits.shape == (3, 70) if options else output.log_probs[0] < 0
+
+
+def test_another_attention_under_the_patch_is_refused():
+    """In a model with images transformers then changes the text backbone's config, which is the patch's own copy."""
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 61))
+    model = tiny_model("qwen2_vl")
+    patched = patch(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"told to use attention 'sdpa' .*call Patch.of\(model\)\.remove\(\)"):
+        model(packed=packed)
+    patched.remove()
+    expected = one_by_one(model, packed.split(packed.input_ids))
+    patch(model)
+    torch.testing.assert_close(model(packed=packed).log_probs, expected.log_probs, atol=1e-5, rtol=0)
 
 
 def test_the_absent_plan_raises_in_attention():

@@ -112,6 +112,15 @@ def test_values_stand_before_their_tokens():
     torch.testing.assert_close(shared.values, expected, atol=1e-5, rtol=0)
 
 
+def test_no_prompts_give_zero_gradients():
+    model = tiny_model("llama")
+    patch(model)
+    output = model(packed=share_prefixes([], []))
+    assert output.log_probs.shape == output.entropy.shape == (0,)
+    output.log_probs.sum().backward()
+    assert not any(gradient.any() for gradient in gradients(model).values())
+
+
 def test_refusals():
     heads, tails = case()
     with pytest.raises(ValueError, match="a prompt is empty"):

@@ -180,6 +180,10 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
             packed=packed,
             router_replay=RouterReplay({0: torch.zeros(35, 2).long() + torch.tensor([0, 1])}, num_experts=4),
         )
+    longer, record = PackedSequence.from_sequences(random_sequences([*LENGTHS, 3], 61)), RouterReplay()
+    model(packed=longer, router_replay=record)
+    with pytest.raises(ValueError, match=r"have shape \[38, 2\], but tokens 0\.\.34 of 35"):
+        model(packed=packed, router_replay=record.replaying())
     # A router of another kind, in a later transformers, say, is found by the probe.
     other = tiny_model("mixtral")
     router = other.model.layers[0].mlp.gate

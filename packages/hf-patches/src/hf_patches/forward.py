@@ -5,25 +5,32 @@ batch's plan, and a hook of the model returns the numbers that RL needs.
 """
 
 import inspect
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import TransformersKwargs
 
 from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, padded_temperature
+from hf_patches.attention import ATTENTION_NAME
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
 from hf_patches.decoding import continued_positions, decoding_call
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
 from hf_patches.routing import padded_replay
-from hf_patches.vision import VisionHooks, cut_visual_rows, has_images
+from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images
 from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.moe import RouterReplay
 
 # What packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
+
+# What a call brings besides the batch.
+_OWN = ("labels", "temperature", "entropy")
 
 # What continues or cuts sequences, as generate() does; padded batches are whole.
 _WHOLE_ONLY = ("past_key_values", "logits_to_keep")
@@ -42,6 +49,20 @@ def _refuse_decided(kwargs: dict[str, Any]) -> None:
         raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
 
 
+def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], known: Collection[str]) -> None:
+    """Raise for what would change nothing: transformers' models take any keyword, and `PackedOutput` has its fields."""
+    unknown = [
+        name
+        for name, value in kwargs.items()
+        if (name not in known or name.startswith("output_")) and value is not None and value is not False
+    ]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} would change nothing in a call of this patched {type(model).__name__}; leave it out "
+            f"(besides the batch a call takes {', '.join(_OWN)})"
+        )
+
+
 def _is_given(value: object) -> bool:
     return value is not None and not (isinstance(value, int) and value == 0)
 
@@ -49,8 +70,12 @@ def _is_given(value: object) -> bool:
 class CallHooks:
     """The hooks of one patched model; methods, so that a deep copy of the model gets hooks of its own."""
 
-    def __init__(self, state: CallState, backbone: nn.Module, config: Any, vision: VisionHooks | None) -> None:
+    def __init__(
+        self, state: CallState, model: nn.Module, backbone: nn.Module, config: Any, vision: VisionHooks | None
+    ) -> None:
         self.state, self.vision, self.config = state, vision, config
+        self.known = {*inspect.signature(model.forward).parameters, *_OWN, *_RETURNS}
+        self.known |= set() if vision is None else {*VISUAL_INPUTS, "mm_token_type_ids"}
         self.longest = longest_exact_sequence(config)
         self.parameters = list(inspect.signature(backbone.forward).parameters)
 
@@ -69,6 +94,7 @@ class CallHooks:
             raise ValueError("the patch of this model is not proven yet: call Patch.probe() before the first batch")
         if replay is not None and not self.state.routed_layers:
             raise ValueError("router_replay=... needs a model that was patched with router_replay=True")
+        _refuse_unknown(model, kwargs, self.known)
         if cache is not None:
             return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
@@ -137,11 +163,17 @@ class CallHooks:
         return plan, head_rows(batch, plan)
 
     def inject(
-        self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Pre-hook of the text backbone: adds the plan, and cuts what goes by token to this rank's part."""
         plan = self.state.require().plan
         assert plan is not None
+        if (asked := backbone.config._attn_implementation) != ATTENTION_NAME:
+            raise ValueError(
+                f"the layers of {type(backbone).__name__} have been told to use attention {asked!r} since they were "
+                "patched (by set_attn_implementation()?), which would not keep the sequences apart; call "
+                "Patch.of(model).remove() before such a change, and patch the model again after it"
+            )
         kwargs |= dict(zip(self.parameters, args, strict=False))
         for name, dim in _TOKEN_DIMS.items():
             if plan.group is not None and isinstance(kwargs.get(name), Tensor):
@@ -169,6 +201,7 @@ class CallHooks:
                 f"a patched model scores whole sequences; leave {', '.join(given)} out, and to generate() take the "
                 "patch away with Patch.remove()"
             )
+        _refuse_unknown(model, kwargs, self.known | TransformersKwargs.__annotations__.keys())
         labels = kwargs.pop("labels", None)
         temperature = kwargs.pop("temperature", 1.0)
         labels = next_tokens(ids, mask) if labels is None else labels

@@ -60,6 +60,7 @@ class Patch:
 
     def probe(self) -> ProbeResult:
         """Run the start-up probe (again); every rank of the group must call it. Raises RuntimeError if it fails."""
+        self._require_applied()
         self.state.proven = False
         self.probe_result = run_probe(
             self.model, self.state, self.backbone, self.config, experts=self.family.experts, heads=self.heads
@@ -76,8 +77,10 @@ class Patch:
         alone, also with a sequence-parallel group: ranks may decode different sequences.
 
         Raises:
-            ValueError: the model's layers have keys and values of different sizes, or the patch is not proven yet.
+            ValueError: the model's layers have keys and values of different sizes, or the patch is not proven yet, or
+                was taken away.
         """
+        self._require_applied()
         kind = None if self.probe_result is None else self.probe_result.key_values
         if kind is None:
             raise ValueError(
@@ -108,7 +111,7 @@ class Patch:
                 names[embedding],
                 "a batch without images touches the vision tower",
             )
-        hooks = CallHooks(self.state, self.backbone, self.config, vision)
+        hooks = CallHooks(self.state, self.model, self.backbone, self.config, vision)
         enter = hooks.enter if options.packed else hooks.enter_padded
         self.journal.add_hook(
             self.model.register_forward_pre_hook(enter, with_kwargs=True), "", f"takes {options.batches} batches"
@@ -223,6 +226,10 @@ class Patch:
                 copied, what = copy.deepcopy(copied), f"{what}, experts {EXPERTS_NAME!r} (npu_grouped_matmul)"
                 copied._experts_implementation = EXPERTS_NAME
             self.journal.set_attribute(module, "config", copied, names[module], what)
+
+    def _require_applied(self) -> None:
+        if Patch.of(self.model) is not self:
+            raise ValueError(f"this patch of {type(self.model).__name__} was taken away; call patch() again")
 
     def remove(self) -> None:
         """Take every change back: the model is what it was, bit for bit. A second call does nothing."""

@@ -81,15 +81,16 @@ def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tenso
             if offset:
                 rows.append(torch.cat([prompt_rows[-1:], own])[: len(piece)])
             start += len(piece)
-    device = prompts[0].device
     plain = PackedSequence.from_sequences(pieces)
+    device = plain.input_ids.device
+    nothing = torch.zeros(0, dtype=torch.int64)
     return SharedPrefixes(
-        packed=replace(plain, position_ids=torch.cat(positions).to(device)),
-        key_index=torch.cat(keys).to(device),
+        packed=replace(plain, position_ids=torch.cat([nothing, *positions]).to(device)),
+        key_index=torch.cat([nothing, *keys]).to(device),
         cu_seqlens_k=torch.tensor([0, *lengths_k]).cumsum(0).int().to(device),
-        max_seqlen_k=max(lengths_k),
-        rows=torch.cat([*rows, torch.zeros(0, dtype=torch.int64)]),
-        labels=torch.cat([*(response.long() for group in responses for response in group), prompts[0][:0].long()]),
+        max_seqlen_k=max(lengths_k, default=0),
+        rows=torch.cat([nothing, *rows]),
+        labels=torch.cat([nothing.to(device), *(response.long() for group in responses for response in group)]),
         lengths=tuple(len(response) for group in responses for response in group),
     )
 

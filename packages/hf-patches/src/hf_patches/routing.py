@@ -45,7 +45,8 @@ class ReplayedRouter:
             if replay.recording:
                 replay.select(self.number, plan.gather(experts))
                 return experts
-            return replay.select(self.number, experts, first_token=plan.local_tokens.start)
+            first = plan.local_tokens.start
+            return replay.select(self.number, experts, first_token=first, num_tokens=plan.num_tokens)
 
         num_experts, top_k = len(self.router.get_parameter("weight")), int(self.router.top_k)  # type: ignore[arg-type]
         with _Choosing(select, num_experts, top_k) as choosing:
