@@ -1,5 +1,6 @@
 """One pool of gloo ranks for all tests of this package."""
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ settings.load_profile("megatron_utils")
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
+    """Four gloo ranks, which have of Megatron-Core what this process has when they are forked."""
+    importlib.import_module("megatron_utils.dist_checkpointing")
     return shared_pool()
 
 

@@ -327,6 +327,33 @@ def test_windows_are_those_of_transformers(model_type: str, fields: dict[str, An
         assert made.cp_comm_type == ("a2a" if any(expected) else "p2p")
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_what_a_config_does_not_say_is_what_transformers_has(model_type: str) -> None:
+    import transformers
+
+    from megatron_utils.gpt import transformer_config
+
+    def made(config: dict[str, Any]) -> dict[str, Any]:
+        fields = vars(transformer_config(config, ParallelDims()))
+        return {name: value for name, value in fields.items() if not callable(value)}
+
+    sizes = tiny_config(model_type, use_sliding_window=True, max_window_layers=2)
+    if model_type == "deepseek_v3":
+        sizes |= {"num_experts_per_tok": 8, "topk_group": 4, "n_group": 8, "n_routed_experts": 16}
+    for name in ("sliding_window", "norm_topk_prob"):
+        sizes.pop(name, None)
+    whole = transformers.AutoConfig.for_model(**sizes).to_dict()
+    for name in (
+        "sliding_window",
+        "norm_topk_prob",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "topk_group",
+        "n_group",
+    ):
+        assert made({key: value for key, value in whole.items() if key != name}) == made(whole), name
+
+
 LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tiny_config("qwen3_moe")
 
 
@@ -398,6 +425,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
         ),
         (DEEPSEEK | {"topk_group": 1}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=1 is not supported"),
         (DEEPSEEK | {"norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),
+        (DEEPSEEK | {"rope_interleave": False}, ParallelDims(), {}, "rope_interleave=False is not supported"),
         (DEEPSEEK | {"attention_bias": True}, ParallelDims(), {}, "attention_bias=True is not supported with latent"),
         (
             LLAMA,

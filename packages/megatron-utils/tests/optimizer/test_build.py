@@ -204,7 +204,10 @@ def overflow_of_an_expert_on(group: ProcessGroup) -> None:
             assert optimizer.step().skipped
             # Dense parameters and experts have an optimizer each, and their losses one scale.
             assert [float(part.grad_scaler.scale) for part in optimizer.inner.chained_optimizers] == [scale] * 2
-        optimizer.loss_scale = 8.0
+        assert optimizer.loss_scale_state == {"scale": 16.0, "growth_tracker": 0, "hysteresis_tracker": -1}
+        before = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 1}
+        optimizer.loss_scale_state = before
+        assert optimizer.loss_scale_state == before
         assert optimizer.scale_loss(torch.ones(())).item() == optimizer.loss_scale == 8.0
 
 

@@ -81,10 +81,7 @@ def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """
     step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=torch.cuda.current_device())
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
-    scalers = optimizer.scalers()
-    state = scalers[0].state_dict() if scalers else {}
-    plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
-    return {"step": int(step), "grad_scaler": plain}
+    return {"step": int(step), "grad_scaler": optimizer.loss_scale_state}
 
 
 def _metadata(grid: MegatronGrid) -> dict[str, Any]:

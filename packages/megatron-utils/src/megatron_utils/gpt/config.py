@@ -1,7 +1,8 @@
 """From a Hugging Face config to Megatron-Core's `TransformerConfig`: one table of families.
 
 Every family shares the plain decoder's fields; what it adds or does otherwise is a row of `FAMILIES`. A field that
-would change the computation and that Megatron cannot express is refused by name.
+would change the computation and that Megatron cannot express is refused by name; one that is missing is needed, or what
+transformers' own config of the family has then.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Family:
     latent: Callable[[HfConfig], dict[str, Any]] | None = None
     """Fields of multi-head latent attention, for families that have it."""
     moe: Callable[[HfConfig], dict[str, Any]] | None = None
+    rope_theta: float = 10000.0
+    """Where the config states none."""
 
 
 class _Fields(dict[str, Any]):
@@ -63,7 +66,7 @@ def hf_config(config: Any) -> dict[str, Any]:
 
 
 def _qwen_window(hf: HfConfig) -> int | None:
-    return hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    return hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
 
 
 def _qwen_slides(hf: HfConfig) -> list[bool]:
@@ -81,7 +84,7 @@ def _softmax_experts(hf: HfConfig) -> dict[str, Any]:
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
         # softmax over the chosen equals softmax over all, renormalised.
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", hf["model_type"] == "mixtral"),
         "moe_layer_freq": _moe_layers(hf),
     }
 
@@ -96,6 +99,11 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): sizes, and the factor of yarn in the scale."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if not hf.get("rope_interleave", True):
+        raise ValueError(
+            "rope_interleave=False is not supported with latent attention: it rotates neighbouring dims, as DeepSeek's "
+            "checkpoints want it"
+        )
     return {
         "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": hf["kv_lora_rank"],
@@ -112,7 +120,7 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
 def _sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3's mixture (arXiv:2412.19437): sigmoid scores, a bias that only chooses, groups, shared experts."""
     layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
-    top_k, groups, top_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    top_k, groups, top_groups = hf["num_experts_per_tok"], hf.get("n_group", 8) or 1, hf.get("topk_group", 4) or 1
     if groups > 1 and top_k != 2 * top_groups:
         raise ValueError(
             f"num_experts_per_tok={top_k} with topk_group={top_groups} is not supported: Megatron ranks a group by the "
@@ -133,7 +141,7 @@ def _sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         # The bias is part of the checkpoint; fine-tuning leaves it alone unless told otherwise.
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 2.5),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": top_groups if groups > 1 else None,
     }
@@ -145,7 +153,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=lambda hf: bool(hf.get("attention_bias", False)),
         mlp_bias=lambda hf: bool(hf.get("mlp_bias", False)),
     ),
-    "mistral": Family(window=lambda hf: hf.get("sliding_window")),
+    "mistral": Family(window=lambda hf: hf.get("sliding_window", 4096)),
     "qwen2": Family(qkv_bias=lambda hf: True, window=_qwen_window, slides=_qwen_slides),
     "qwen3": Family(
         qk_norm=True,
@@ -159,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         window=_qwen_window,
         moe=_softmax_experts,
     ),
-    "mixtral": Family(window=lambda hf: hf.get("sliding_window"), moe=_softmax_experts),
+    "mixtral": Family(window=lambda hf: hf.get("sliding_window"), moe=_softmax_experts, rope_theta=1e6),
 }
 
 

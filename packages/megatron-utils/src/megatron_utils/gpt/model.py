@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.gpt.config import head_dim, hf_config, transformer_config
+from megatron_utils.gpt.config import family_of, head_dim, hf_config, transformer_config
 from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
@@ -65,7 +65,8 @@ class PackedGPTModel(GPTModel):
             share_embeddings_and_output_weights=role == "causal_lm" and bool(hf.get("tie_word_embeddings")),
             **kwargs,
         )
-        self.rotary = RotaryEmbedding.from_config({**hf, "head_dim": head_dim(hf)})
+        theta = hf.get("rope_theta") or family_of(hf).rope_theta
+        self.rotary = RotaryEmbedding.from_config({**hf, "head_dim": head_dim(hf), "rope_theta": theta})
         if role == "value" and self.post_process:
             self.output_layer = ValueHead(config, bias=bool(hf.get("score_bias")))
 

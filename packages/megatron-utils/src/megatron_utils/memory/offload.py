@@ -53,11 +53,17 @@ class HostOffload:
 
         Raises:
             RuntimeError: tensors are away already.
+            ValueError: torch cannot give up the memory of one; nothing has been moved.
         """
         if self._away:
             raise RuntimeError("tensors are offloaded already; call onload first")
         kept = _storages(tensors)
         dropped = {key: storage for key, storage in _storages(discard).items() if key not in kept}
+        if fixed := [storage.nbytes() for storage in (*kept.values(), *dropped.values()) if not storage.resizable()]:
+            raise ValueError(
+                f"memory of {fixed[0]} bytes ({len(fixed)} in all) cannot be given up: it is not torch's own, but a "
+                "mapped file's, say; clone() the tensors first"
+            )
         offsets, size = {}, 0
         for key, storage in kept.items():
             offsets[key] = size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer.config import OptimizerConfig, ScheduleConfig
+
+LOSS_SCALE_COUNTERS = ("growth_tracker", "hysteresis_tracker")
+"""Megatron's names for the steps since the loss scale grew, and the overflows until it shrinks."""
 
 
 def wrap_data_parallel(
@@ -172,18 +175,28 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """What `scale_loss` multiplies by; None where there is no loss scale (fp32, bf16).
-
-        A run that goes on may set it to what it was; a constant one (`OptimizerConfig.loss_scale`) stays.
-        """
+        """What `scale_loss` multiplies by; None where there is no loss scale (fp32, bf16)."""
         scalers = self.scalers()
         return float(scalers[0].scale) if scalers else None
 
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
+    @property
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """A loss scale that adapts, and how near its next change is, by Megatron's names; None where there is none.
+
+        A run that goes on sets it to what it was.
+        """
+        scalers = self.scalers()
+        if not scalers or not isinstance(scalers[0], DynamicGradScaler):
+            return None
+        state = scalers[0].state_dict()
+        return {name: state[name] for name in LOSS_SCALE_COUNTERS} | {"scale": float(state["scale"])}
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float]) -> None:
         for scaler in self.scalers():
             if isinstance(scaler, DynamicGradScaler):
-                scaler._scale = torch.full_like(scaler.scale, scale)
+                counters = {name: int(state[name]) for name in LOSS_SCALE_COUNTERS}
+                scaler.load_state_dict(counters | {"scale": torch.full_like(scaler.scale, state["scale"])})
 
     def scalers(self) -> list[Any]:
         """The loss scale of each chained optimizer, also of those without parameters on this rank."""
