@@ -1,12 +1,15 @@
 """The pools of ranks that all tests of compositions share."""
 
+import importlib
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
+from rl_models.slow_imports import slow_imports
 
 # Transformer Engine asks cuBLAS for TF32, whose operands have 11 bits, wherever it is given fp32. This keeps fp32 fp32;
 # cuBLAS reads it when it is first used, so it is set before any rank starts.
@@ -15,6 +18,9 @@ os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
+    """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
+    for name in slow_imports(ParallelDims(dp=2, pp=2)):
+        importlib.import_module(name)
     return shared_pool()
 
 

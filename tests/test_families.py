@@ -3,11 +3,13 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ckpt.families import FAMILIES as LAYOUTS
@@ -53,6 +55,20 @@ def test_table_is_the_codes() -> None:
     assert printed[1] == table(), "replace the table in README.md by the one above"
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """`saved("llama")`: a tiny model of the family, and the folder that it is saved in; made once."""
+
+    @cache
+    def save(family: str) -> tuple[PreTrainedModel, Path]:
+        folder = tmp_path_factory.mktemp(family)
+        model = tiny_model(family).eval()
+        model.save_pretrained(folder)
+        return model, folder
+
+    return save
+
+
 @contextlib.contextmanager
 def what_it_needs(backend: str) -> Iterator[None]:
     """Megatron-Core wants a process group, and on a CPU its stand-in."""
@@ -68,15 +84,16 @@ def what_it_needs(backend: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("family", "backend"), CELLS)
-def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family: str, backend: str) -> None:
-    model = tiny_model(family).eval()
-    model.save_pretrained(tmp_path)
+def test_an_actor_of_every_cell_scores_like_transformers(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
+) -> None:
+    model, path = saved(family)
     sequences = random_sequences((7, 1, 12), model.config.get_text_config().vocab_size)
     batch = Batch.from_sequences(sequences)
     with torch.no_grad():
         expected = one_by_one(model, sequences)
     with what_it_needs(backend):
-        scored = Actor.from_pretrained(tmp_path, backend=backend, device="cpu").log_probs(batch)
+        scored = Actor.from_pretrained(path, backend=backend, device="cpu").log_probs(batch)
     # transformers scores the next token; an actor's batch holds each token's own.
     starts = batch.first
     torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)
@@ -84,13 +101,14 @@ def test_an_actor_of_every_cell_scores_like_transformers(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize(("family", "backend"), CELLS)
-def test_an_actor_of_every_cell_generates_like_transformers(tmp_path: Path, family: str, backend: str) -> None:
+def test_an_actor_of_every_cell_generates_like_transformers(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
+) -> None:
     """A token at a time with a KV cache: as transformers would draw, which sees all at once."""
-    model = tiny_model(family).eval()
-    model.save_pretrained(tmp_path)
+    model, path = saved(family)
     prompts = random_sequences((7, 1, 12), model.config.get_text_config().vocab_size)
     with what_it_needs(backend):
-        actor = Actor.from_pretrained(tmp_path, backend=backend, device="cpu")
+        actor = Actor.from_pretrained(path, backend=backend, device="cpu")
         greedy = actor.generate(prompts, max_new_tokens=6, temperature=0.0)
         drawn = actor.generate(prompts, max_new_tokens=6, n=2, temperature=0.8, seed=1)
         scored = actor.log_probs(drawn, temperature=0.8).log_probs

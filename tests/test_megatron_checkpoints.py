@@ -5,9 +5,10 @@ transformers', under the names of the checkpoint: of the local layers and of Tra
 """
 
 import contextlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.testing import MIXTURES, tiny_models
+from ckpt import Place, layout_for, load_hf, save_hf
+from megatron_utils import megatron_grid
+from megatron_utils.gpt import build_gpt
+from megatron_utils.optimizer import wrap_data_parallel
+from megatron_utils.pipeline_parallel import run_schedule
+from megatron_utils.testing import MIXTURES, cpu_stand_in, tiny_models
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
@@ -50,6 +56,28 @@ def sequences() -> list[Tensor]:
     return [torch.randint(0, 37, (n,), generator=generator) for n in (11, 1, 17, 6)]
 
 
+class Saved(NamedTuple):
+    """A model and its gradients, as transformers saves them under "weights" and "gradients", and its log-probs."""
+
+    folder: Path
+    log_probs: list[Tensor]
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any]], Saved]:
+    """`saved(config)`: of each configuration once."""
+    found: dict[str, Saved] = {}
+
+    def save(config: Mapping[str, Any]) -> Saved:
+        key = json.dumps(config, sort_keys=True)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("transformers")
+            found[key] = Saved(folder, save_transformers(config, folder))
+        return found[key]
+
+    return save
+
+
 def save_transformers(config: Mapping[str, Any], folder: Path) -> list[Tensor]:
     """Save a model under "weights" and its gradients, in its weights' places, under "gradients"; returns log-probs."""
     import transformers
@@ -72,22 +100,15 @@ def save_transformers(config: Mapping[str, Any], folder: Path) -> list[Tensor]:
 
 def there_and_back_on(
     group: ProcessGroup,
-    folder: Path,
+    source: str,
+    out: Path,
     dims: ParallelDims,
     virtual_stages: int | None,
     *,
     layer_spec: str = "local",
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Load, run forward and backward, save weights and gradients beside transformers'; returns log-probs."""
-    from ckpt import Place, layout_for, load_hf, save_hf
-    from megatron_utils import megatron_grid
-    from megatron_utils.gpt import build_gpt
-    from megatron_utils.optimizer import wrap_data_parallel
-    from megatron_utils.pipeline_parallel import run_schedule
-    from megatron_utils.testing import cpu_stand_in
-
-    source = str(folder / "weights")
+    """Load, run forward and backward, save weights and gradients under their names; returns log-probs."""
     rows = [ids.to(device) for ids in sequences()]
     micro_batches = [PackedSequence.from_sequences(part, multiple_of=dims.tp) for part in (rows[:2], rows[2:])]
 
@@ -117,21 +138,21 @@ def there_and_back_on(
         )
         for kind, gradients in (("weights", False), ("gradients", True)):
             tensors = [held(chunk, gradients=gradients) for chunk in chunks]
-            save_hf(folder / f"megatron-{kind}", tensors, layout, places, group=group)
+            save_hf(out / kind, tensors, layout, places, group=group)
         parts = zip(micro_batches, outputs, strict=True)
         return [rows[:-1] for part, output in parts for rows in part.split(output.log_probs)]
 
 
 def assert_there_and_back(
-    pool: RankPool, config: Mapping[str, Any], folder: Path, dims: ParallelDims, *arguments: Any, **options: Any
+    pool: RankPool, saved: Saved, out: Path, dims: ParallelDims, *arguments: Any, **options: Any
 ) -> None:
     tolerance = 1e-5 if options.get("device", "cpu") == "cpu" else TOLERANCES[options["layer_spec"]]
-    expected = save_transformers(config, folder)
-    for log_probs in pool.run(there_and_back_on, folder, dims, *arguments, world=dims.world_size, **options):
-        for own, other in zip(log_probs, expected, strict=True):
+    source = str(saved.folder / "weights")
+    for log_probs in pool.run(there_and_back_on, source, out, dims, *arguments, world=dims.world_size, **options):
+        for own, other in zip(log_probs, saved.log_probs, strict=True):
             torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
     for kind in ("weights", "gradients"):
-        before, after = (tensors_of(folder / name) for name in (kind, f"megatron-{kind}"))
+        before, after = (tensors_of(folder / kind) for folder in (saved.folder, out))
         assert before.keys() == after.keys()
         for key, value in before.items():
             assert value.dtype == after[key].dtype
@@ -156,8 +177,10 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         if dims.ep == 1 or config["model_type"] in MIXTURES
     ],
 )
-def test_there_and_back(ranks: RankPool, tmp_path: Path, name: str, grid: str) -> None:
-    assert_there_and_back(ranks, MODELS[name], tmp_path, *GRIDS[grid])
+def test_there_and_back(
+    ranks: RankPool, saved: Callable[[Mapping[str, Any]], Saved], tmp_path: Path, name: str, grid: str
+) -> None:
+    assert_there_and_back(ranks, saved(MODELS[name]), tmp_path, *GRIDS[grid])
 
 
 @pytest.mark.parametrize(
@@ -172,11 +195,16 @@ def test_there_and_back(ranks: RankPool, tmp_path: Path, name: str, grid: str) -
 )
 @pytest.mark.parametrize("layer_spec", ["local", "transformer_engine"])
 def test_there_and_back_on_gpus(
-    nccl_ranks: RankPool, tmp_path: Path, name: str, layer_spec: str, dims: ParallelDims
+    nccl_ranks: RankPool,
+    saved: Callable[[Mapping[str, Any]], Saved],
+    tmp_path: Path,
+    name: str,
+    layer_spec: str,
+    dims: ParallelDims,
 ) -> None:
     if layer_spec == "transformer_engine":
         pytest.importorskip("transformer_engine")
     config = MODELS[name] | {key: size for key, size in WIDE.items() if key in MODELS[name]}
     if layer_spec == "transformer_engine":
         config |= EVERY_EXPERT.get(config["model_type"], {})
-    assert_there_and_back(nccl_ranks, config, tmp_path, dims, None, layer_spec=layer_spec, device="cuda")
+    assert_there_and_back(nccl_ranks, saved(config), tmp_path, dims, None, layer_spec=layer_spec, device="cuda")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,13 +80,6 @@ def places(family: str) -> list[tuple[str, ParallelDims]]:
     return [place for place in PLACES if "num_experts" in FAMILIES[family][3] or place[1].ep == 1]
 
 
-def numbers(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[list[int], Tensor]:
-    """The sequences of this data-parallel rank, and `[3, T]`: log-probs, entropies and values of their tokens."""
-    actor, critic = load(group, folder, backend, dims)
-    indices, part = my_part(actor)
-    return indices, torch.stack([*actor.log_probs(part, temperature=1.3), critic.values(part)])
-
-
 def load(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[Actor, Critic]:
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     options: dict[str, Any] = {
@@ -110,23 +105,58 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, advantages=[torch.randn(n, generator=generator) for n in lengths])
 
 
-def step(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims, out: Path) -> None:
-    """One step of actor and critic, saved."""
+class Rank(NamedTuple):
+    """The sequences of a data-parallel rank, and `[3, T]`: log-probs, entropies and values of their tokens."""
+
+    indices: list[int]
+    numbers: Tensor
+
+
+class Found(NamedTuple):
+    """What a backend computes on a grid, and the folder of actor and critic after a step."""
+
+    backend: str
+    dims: ParallelDims
+    ranks: list[Rank]
+    folder: Path
+
+
+def train(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims, out: Path) -> Rank:
+    """What actor and critic say; then one step of both, saved."""
     actor, critic = load(group, folder, backend, dims)
-    _, part = my_part(actor)
+    indices, part = my_part(actor)
+    numbers = torch.stack([*actor.log_probs(part, temperature=1.3), critic.values(part)])
     actor.update(part, lambda log_probs, entropy, own: LossTerms(own["advantages"] * log_probs - 0.1 * entropy, {}))
     critic.update(part, lambda values, own: LossTerms((values - own["advantages"]).square(), {}))
     actor.save_pretrained(out / "actor")
     critic.save_pretrained(out / "critic")
+    return Rank(indices, numbers)
+
+
+@pytest.fixture(scope="module")
+def everywhere(
+    ranks: RankPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[Found]]:
+    """`everywhere("llama")`: what each backend finds on each grid; the first is `parallel` on one rank."""
+
+    @cache
+    def run(family: str) -> list[Found]:
+        found = []
+        for backend, dims in places(family):
+            out = tmp_path_factory.mktemp(family)
+            of_ranks = ranks.run(train, checkpoints / family, backend, dims, out, world=dims.world_size, timeout=120)
+            found.append(Found(backend, dims, of_ranks, out))
+        return found
+
+    return run
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_all_backends_and_grids_give_the_same_numbers(ranks: RankPool, checkpoints: Path, family: str) -> None:
+def test_all_backends_and_grids_give_the_same_numbers(everywhere: Callable[[str], list[Found]], family: str) -> None:
     batch = make_batch()
-    ((_, expected),) = ranks.run(numbers, checkpoints / family, "parallel", ParallelDims(), world=1)
+    expected = everywhere(family)[0].ranks[0].numbers
     assert expected.abs().max() > 1
-    for backend, dims in places(family):
-        results = ranks.run(numbers, checkpoints / family, backend, dims, world=dims.world_size, timeout=120)
+    for backend, dims, results, _ in everywhere(family):
         seen = set()
         for indices, actual in results:
             seen.update(indices)
@@ -138,20 +168,19 @@ def test_all_backends_and_grids_give_the_same_numbers(ranks: RankPool, checkpoin
 
 @pytest.mark.parametrize("family", CASES)
 def test_all_backends_and_grids_give_the_same_gradients(
-    ranks: RankPool, checkpoints: Path, family: str, tmp_path: Path
+    everywhere: Callable[[str], list[Found]], checkpoints: Path, family: str
 ) -> None:
-    for number, (backend, dims) in enumerate(places(family)):
-        ranks.run(step, checkpoints / family, backend, dims, tmp_path / str(number), world=dims.world_size, timeout=120)
+    found = everywhere(family)
     for kind in ("actor", "critic"):
         before, *after = (
             load_file(folder / kind / "model.safetensors")
-            for folder in (checkpoints / family, *(tmp_path / str(number) for number in range(len(places(family)))))
+            for folder in (checkpoints / family, *(place.folder for place in found))
         )
         for name, start in before.items():
             expected = after[0][name] - start
             scale = expected.abs().max()
             assert scale > 0, name
-            for (backend, dims), tensors in zip(places(family), after, strict=True):
+            for (backend, dims, _, _), tensors in zip(found, after, strict=True):
                 # The difference of two parameters is rounded as these are.
                 atol = 1e-4 * scale.item() + 1e-6 * start.abs().max().item()
                 torch.testing.assert_close(

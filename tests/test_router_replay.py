@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.testing import tiny_config
+from ckpt import Place, layout_for, load_hf
+from megatron_utils import megatron_grid
+from megatron_utils.gpt import build_gpt
+from megatron_utils.optimizer import wrap_data_parallel
+from megatron_utils.pipeline_parallel import run_schedule
+from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
+from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
@@ -57,18 +65,41 @@ def on_transformers(path: Path, routing: list[Tensor] | None) -> tuple[Tensor, T
     return log_probs.detach(), torch.stack(routers), packed.split(replay.as_tensor())
 
 
+class Expected(NamedTuple):
+    """Of transformers: what its own routing gives and is, and what `moved_routing` gives, with the gradients."""
+
+    path: Path
+    free: Tensor
+    own: list[Tensor]
+    replayed: Tensor
+    gradients: Tensor
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """`expected("qwen3-moe")`: of each model once."""
+    import transformers
+
+    @cache
+    def compute(name: str) -> Expected:
+        path = tmp_path_factory.mktemp(name)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name]))
+        generator = torch.Generator().manual_seed(0)
+        for tensor in model.state_dict().values():
+            tensor.normal_(0, 0.2, generator=generator)
+        model.save_pretrained(path)
+        free, _, own = on_transformers(path, None)
+        replayed, gradients, _ = on_transformers(path, moved_routing())
+        assert not torch.allclose(free, replayed)
+        return Expected(path, free, own, replayed, gradients)
+
+    return compute
+
+
 def on_megatron(
     group: ProcessGroup, path: Path, dims: ParallelDims, routing: list[Tensor] | None
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor]]:
     """The same; the gradients of the layers that this rank holds."""
-    from ckpt import Place, layout_for, load_hf
-    from megatron_utils import megatron_grid
-    from megatron_utils.gpt import build_gpt
-    from megatron_utils.optimizer import wrap_data_parallel
-    from megatron_utils.pipeline_parallel import run_schedule
-    from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
-    from megatron_utils.testing import cpu_stand_in
-
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size)) as grid:
         (chunk,) = build_gpt(path, grid, layers_per_stage=None if dims.pp == 1 else [2, 1])
         axes = {"tp": grid.groups.tp, "pp": grid.groups.pp, "ep": grid.groups.ep, "etp": grid.groups.expt_tp}
@@ -106,27 +137,19 @@ PLAIN = {("qwen3-moe", ParallelDims(tp=2)), ("deepseek-v3", ParallelDims(dp=2, e
     ],
     ids=str,
 )
-def test_routing_travels_between_backends(ranks: RankPool, tmp_path: Path, name: str, dims: ParallelDims) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name]))
-    generator = torch.Generator().manual_seed(0)
-    for tensor in model.state_dict().values():
-        tensor.normal_(0, 0.2, generator=generator)
-    model.save_pretrained(tmp_path)
-
-    free, _, own = on_transformers(tmp_path, None)
+def test_routing_travels_between_backends(
+    ranks: RankPool, expected: Callable[[str], Expected], name: str, dims: ParallelDims
+) -> None:
+    path, free, own, replayed, gradients = expected(name)
     moved = moved_routing()
-    expected, gradients, _ = on_transformers(tmp_path, moved)
-    assert not torch.allclose(free, expected)
     # Recorded on transformers, replayed on Megatron-Core.
-    for log_probs, held, recorded in ranks.run(on_megatron, tmp_path, dims, moved, world=dims.world_size):
-        torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    for log_probs, held, recorded in ranks.run(on_megatron, path, dims, moved, world=dims.world_size):
+        torch.testing.assert_close(log_probs, replayed, rtol=1e-5, atol=1e-5)
         for layer, gradient in held.items():
             torch.testing.assert_close(gradient, gradients[MOE_LAYERS.index(layer)], rtol=1e-4, atol=1e-5)
         assert all(torch.equal(one.long(), other) for one, other in zip(recorded, moved, strict=True))
     # Recorded on Megatron-Core, replayed on transformers: what each would choose itself.
-    _, _, recorded = ranks.run(on_megatron, tmp_path, dims, None, world=dims.world_size)[0]
+    _, _, recorded = ranks.run(on_megatron, path, dims, None, world=dims.world_size)[0]
     assert all(torch.equal(a.long().sort(-1)[0], b.sort(-1)[0]) for a, b in zip(recorded, own, strict=True))
-    replayed, _, _ = on_transformers(tmp_path, [table.long() for table in recorded])
-    torch.testing.assert_close(replayed, free, rtol=1e-5, atol=1e-5)
+    again, _, _ = on_transformers(path, [table.long() for table in recorded])
+    torch.testing.assert_close(again, free, rtol=1e-5, atol=1e-5)

@@ -72,11 +72,11 @@ def test_every_place_loads_the_same_as_from_separate_experts(
     name: str, target: Any, grid: Grid, checkpoint: Checkpoints, assert_same: AssertSame
 ) -> None:
     stacked, separate = in_memory(name, checkpoint), checkpoint(name)
-    layout = layout_for(stacked, target)
+    layout, of_separate = layout_for(stacked, target), layout_for(separate, target)
     for place in grid.places():
         counter = IOCounter()
         tensors = load_hf(stacked, layout, place, counter=counter)
-        assert_same(tensors, load_hf(separate, layout_for(separate, target), place))
+        assert_same(tensors, load_hf(separate, of_separate, place))
         # No byte of an expert that lies on another rank; only the vocabulary's padding is not read.
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         assert 0.9 * held <= counter.data_bytes <= held

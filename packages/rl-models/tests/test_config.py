@@ -1,11 +1,13 @@
 """`ModelConfig` and the families: what is read from a Hugging Face config, and what is refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import ckpt
 from parallel_layers import PackedSequence, RotaryEmbedding
@@ -137,6 +139,43 @@ def test_deepseek_v3_routes_by_sigmoid_and_compresses_keys_and_values() -> None:
     assert (moe.scoring, moe.correction_bias, moe.num_groups, moe.shared_intermediate_size) == ("sigmoid", True, 2, 32)
     assert config.decoder.latent.q_lora_rank == 12
     assert config.decoder.head_dim == 12
+
+
+# What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.
+OF_SHAPES = {
+    "num_key_value_heads",
+    "head_dim",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_local_experts",
+    "q_lora_rank",
+} | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
+WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: str) -> None:
+    known: dict[str, Any] = {name: LLAMA[name] for name in LLAMA.keys() & OF_SHAPES}
+    latent = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    sizes = {**known, **WINDOWED, **(latent if family == "deepseek_v3" else {})}
+    whole = AutoConfig.for_model(family, **sizes).to_dict()
+    whole["architectures"] = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
+    expected = ModelConfig.from_hf(whole)
+    for name in whole.keys() - OF_SHAPES - WINDOWED.keys() - {"architectures", "model_type"}:
+        try:
+            found = ModelConfig.from_hf({key: value for key, value in whole.items() if key != name})
+        except (ValueError, KeyError):
+            continue
+        # Layer types are made of the windows' other fields where there are none.
+        assert replace(found, hf=expected.hf) == expected, name
+        assert torch.equal(found.rotary().inv_freq, expected.rotary().inv_freq), name
 
 
 # The biases that a config may ask for.

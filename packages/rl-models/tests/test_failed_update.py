@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
@@ -67,8 +68,6 @@ def fail_and_go_on(
     group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, dtype: torch.dtype
 ) -> list[tuple[dict[str, float], Tensor]]:
     """The next update, and what the actor then says, after each failure, and after none."""
-    from megatron_utils.testing import cpu_stand_in
-
     batch = Batch.from_sequences(ROWS)
     errors = [None, ZeroDivisionError("oops"), KeyboardInterrupt()]
     if dims.pp > 1:  # nobody would send the other stages what they wait for after an interrupt
@@ -197,3 +196,27 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             actor.update(Batch.from_sequences(ROWS), loss)  # type: ignore[arg-type]
+
+
+def without_a_gradient(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], dict[str, float], str]:
+    """What an update says whose loss is a constant where there is nothing to learn, on rank 1, and of one that has a
+    gradient of zero there; and the error of a loss that is a constant elsewhere on rank 1."""
+    dims, last = ParallelDims(dp=2), group.rank() == 1
+    batch = Batch.from_sequences(ROWS, response_lengths=[0 if last else 2] * 3)
+    actor, other = (load(group, path, backend, dims) for _ in range(2))
+
+    def constant(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        return LossTerms(-log_probs) if bool(part.mask.any()) else LossTerms(torch.zeros(part.num_tokens))
+
+    found = actor.update(batch, constant), other.update(batch, push_up)
+    detached = (lambda log_probs, entropy, part: LossTerms(-log_probs.detach())) if last else push_up
+    with pytest.raises(ValueError, match="the loss of 3 tokens in the mask is a constant, without a gradient") as error:
+        actor.update(Batch.from_sequences(ROWS), detached)
+    return *found, str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_a_loss_may_be_a_constant_where_nothing_is_to_be_learned(ranks: RankPool, model: Path, backend: str) -> None:
+    (first, clean, told), (second, same, said) = ranks.run(without_a_gradient, model, backend, world=2, timeout=60)
+    assert first == second == clean == same
+    assert told == f"rank 1: {said}"

@@ -6,13 +6,14 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
@@ -51,21 +53,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"llama": folder / "llama", "qwen2": folder / "qwen2"}
 
 
+@cache
+def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
+    """The mesh of a grid on the first ranks, formed once by each rank."""
+    return dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+
+
 @contextmanager
-def loaded(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> Iterator[Actor]:
+def loaded(path: Path, dims: ParallelDims, backend: str) -> Iterator[Actor]:
     """An actor, to be used inside."""
-    from megatron_utils.testing import cpu_stand_in
-
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     with cpu_stand_in() if backend == "megatron" else nullcontext():
-        yield Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
+        yield Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu")
 
 
-def generate(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, options: dict[str, Any]) -> Batch:
-    with loaded(group, path, dims, backend) as actor:
-        batch = actor.generate(PROMPTS, **options)
-        computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
-        return batch.with_fields(computed=computed)
+def generate(
+    group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, cases: list[dict[str, Any]]
+) -> list[Batch]:
+    """What one actor draws with each of several options."""
+    batches = []
+    with loaded(path, dims, backend) as actor:
+        for options in cases:
+            batch = actor.generate(PROMPTS, **options)
+            computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
+            batches.append(batch.with_fields(computed=computed))
+    return batches
 
 
 CASES = {
@@ -73,51 +84,42 @@ CASES = {
     "greedy": {"max_new_tokens": 6, "temperature": 0.0},
     "truncated": {"max_new_tokens": 6, "top_k": 5, "top_p": 0.8, "seed": 1},
 }
+PLACES = [
+    ("parallel", ParallelDims(tp=2)),
+    ("parallel", ParallelDims(tp=4)),
+    ("parallel", ParallelDims(pp=2)),
+    ("parallel", ParallelDims(cp=2)),
+    ("transformers", ParallelDims()),
+    ("transformers", ParallelDims(cp=2)),
+    ("megatron", ParallelDims()),
+    ("megatron", ParallelDims(tp=2)),
+    ("megatron", ParallelDims(pp=2)),
+    ("megatron", ParallelDims(cp=2)),
+]
 
 
-@pytest.mark.parametrize(
-    ("case", "model"),
-    [
-        ("sampled", "qwen2"),
-        ("greedy", "llama"),
-        ("truncated", "qwen2"),
-        pytest.param("sampled", "llama", marks=pytest.mark.slow),
-        pytest.param("greedy", "qwen2", marks=pytest.mark.slow),
-        pytest.param("truncated", "llama", marks=pytest.mark.slow),
-    ],
-)
-def test_all_grids_and_backends_draw_the_same_tokens(
-    ranks: RankPool, models: dict[str, Path], model: str, case: str
-) -> None:
-    options = CASES[case]
-    (first,) = ranks.run(generate, models[model], ParallelDims(), "parallel", options, world=1)
-    assert len(first) == len(PROMPTS) * options.get("n", 1)
-    prompts = [prompt for prompt in PROMPTS for _ in range(options.get("n", 1))]
-    for tokens, response, prompt in zip(first.split(), first.responses(), prompts, strict=True):
-        assert tokens.tolist() == prompt + response.tolist()
-        stops = [i for i, token in enumerate(response.tolist()) if token in options.get("stop_ids", [])]
-        assert len(response) == (stops[0] + 1 if stops else options["max_new_tokens"])
-    for dims, backend in (
-        (ParallelDims(tp=2), "parallel"),
-        (ParallelDims(tp=4), "parallel"),
-        (ParallelDims(pp=2), "parallel"),
-        (ParallelDims(cp=2), "parallel"),
-        (ParallelDims(), "transformers"),
-        (ParallelDims(cp=2), "transformers"),
-        (ParallelDims(), "megatron"),
-        (ParallelDims(tp=2), "megatron"),
-        (ParallelDims(pp=2), "megatron"),
-        (ParallelDims(cp=2), "megatron"),
-    ):
-        for batch in ranks.run(generate, models[model], dims, backend, options, world=dims.world_size):
-            assert torch.equal(batch.tokens, first.tokens), (dims, backend)
-            assert batch.lengths == first.lengths
-            drawn = torch.where(batch.mask, batch["computed"], 0)
-            torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("model", ["qwen2", "llama"])
+def test_all_grids_and_backends_draw_the_same_tokens(ranks: RankPool, models: dict[str, Path], model: str) -> None:
+    cases = list(CASES.values())
+    (expected,) = ranks.run(generate, models[model], ParallelDims(), "parallel", cases, world=1)
+    for first, options in zip(expected, cases, strict=True):
+        assert len(first) == len(PROMPTS) * options.get("n", 1)
+        prompts = [prompt for prompt in PROMPTS for _ in range(options.get("n", 1))]
+        for tokens, response, prompt in zip(first.split(), first.responses(), prompts, strict=True):
+            assert tokens.tolist() == prompt + response.tolist()
+            stops = [i for i, token in enumerate(response.tolist()) if token in options.get("stop_ids", [])]
+            assert len(response) == (stops[0] + 1 if stops else options["max_new_tokens"])
+    for backend, dims in PLACES:
+        for found in ranks.run(generate, models[model], dims, backend, cases, world=dims.world_size):
+            for batch, first, name in zip(found, expected, CASES, strict=True):
+                assert torch.equal(batch.tokens, first.tokens), (dims, backend, name)
+                assert batch.lengths == first.lengths
+                drawn = torch.where(batch.mask, batch["computed"], 0)
+                torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=1e-5)
 
 
 def test_greedy_equals_transformers_own_generation(ranks: RankPool, models: dict[str, Path]) -> None:
-    (batch,) = ranks.run(generate, models["llama"], ParallelDims(), "parallel", CASES["greedy"], world=1)
+    ((batch,),) = ranks.run(generate, models["llama"], ParallelDims(), "parallel", [CASES["greedy"]], world=1)
     model = LlamaForCausalLM.from_pretrained(models["llama"]).eval()
     for prompt, tokens in zip(PROMPTS, batch.split(), strict=True):
         expected = model.generate(
@@ -129,7 +131,7 @@ def test_greedy_equals_transformers_own_generation(ranks: RankPool, models: dict
 def generate_on_dp(group: ProcessGroup, path: Path, backend: str) -> list[Any]:
     """One data-parallel rank has work for longer than the other; one has none at all."""
     rank = group.rank()
-    with loaded(group, path, ParallelDims(dp=2), backend) as actor:
+    with loaded(path, ParallelDims(dp=2), backend) as actor:
         same = actor.generate(PROMPTS, max_new_tokens=6, seed=3)
         uneven = actor.generate(PROMPTS[: 2 * rank], max_new_tokens=2 + 5 * rank, seed=3)
         log_probs = actor.log_probs(uneven).log_probs
@@ -148,7 +150,7 @@ def test_data_parallel_ranks_draw_differently_and_need_not_run_in_step(
 
 
 def seeds(group: ProcessGroup, path: Path, backend: str) -> list[Tensor]:
-    with loaded(group, path, ParallelDims(), backend) as actor:
+    with loaded(path, ParallelDims(), backend) as actor:
         return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, 0, 1)]
 
 
@@ -162,7 +164,7 @@ def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path], back
 def watch_decoding(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, list[list[int]]]:
     """What is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
     calls: list[list[int]] = []
-    with loaded(group, path, dims, backend) as actor:
+    with loaded(path, dims, backend) as actor:
         decoding = actor.engine.decoding
 
         @contextmanager
@@ -214,7 +216,7 @@ def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backen
     """What is said of prompts that only the last data-parallel rank has; the actor then goes on."""
     last = group.rank() == dims.world_size - 1 or dims.dp == 1
     said = []
-    with loaded(group, path, dims, backend) as actor:
+    with loaded(path, dims, backend) as actor:
         for prompts in ([[1, 5], [3, 9]], [[1], [51]]):
             for options in ({}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}):
                 with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
@@ -286,6 +288,13 @@ def test_sequences_beyond_the_models_positions_are_warned_of_once(tmp_path: Path
                 "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
             },
             128,
+        ),
+        (  # Llama 3.2's
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
         ),
         ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"factor": 8.0}}}, 64),
     ],

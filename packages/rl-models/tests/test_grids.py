@@ -294,11 +294,15 @@ def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Refer
 
 def all_grids(experts: bool) -> list[Case]:
     """Every combination of tp, pp, cp, ep and dp on up to four ranks, each in every way: schedules and virtual stages
-    of a pipeline, both forms of context parallelism, tensor parallelism without sequence parallelism."""
+    of a pipeline, both forms of context parallelism, tensor parallelism without sequence parallelism.
+
+    A schedule does not know what is in a layer: with experts each schedule has one number of virtual stages.
+    """
     grids = []
+    schedules = [("1f1b", 1), ("zero-bubble", 2), *([] if experts else [("1f1b", 2), ("zero-bubble", 1)])]
     for tp, pp, cp, dp, ep in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2), (1, 2) if experts else (1,)):
         if 1 < tp * pp * cp * dp <= 4 and cp * dp * tp % ep == 0:
-            for schedule, vpp in itertools.product(("1f1b", "zero-bubble"), (1, 2)) if pp > 1 else [("1f1b", 1)]:
+            for schedule, vpp in schedules if pp > 1 else [("1f1b", 1)]:
                 for ring, plain_tp in itertools.product((False, True)[:cp], (False, True) if tp > 1 else (False,)):
                     grids.append(
                         case(

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_models import launch
 from rl_models.launch import Devices, RankFailed, run_on_ranks
 
 CPU = Devices.find("cpu")
@@ -40,6 +41,25 @@ def test_results_and_events() -> None:
     assert sorted(events) == [("rank", 0), ("rank", 1)]
 
 
+def how_torch_looks_for_cuda(send: Callable[[Any], None]) -> str | None:
+    return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def test_the_server_that_forks_the_ranks_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    assert run_on_ranks(how_torch_looks_for_cuda, 1, devices=CPU) == "1"
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def is_forked_from_cuda(send: Callable[[Any], None]) -> bool:
+    return torch.cuda._is_in_bad_fork()
+
+
+@pytest.mark.gpu
+def test_ranks_can_use_cuda_whatever_the_server_has_imported() -> None:
+    assert not run_on_ranks(is_forked_from_cuda, 1)
+
+
 @pytest.mark.parametrize(
     ("how", "message", "mistake"),
     [
@@ -48,13 +68,28 @@ def test_results_and_events() -> None:
         ("exit", "rank 1 failed:\nits process ended with exit code 7", None),
     ],
 )
-def test_a_failing_rank_is_reported_while_its_peer_waits_for_it(how: str, message: str, mistake: str | None) -> None:
+def test_a_failing_rank_is_reported_while_its_peer_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, how: str, message: str, mistake: str | None
+) -> None:
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # the peer has nothing to report
     began = time.monotonic()
     with pytest.raises(RankFailed, match=message) as failure:
         run_on_ranks(fail_on_rank_1, 2, how, devices=CPU)
     assert failure.value.mistake == mistake
     # Starting the ranks takes most of it; a hang would take ten minutes.
     assert time.monotonic() - began < 60
+
+
+def come_late_on_rank_1(send: Callable[[Any], None]) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_a_collective_that_not_all_reach_in_time_names_its_limit() -> None:
+    with pytest.raises(RankFailed, match="waited collective_timeout=1 seconds for a rank that did not come") as failure:
+        run_on_ranks(come_late_on_rank_1, 2, devices=CPU, collective_timeout=1)
+    assert "rank 0 failed" in str(failure.value)
 
 
 LAUNCHER = """

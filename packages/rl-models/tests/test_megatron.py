@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_utils.testing import tiny_config
+from megatron_utils import megatron_grid
+from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
@@ -53,9 +54,6 @@ def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
 
 
 def two_grids_on(group: ProcessGroup, path: Path) -> None:
-    from megatron_utils import megatron_grid
-    from megatron_utils.testing import cpu_stand_in
-
     batch = make_batch()
     with cpu_stand_in():
         one, other = actor_on(path, ParallelDims(tp=2)), actor_on(path, ParallelDims(pp=2))
@@ -78,8 +76,6 @@ def test_actors_on_two_grids_live_in_one_process(ranks: RankPool, model: Path) -
 
 def side_by_side_on(group: ProcessGroup, path: Path) -> Tensor:
     """An actor on rank 0, and one on ranks 1 and 2, learn the same from the same batch."""
-    from megatron_utils.testing import cpu_stand_in
-
     members = [0] if group.rank() == 0 else [1, 2]
     dims, batch = ParallelDims(tp=len(members)), make_batch()
     mesh = dims.build_mesh("cpu", members) if len(members) > 1 else None
@@ -100,8 +96,6 @@ def test_actors_learn_side_by_side_on_any_ranks(ranks: RankPool, model: Path) ->
 
 
 def accumulation_on(group: ProcessGroup, path: Path) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     with cpu_stand_in():
         engine = actor_on(path, ParallelDims(tp=2)).engine
         micro_batches = [make_batch().select([i]).packed(multiple_of=2) for i in range(4)]
@@ -122,8 +116,6 @@ def test_gradients_add_up_over_calls(ranks: RankPool, model: Path) -> None:
 
 
 def failing_loss_on(group: ProcessGroup, path: Path) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     def wrong(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
         raise ValueError("nothing to learn")
 
@@ -140,8 +132,6 @@ def test_an_error_of_the_loss_is_raised_on_every_stage(ranks: RankPool, model: P
 
 
 def routing_on(group: ProcessGroup, path: Path) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     micro_batches = [make_batch().packed(multiple_of=2)]
     with cpu_stand_in():
         one, other = (actor_on(path, dims).engine for dims in (ParallelDims(pp=2), ParallelDims(tp=2)))
@@ -163,8 +153,6 @@ def test_routing_recorded_on_one_grid_replays_on_another(ranks: RankPool, mixtur
 
 
 def streamed_on(group: ProcessGroup, path: Path, out: Path, dims: ParallelDims, virtual_stages: int) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     with cpu_stand_in():
         options = {"pipeline": PipelineOptions(virtual_stages=virtual_stages)} if virtual_stages > 1 else {}
         actor = actor_on(path, dims, **options)
@@ -222,7 +210,6 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
 
 
 def refused_on(group: ProcessGroup, path: Path) -> list[str]:
-    from megatron_utils.testing import cpu_stand_in
     from rl_models.backends.megatron import load
 
     grid = Grid.build(ParallelDims(), device="cpu")
@@ -255,7 +242,5 @@ def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path)
 
 
 def test_a_process_group_is_needed(model: Path) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     with cpu_stand_in(), pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
         Actor.from_pretrained(model, backend="megatron", device="cpu")

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_utils.testing import tiny_config
+from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions, PipelineOptions
@@ -59,8 +59,6 @@ def train(actor: Actor, first: int, last: int) -> list[float]:
 
 
 def optimizer_state_on(group: ProcessGroup, path: Path, dtype: torch.dtype) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     options = {"dtype": dtype, "optimizer": OptimizerOptions(learning_rate=1e-2, weight_decay=0.1)}
     with cpu_stand_in():
         one, other = actor_on(path, ParallelDims(), **options), actor_on(path, ParallelDims(), **options)
@@ -90,7 +88,6 @@ def test_the_optimizers_state_comes_out_and_goes_in(ranks: RankPool, model: Path
 
 def resumed_on(group: ProcessGroup, path: Path, root: Path, runs: list[tuple[str, ParallelDims, int, bool]]) -> None:
     """Save on the first grid, go on on each of the others, and save and go on there, too."""
-    from megatron_utils.testing import cpu_stand_in
 
     def begin(backend: str, dims: ParallelDims, virtual_stages: int, divided: bool) -> Actor:
         options: dict[str, Any] = {"optimizer": OptimizerOptions(learning_rate=1e-2)}
@@ -153,8 +150,6 @@ def test_a_run_of_experts_goes_on_on_another_grid_and_back(ranks: RankPool, mixt
 
 
 def divided_on(group: ProcessGroup, path: Path, dtype: torch.dtype) -> None:
-    from megatron_utils.testing import cpu_stand_in
-
     # Without clipping, the sum of whose parts is rounded otherwise.
     options = {"optimizer": OptimizerOptions(learning_rate=1e-2, max_grad_norm=math.inf), "dtype": dtype}
     with cpu_stand_in():
@@ -189,7 +184,6 @@ def test_the_optimizer_is_divided_over_data_parallelism(ranks: RankPool, model: 
 
 
 def overflow_on(group: ProcessGroup, path: Path, root: Path, dims: ParallelDims) -> None:
-    from megatron_utils.testing import cpu_stand_in
     from rl_models.schedule import Schedule
 
     options = {
@@ -223,6 +217,9 @@ def overflow_on(group: ProcessGroup, path: Path, root: Path, dims: ParallelDims)
         resumed = actor_on(path, dims, **options)
         resumed.load_training(root)
         assert (resumed.steps, resumed.skipped_steps, resumed.optimizer.loss_scale) == (2, 2, 2.0**15)
+        # The counters, too: the next overflow halves the scale at once.
+        assert resumed.optimizer.loss_scale_state == actor.optimizer.loss_scale_state
+        assert actor.optimizer.loss_scale_state == {"scale": 2.0**15, "growth_tracker": 1, "hysteresis_tracker": 0}
         assert train(resumed, 1, 3) == train(actor, 1, 3)
         reference = actor_on(path, dims, dtype=torch.float32)
         assert first == pytest.approx(train(reference, 0, 1), rel=1e-2)

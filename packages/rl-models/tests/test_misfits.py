@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
@@ -163,8 +164,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | None:
     """What is said where the model does not fit."""
-    from megatron_utils.testing import cpu_stand_in
-
     dims = grid.dims
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     with cpu_stand_in() if backend == "megatron" else nullcontext():

@@ -64,6 +64,18 @@ def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dt
         assert torch.equal(parameter.detach(), optimizer.state(parameter).get("master", parameter.detach()).to(dtype))
 
 
+def test_matrices_alone_are_decayed_and_no_biases_of_experts() -> None:
+    module = nn.Module()
+    for name, shape in (("weight", (2, 3)), ("experts", (4, 2, 3)), ("experts_bias", (4, 2)), ("bias", (2,))):
+        setattr(module, name, nn.Parameter(torch.ones(shape)))
+    optimizer = AdamW(module, OPTIONS)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(1.0)
+    changed = [name for name, parameter in module.named_parameters() if not bool((parameter == 1).all())]
+    assert changed == ["weight", "experts"]
+
+
 def test_updates_below_the_precision_of_a_weight_add_up() -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(module.weight)

@@ -328,6 +328,13 @@ def bf16_gradients(
     return gradients
 
 
+@pytest.fixture(scope="module")
+def of_each_micro_batch(ranks: RankPool, models: dict[str, Path]) -> dict[str, list[Tensor]]:
+    """By parameter, the bf16 gradient of each micro-batch alone, on one rank."""
+    (alone,) = ranks.run(bf16_gradients, models["untied"], ParallelDims(), False, world=1)
+    return alone
+
+
 @pytest.mark.parametrize(
     ("dims", "schedule"),
     [
@@ -339,9 +346,13 @@ def bf16_gradients(
     ids=["dp2", "pp2-dp2", "pp2-zero-bubble", "pp2-dp2-zero-bubble"],
 )
 def test_bf16_gradients_add_up_in_fp32(
-    ranks: RankPool, models: dict[str, Path], dims: ParallelDims, schedule: Schedule
+    ranks: RankPool,
+    models: dict[str, Path],
+    of_each_micro_batch: dict[str, list[Tensor]],
+    dims: ParallelDims,
+    schedule: Schedule,
 ) -> None:
-    (alone,) = ranks.run(bf16_gradients, models["untied"], ParallelDims(), False, world=1)
+    alone = of_each_micro_batch
     ours: dict[str, list[Tensor]] = {}
     for rank in ranks.run(bf16_gradients, models["untied"], dims, True, schedule, world=dims.world_size):
         ours |= rank

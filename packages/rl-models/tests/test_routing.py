@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions, losses
@@ -72,8 +73,6 @@ def replay(
     group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, routing: Tensor
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
     """This rank's sequences; their own routing; log-probs under the given one, before and after a step with it."""
-    from megatron_utils.testing import cpu_stand_in
-
     with cpu_stand_in() if backend == "megatron" else nullcontext():
         actor = load(group, path, backend, dims)
         indices = list(range(actor.grid.rank("dp"), len(LENGTHS), dims.dp))

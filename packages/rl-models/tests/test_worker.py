@@ -22,10 +22,11 @@ from transformers import (
 )
 
 import ckpt
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import LogProbs, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions, losses
-from rl_models.backends import BACKENDS, RouterLosses
+from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models.backends import BACKENDS
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
 SIZES: dict[str, Any] = {
@@ -242,8 +243,6 @@ def reward_learn_and_save(
     group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, out: Path
 ) -> tuple[list[int], Tensor, Tensor]:
     """Rewards of this rank's part, before and after a step."""
-    from megatron_utils.testing import cpu_stand_in
-
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     indices = my_part(group, dims)
     part = make_batch().select(indices)
@@ -395,46 +394,6 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(
         assert "is not divisible by" in said
 
 
-def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="backend='jax' is not available; available: parallel, megatron, transformers"):
-        Actor.from_pretrained(model, backend="jax")
-    with pytest.raises(ValueError, match="no process group"):
-        Actor.from_pretrained(model, dims=ParallelDims(tp=2))
-    with pytest.raises(ValueError, match="sequence_parallel=True needs tp > 1"):
-        Actor.from_pretrained(model, sequence_parallel=True)
-    with pytest.raises(ValueError, match="does not offer sequence_parallel"):
-        Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
-    with pytest.raises(ValueError, match="is no checkpoint folder"):
-        Actor.from_pretrained(tmp_path)
-
-
-# Written out: a backend that comes to offer one of them, or to lack another, changes this list.
-LACKED = [
-    ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
-    ("megatron", "recompute", "full"),
-    ("megatron", "keep_probabilities", True),
-    ("megatron", "tp_invariant", True),
-    ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
-    ("transformers", "context_parallel", "ring"),
-    ("transformers", "router_losses", RouterLosses(z=1e-3)),
-    ("transformers", "recompute", [0]),
-    ("transformers", "tp_invariant", True),
-    ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
-]
-
-
-@pytest.mark.parametrize(("backend", "name", "value"), LACKED, ids=[f"{backend}-{name}" for backend, name, _ in LACKED])
-def test_an_option_that_a_backend_lacks_is_refused_by_name(model: Path, backend: str, name: str, value: Any) -> None:
-    for kind in (Actor, Critic):
-        with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}="):
-            kind.from_pretrained(model, backend=backend, device="cpu", **{name: value})
-
-
-def test_all_that_a_backend_lacks_is_tested() -> None:
-    lacks = [(backend, name) for backend, row in BACKENDS.items() for name in row.lacks]
-    assert sorted(lacks) == sorted((backend, name) for backend, name, _ in LACKED)
-
-
 # What the backends call the last norm, and the value head.
 NORMS = {"model.norm", "final_layernorm"}
 HEADS = {"score", "output_layer"}
@@ -442,8 +401,6 @@ HEADS = {"score", "output_layer"}
 
 def bf16_values(group: ProcessGroup, path: Path, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The values of a bf16 critic whose head is not zero, its final hidden states, and the head's weight and bias."""
-    from megatron_utils.testing import cpu_stand_in
-
     seen: list[Tensor] = []
     with cpu_stand_in() if backend == "megatron" else nullcontext():
         critic = Critic.from_pretrained(path, backend=backend, device="cpu", dtype=torch.bfloat16)
@@ -494,8 +451,22 @@ def test_the_head_is_told_whether_to_keep_its_probabilities(
     assert results[0] == results[1]
 
 
-def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"keep_probabilities=True is the ordinary head's; leave out tp_invariant=True"
-    ):
-        Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)
+def update_without_sequences(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], list[int]]:
+    """An update in which the last of the ranks has no sequences; and how many log-probs each of them gets."""
+    dims = ParallelDims(dp=group.size())
+    mesh = dims.build_mesh("cpu", list(range(dims.dp))) if dims.dp > 1 else None
+    batch = make_batch()
+    if group.rank() == 1:
+        batch = batch.select([])
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
+        return actor.update(batch, policy_loss), list(actor.log_probs(batch).log_probs.shape)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_data_parallel_rank_may_have_no_sequences(ranks: RankPool, model: Path, backend: str) -> None:
+    ((whole, [tokens]),) = ranks.run(update_without_sequences, model, backend, world=1, timeout=60)
+    (first, [every]), (second, [none]) = ranks.run(update_without_sequences, model, backend, world=2, timeout=60)
+    assert (every, none) == (tokens, 0)
+    assert first == second == pytest.approx(whole, rel=1e-5)
+    assert {"loss", "entropy", "clip_fraction", "approx_kl"} <= first.keys()

@@ -14,7 +14,7 @@ import torch
 from parallel_layers import DecoderConfig, RotaryEmbedding
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import yarn_softmax_scale
-from rl_models.families import family_of
+from rl_models.families import FAMILIES, family_of
 
 # Config fields, of any family, that change the numbers in a way that the native models do not compute, and the values
 # that leave the numbers as they are. Another value is refused by name, never ignored.
@@ -105,7 +105,7 @@ class ModelConfig:
             head_dim=head_dim,
             intermediate_size=_integer(values, "intermediate_size"),
             norm_eps=_positive(values, "rms_norm_eps"),
-            activation=str(values.get("hidden_act", "silu")),
+            activation=str(values.get("hidden_act", family.activation)),
             gated_mlp=family.gated_mlp,
             qk_norm=family.qk_norm,
             attention_bias=family.flag("qkv_bias", values),
@@ -141,7 +141,7 @@ class ModelConfig:
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
         """The rotary embedding, by the config's own rope parameters."""
-        return RotaryEmbedding.from_config(self.hf, device=device)
+        return RotaryEmbedding.from_config(FAMILIES[self.family].rope(self.hf), device=device)
 
 
 def _read_folder(path: Path) -> Mapping[str, Any]:

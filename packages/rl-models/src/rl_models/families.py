@@ -1,20 +1,24 @@
 """The known model families: what a Hugging Face config of each means for the numbers.
 
 A family is one row of `FAMILIES`. Which tensors it has and how they are split is the business of the family of the same
-name in `ckpt`; here stands what the decoder layers need to know.
+name in `ckpt`; here stands what the decoder layers need to know. What a config does not say is what transformers' own
+config of the family says then.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.moe import MoEConfig
 
 Windows = tuple[int | None, ...]
+
+# What a flag is: True, False, the config field that decides (absent: False), or the field and what it is if absent.
+Flag = bool | str | tuple[str, bool]
 
 
 def _no_windows(config: Mapping[str, Any]) -> Windows:
@@ -24,7 +28,7 @@ def _no_windows(config: Mapping[str, Any]) -> Windows:
 def _qwen_windows(config: Mapping[str, Any]) -> Windows:
     """Sliding windows are switched on by `use_sliding_window` and begin at layer `max_window_layers`."""
     count = int(config["num_hidden_layers"])
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if window is None:
         return (None,) * count
     first = int(config.get("max_window_layers", 28))
@@ -32,15 +36,20 @@ def _qwen_windows(config: Mapping[str, Any]) -> Windows:
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
 
-def _mistral_windows(config: Mapping[str, Any]) -> Windows:
+def _mistral_windows(config: Mapping[str, Any], unsaid: int | None = 4096) -> Windows:
     """One sliding window for every layer, or none."""
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", unsaid)
     return (None if window is None else int(window),) * int(config["num_hidden_layers"])
 
 
 def _mistral_windows_if_used(config: Mapping[str, Any]) -> Windows:
     """One sliding window for every layer, switched on by `use_sliding_window`."""
     return _mistral_windows(config) if config.get("use_sliding_window") else _no_windows(config)
+
+
+def _mixtral_windows(config: Mapping[str, Any]) -> Windows:
+    """One sliding window for every layer, or none."""
+    return _mistral_windows(config, None)
 
 
 def _experts(config: Mapping[str, Any]) -> int | None:
@@ -86,10 +95,10 @@ def _deepseek_v3(config: Mapping[str, Any], layer: int) -> MoEConfig | None:
         intermediate_size=size,
         scoring="sigmoid",
         normalize_top_k=bool(config.get("norm_topk_prob", True)),
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 2.5)),
         correction_bias=True,
-        num_groups=int(config.get("n_group") or 1),
-        top_k_groups=int(config.get("topk_group") or 1),
+        num_groups=int(config.get("n_group", 8) or 1),
+        top_k_groups=int(config.get("topk_group", 4) or 1),
         shared_intermediate_size=int(config.get("n_shared_experts") or 0) * size,
         activation=str(config.get("hidden_act", "silu")),
     )
@@ -108,37 +117,52 @@ class Family:
     Attributes:
         name: the `model_type` of its configs.
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
-        qkv_bias, output_bias, mlp_bias: True, False, or the config field that decides (absent: False).
+        qkv_bias, output_bias, mlp_bias: see `Flag`.
         qk_norm: the norm of queries and keys, as `parallel_layers.DecoderConfig` has it.
         gated_mlp: act(gate) · up, or act(up) alone.
+        activation: where the config names none.
         explicit_head_dim: the config must state `head_dim`; else it defaults to hidden_size / num_attention_heads.
         windows: config -> the sliding window of every layer, None for full attention.
         layer_types: the values of the config's `layer_types` that `windows` understands.
         moe: config, layer number -> the mixture of experts in that layer, None for an MLP; None: no layer has one.
         latent: config -> multi-head latent attention; None: ordinary attention.
-        rotary_interleaved: pairs of neighbouring dims are rotated: the config field that decides.
+        rotary_interleaved: pairs of neighbouring dims are rotated: a `Flag`.
+        rope_theta: where the config states none.
+        rope_parameters: likewise.
         reads: fields that other families must not have (`rl_models.config.NEUTRAL_VALUES`), and this one reads.
     """
 
     name: str
     class_prefix: str
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    mlp_bias: Flag = False
     qk_norm: Literal["head", "full"] | None = None
     gated_mlp: bool = True
+    activation: str = "silu"
     explicit_head_dim: bool = False
     windows: Callable[[Mapping[str, Any]], Windows] = _no_windows
     layer_types: frozenset[str] = frozenset({"full_attention"})
     moe: Callable[[Mapping[str, Any], int], MoEConfig | None] | None = None
     latent: Callable[[Mapping[str, Any]], LatentConfig] | None = None
-    rotary_interleaved: bool | str = False
+    rotary_interleaved: Flag = False
+    rope_theta: float = 10000.0
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:
         """Whether `qkv_bias`, `output_bias`, `mlp_bias` or `rotary_interleaved` holds under a config."""
-        value = getattr(self, name)
-        return bool(config.get(value, False)) if isinstance(value, str) else bool(value)
+        value: Flag = getattr(self, name)
+        if isinstance(value, bool):
+            return value
+        decides, unsaid = (value, False) if isinstance(value, str) else value
+        return bool(config.get(decides, unsaid))
+
+    def rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config with rope parameters, whether it states them or not."""
+        stated = config.get("rope_parameters") or config.get("rope_scaling")
+        theta = config.get("rope_theta") or self.rope_theta
+        return {**config, "rope_theta": theta, "rope_parameters": stated or self.rope_parameters}
 
 
 _EITHER = frozenset({"full_attention", "sliding_attention"})
@@ -168,9 +192,10 @@ FAMILIES: dict[str, Family] = {
         Family(
             "mixtral",
             "Mixtral",
-            windows=_mistral_windows,
+            windows=_mixtral_windows,
             layer_types=_EITHER,
             moe=_mixtral,
+            rope_theta=1e6,
             reads=frozenset({"num_local_experts", "num_experts"}),
         ),
         Family(
@@ -191,6 +216,15 @@ FAMILIES: dict[str, Family] = {
             output_bias="attention_bias",
             qk_norm="head",
             gated_mlp=False,
+            activation="xielu",
+            rope_theta=12e6,
+            rope_parameters={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
         ),
         Family(
             "deepseek_v3",
@@ -199,7 +233,7 @@ FAMILIES: dict[str, Family] = {
             output_bias="attention_bias",
             moe=_deepseek_v3,
             latent=_latent,
-            rotary_interleaved="rope_interleave",
+            rotary_interleaved=("rope_interleave", True),
             reads=frozenset({"n_routed_experts"}),
         ),
     )

@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -27,6 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Modules ask whether there is CUDA when they are imported: transformers does where flash-attn is installed. torch then
+# asks CUDA itself, which the ranks that are forked later could not use any more, unless this tells it to ask NVML.
+_CUDA_UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 # After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
 _GRACE_SECONDS = 3.0
@@ -139,7 +143,23 @@ def prepare(*modules: str) -> None:
     no device, so forking it is safe. A second call changes nothing.
     """
     forkserver.set_forkserver_preload(list(modules))
-    forkserver.ensure_running()
+    with _environment(_CUDA_UNTOUCHED):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def run_on_ranks(
@@ -240,6 +260,11 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         send("returned", result if setup.rank == 0 else None)
     except BaseException as error:
         mistake = str(error) if isinstance(error, ValueError) else None
+        if "Timed out waiting" in str(error):  # gloo's words; NCCL ends the process, and says so itself
+            error.add_note(
+                f"A collective waited collective_timeout={setup.collective_timeout:g} seconds for a rank that did not "
+                "come; where ranks only take long (slow rewards, say), give it more"
+            )
         with suppress(OSError):
             send("raised", _Failure(setup.rank, "".join(traceback.format_exception(error)), mistake))
     # The launcher ends this process. Leaving by itself, it would cut off peers that are still at work, and they would

@@ -57,12 +57,20 @@ class Optimizer(Protocol):
     """What an engine steps with.
 
     Attributes:
-        loss_scale: what losses are multiplied by before the backward, so that small gradients survive in fp16; `step`
-            takes it out again and adapts it. Where there is one, a gradient that is not finite lowers it and costs a
-            step; it is no error. None: losses are not multiplied. A run that goes on may set it to what it was.
+        loss_scale_state: numbers by name, of which a run that goes on sets those that it had: the loss scale and what
+            it depends on. None: there is none that adapts.
     """
 
-    loss_scale: float | None
+    loss_scale_state: Mapping[str, float] | None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by before the backward, so that small gradients survive in fp16; None where not.
+
+        `step` takes it out again and adapts it. Where there is one, a gradient that is not finite lowers it and costs a
+        step; it is no error.
+        """
+        ...
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradient of the whole model, take a step, and drop the gradients; every rank calls it.
@@ -107,6 +115,7 @@ class AdamW:
     """
 
     loss_scale = None
+    loss_scale_state: Mapping[str, float] | None = None
 
     def __init__(
         self,
@@ -117,11 +126,17 @@ class AdamW:
         pipeline_group: ProcessGroup | None = None,
     ) -> None:
         self.module, self.options, self.groups, self.pipeline_group = module, options, groups, pipeline_group
-        self._masters = [(p, _master(p)) for p in module.parameters() if p.requires_grad]
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._masters = [(parameter, _master(parameter)) for _, parameter in named]
         self._index = {id(parameter): number for number, (parameter, _) in enumerate(self._masters)}
+        # The biases of experts are vectors, too, stacked.
+        matrices = [parameter.dim() > 1 and not name.endswith("bias") for name, parameter in named]
         decayed = [
-            {"params": [m for p, m in self._masters if p.dim() > 1], "weight_decay": options.weight_decay},
-            {"params": [m for p, m in self._masters if p.dim() <= 1], "weight_decay": 0.0},
+            {
+                "params": [m for (_, m), matrix in zip(self._masters, matrices, strict=True) if matrix is decays],
+                "weight_decay": options.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in decayed if group["params"]],

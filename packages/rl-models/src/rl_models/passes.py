@@ -72,7 +72,9 @@ def accumulate(
             )
         for name, value in reported.items():
             sums[name] = sums.get(name, 0) + _weighted_sum(value, part)
-        return _weighted_sum(terms.loss, part)
+        if terms.loss.requires_grad:
+            return _weighted_sum(terms.loss, part)
+        return _nothing(own, part)
 
     with routed(engine, division.parts, division.packed):
         engine.forward_backward(division.packed, total, temperature=temperature)
@@ -113,6 +115,20 @@ def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
     return reported
 
 
+def _nothing(own: Outputs, part: Batch) -> Tensor:
+    """Zero, with a graph for the backward that the ranks run together, of a loss that is a constant.
+
+    Raises:
+        ValueError: it is one although the micro-batch has tokens to learn from.
+    """
+    if bool(part.mask.any()):
+        raise ValueError(
+            f"the loss of {int(part.mask.sum())} tokens in the mask is a constant, without a gradient; compute it from "
+            "what it is given, and without detach() or no_grad()"
+        )
+    return torch.stack([output.sum() for output in own]).sum()
+
+
 def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
     weight = part["_weight"]
     return torch.where(weight > 0, weight * per_token, 0).sum()
@@ -124,13 +140,15 @@ def _reduce(sums: Mapping[str, Tensor], grid: Grid) -> dict[str, float]:
     Raises:
         ValueError: the data-parallel ranks report other metrics.
     """
-    pipeline = grid.group("pp")
-    names: list[str] = all_gather_json(list(sums), pipeline)[-1]
+    pipeline, data_parallel = grid.group("pp"), grid.group("dp")
+    own: list[str] = all_gather_json(list(sums), pipeline)[-1]
+    told = [names for names in all_gather_json(own, data_parallel) if names]
+    names = own or told[0]  # a rank without sequences may have had nothing to report of
     ordered = sorted(names)
-    require_same(grid.group("dp"), metrics=ordered)
+    require_same(data_parallel, metrics=ordered)
     zero = torch.zeros((), device=grid.device)
     values = torch.stack([sums.get(name, zero) for name in ordered]).double()
-    for group in (grid.group("dp"), pipeline):
+    for group in (data_parallel, pipeline):
         if group is not None:
             dist.all_reduce(values, group=group)
     means = dict(zip(ordered, values.tolist(), strict=True))

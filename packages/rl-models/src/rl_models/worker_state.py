@@ -113,7 +113,7 @@ class WorkerState:
             extra={
                 "steps": self.steps,
                 "skipped_steps": self.skipped_steps,
-                "loss_scale": self.optimizer.loss_scale,
+                "loss_scale": self.optimizer.loss_scale_state,
                 "extra": dict(extra or {}),
             },
             keep=keep,
@@ -150,8 +150,8 @@ class WorkerState:
         state = checkpoint.load_training(self.engine, self.optimizer, path, step)
         self.steps = int(state.extra["steps"])
         self.skipped_steps = int(state.extra.get("skipped_steps", 0))
-        if self.optimizer.loss_scale is not None and state.extra.get("loss_scale") is not None:
-            self.optimizer.loss_scale = float(state.extra["loss_scale"])
+        if self.optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
+            self.optimizer.loss_scale_state = state.extra["loss_scale"]
         return Resumed(state.step, state.extra["extra"])
 
     def stream_weights(

@@ -201,3 +201,11 @@ def test_a_call_behind_a_failed_one_is_not_run(pair: tuple[RayModelGroup, RayMod
     with pytest.raises(ZeroDivisionError, match="the reason"):
         first.result()
     assert actor.apply(lambda worker: "run") == ["run", "run"]
+
+
+def test_a_result_that_cannot_travel_is_a_mistake_and_no_dead_rank(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+    actor, _ = pair
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as mistake:
+        actor.apply(lambda worker: threading.Lock())
+    assert "on rank 1 (node " in "\n".join(mistake.value.__notes__)
+    assert torch.equal(actor.apply(lambda worker: torch.ones(2, requires_grad=True))[1], torch.ones(2))

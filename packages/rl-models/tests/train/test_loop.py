@@ -132,3 +132,33 @@ def test_a_step_with_fewer_responses_has_as_many_mini_batches(data: st.DataObjec
     assert all(end - start <= size for start, end in parts)
     whole = mini_batches(wanted, wanted, size)
     assert [end - start for start, end in whole[:-1]] == [size] * (count - 1)
+
+
+class Saving:
+    """A model whose saves end at once, or, if it is slow, when they are waited for; it prunes as they end."""
+
+    def __init__(self, slow: bool, saved: Callable[[], None] = lambda: None) -> None:
+        self.slow, self.saved, self.kept = slow, saved, list[int]()
+        self._saving: tuple[int, int] | None = None
+
+    def save_training(self, path: Path, *, step: int, keep: int, **options: Any) -> None:
+        self.wait_for_save()
+        self._saving = step, keep
+        if not self.slow:
+            self.wait_for_save()
+
+    def wait_for_save(self) -> None:
+        if self._saving is not None:
+            step, keep = self._saving
+            self._saving, self.kept = None, [*self.kept, step][-keep:]
+            self.saved()
+
+
+def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> None:
+    loop, critic = run(alternating(0), algorithm="ppo", keep=1), Saving(slow=True)
+    common: list[set[int]] = []
+    actor = Saving(slow=False, saved=lambda: common.append(set(actor.kept) & set(critic.kept)))
+    loop.models = Models(actor, critic)
+    for step in range(1, 5):
+        loop._save(loop.options.out / "training", step)
+    assert common == [set(), {1}, {2}, {3}]

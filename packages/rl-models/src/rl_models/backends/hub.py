@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.utils import logging
 
 
@@ -89,3 +91,29 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tenso
         del model.__dict__["should_save_on_this_rank"]
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise RuntimeError(f"transformers has saved nothing to {folder}: save_pretrained skipped this rank")
+
+
+def own_memory(model: PreTrainedModel) -> None:
+    """Copy what is still a map of the checkpoint's files: it could not be given up (`Worker.offload`)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.detach().clone()
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: its parameters, tied ones once, and the buffers that are saved, such as the
+    biases by which routers choose."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def stacked_experts(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """How transformers stacks the experts of the model's family: the end of a parameter's name -> the ends of the names
+    of an expert's matrices in files, "*" for its number, in the order in which they lie one below the other."""
+    return {
+        entry.target_patterns[0]: tuple(entry.source_patterns)
+        for entry in get_checkpoint_conversion_mapping(model.config.model_type) or ()
+        if isinstance(entry, WeightConverter)
+        and [type(step) for step in entry.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
+    }

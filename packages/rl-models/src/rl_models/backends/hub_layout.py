@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ckpt
-from ckpt import Block, Canonical, Role
+from ckpt import Block, Canonical, Piece, Role
+from ckpt.pieces import extents, full_box
 
 
 class HubLayout(ckpt.Layout):
     """A transformers model that is whole on its rank; FSDP2 may divide it further.
 
-    A parameter is the checkpoint's tensor of its name, or, of a mixture of experts in a family that ckpt knows, the
-    stack of the checkpoint's experts. Where ckpt does not know the family, the names are transformers' own.
+    A tensor is the checkpoint's of its name, or, of a mixture of experts, the stack of the checkpoint's experts: by
+    ckpt's table of the family, or, where it has none, by transformers' own.
 
     Args:
         config: the Hugging Face configuration.
         role: "causal_lm" or "value".
-        shapes: of the model's parameters, by name.
+        shapes: of the model's parameters and stored buffers, by name.
+        stacks: `hub.stacked_experts` of the model.
     """
 
-    def __init__(self, config: Mapping[str, Any], role: Role, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        role: Role,
+        shapes: Mapping[str, tuple[int, ...]],
+        stacks: Mapping[str, Sequence[str]],
+    ) -> None:
         try:
             known = ckpt.layout_for(dict(config), target="parallel", role=role)
             canonical, stacked = known.canonical, known.at(ckpt.Place())
@@ -31,9 +39,9 @@ class HubLayout(ckpt.Layout):
         for name, shape in shapes.items():
             block = stacked.get(name)
             fits = block is not None and block.shape == shape
-            blocks[name] = block if block is not None and fits else Block.whole(name, shape)
-        held = {piece: name for name, block in blocks.items() for piece in block.names}
-        own = {name: canonical.get(name) or Canonical(shapes[held[name]]) for name in held}
+            blocks[name] = block if block is not None and fits else _block(name, shape, stacks)
+        pieces = [(piece.name, piece.canonical_range) for block in blocks.values() for piece in block.pieces]
+        own = {name: canonical.get(name) or Canonical(extents(box)) for name, box in pieces if box is not None}
         for name, value in (("config", dict(config)), ("canonical", own), ("blocks", blocks)):
             object.__setattr__(self, name, value)
 
@@ -41,3 +49,19 @@ class HubLayout(ckpt.Layout):
         """The parameters; every rank has all of them."""
         blocks: dict[str, Block] = object.__getattribute__(self, "blocks")
         return blocks
+
+
+def _block(name: str, shape: tuple[int, ...], stacks: Mapping[str, Sequence[str]]) -> Block:
+    """The checkpoint's tensor of this name, or each expert's matrices, one below the other."""
+    ending = next((ending for ending in stacks if name.endswith(f".{ending}")), None)
+    if ending is None:
+        return Block.whole(name, shape)
+    sources = [name.removesuffix(ending) + source for source in stacks[ending]]
+    experts, rows, columns = shape
+    matrix = full_box((rows // len(sources), columns))
+    pieces = [
+        Piece(source.replace("*", str(e)), matrix, ((e, e + 1), (start, start + matrix[0][1]), matrix[1]))
+        for e in range(experts)
+        for source, start in zip(sources, range(0, rows, matrix[0][1]), strict=True)
+    ]
+    return Block(shape, tuple(pieces))

@@ -30,7 +30,7 @@ from parallel_layers.moe import RouterReplay
 from rl_models.backends.accumulate import Model, backward_each, forward_each
 from rl_models.backends.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.backends.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
-from rl_models.backends.hub import load_model, save_model
+from rl_models.backends.hub import load_model, own_memory, save_model, stacked_experts, stored_tensors
 from rl_models.backends.hub_layout import HubLayout
 from rl_models.backends.shards import Shards
 from rl_models.grid import Grid
@@ -113,11 +113,11 @@ class TransformersEngine:
         return AdamW(self.model, options)
 
     def shards(self) -> Shards:
-        """The parameters of this rank."""
-        parameters = dict(self.model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        layout = HubLayout(self.model.config.to_dict(), self.role, shapes)
-        return Shards(layout, [(ckpt.Place(), parameters)])
+        """The parameters of this rank, and the buffers that a checkpoint has."""
+        tensors = stored_tensors(self.model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        layout = HubLayout(self.model.config.to_dict(), self.role, shapes, stacked_experts(self.model))
+        return Shards(layout, [(ckpt.Place(), tensors)])
 
     @contextmanager
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
@@ -219,6 +219,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     assert isinstance(layers, nn.ModuleList)
     if grid.everyone is None:
         model.to(grid.device)
+        own_memory(model)
     else:
         # On the CPU until now: FSDP2 takes one block after the other to the device.
         shard_over_dp(model, layers, grid)

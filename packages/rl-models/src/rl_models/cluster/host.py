@@ -118,7 +118,8 @@ class RankHost:
                 result: Any = self._load(*args, **kwargs)
             elif method == "apply":
                 function, *rest = args
-                result = function(self._worker, *rest, **kwargs)
+                # Pickled here: what cannot be is the function's mistake, and to Ray the end of the process.
+                result = import_ray().cloudpickle.dumps(on_cpu(function(self._worker, *rest, **kwargs)))
             else:
                 result = getattr(self._worker, method)(*args, **kwargs)
             return on_cpu(result) if reply else None

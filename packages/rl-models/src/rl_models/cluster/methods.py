@@ -5,6 +5,7 @@ N sequences of T tokens in all, dp data-parallel ranks. A division is, for each 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,11 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
     return [[rows[i] for i in indices] for indices in division], join
 
 
+def unpickled(results: list[bytes]) -> list[Any]:
+    """What a caller's function has returned on each rank."""
+    return [pickle.loads(result) for result in results]
+
+
 # Every public method of Actor, Critic and ActorCritic that a group has.
 METHODS: dict[str, Method] = {
     "log_probs": Method(per_token),
@@ -116,7 +122,7 @@ METHODS: dict[str, Method] = {
     "load_training": Method(changes=True),
     "offload": Method(gather=sum, changes=True),
     "onload": Method(changes=True),
-    "apply": Method(gather=list, changes=True),
+    "apply": Method(gather=unpickled, changes=True),
     "load": Method(gather=list, changes=True),
 }
 

@@ -140,6 +140,9 @@ class Loop:
         return step
 
     def _save(self, training: Path, step: int) -> None:
+        # Each of the models prunes its own checkpoints: none may be a save ahead of another.
+        for model in self.models.trained.values():
+            model.wait_for_save()
         # One more than is kept: of two models one may have its newest checkpoint when a kill comes, the other not yet.
         keep = self.options.keep + (self.models.critic is not None)
         for name, model in self.models.trained.items():

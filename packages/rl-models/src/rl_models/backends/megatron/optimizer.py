@@ -46,9 +46,14 @@ class MegatronOptimizer:
         """What losses are multiplied by before the backward; only of fp16."""
         return self.inner.loss_scale
 
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self.inner.loss_scale = scale
+    @property
+    def loss_scale_state(self) -> Mapping[str, float] | None:
+        """See `Optimizer`; only of fp16."""
+        return self.inner.loss_scale_state
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float]) -> None:
+        self.inner.loss_scale_state = dict(state)
 
     def step(self, learning_rate: float) -> float:
         """Clip, step, and drop the gradients; returns the norm before clipping, infinity where fp16 overflowed."""

@@ -1,0 +1,67 @@
+"""Options that a backend lacks, or that do not go together, are refused by name before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_patches.testing import tiny_model
+from parallel_layers import ParallelDims
+from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
+from rl_models.backends import BACKENDS, RouterLosses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="backend='jax' is not available; available: parallel, megatron, transformers"):
+        Actor.from_pretrained(model, backend="jax")
+    with pytest.raises(ValueError, match="no process group"):
+        Actor.from_pretrained(model, dims=ParallelDims(tp=2))
+    with pytest.raises(ValueError, match="sequence_parallel=True needs tp > 1"):
+        Actor.from_pretrained(model, sequence_parallel=True)
+    with pytest.raises(ValueError, match="does not offer sequence_parallel"):
+        Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
+    with pytest.raises(ValueError, match="is no checkpoint folder"):
+        Actor.from_pretrained(tmp_path)
+
+
+# Written out: a backend that comes to offer one of them, or to lack another, changes this list.
+LACKED = [
+    ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
+    ("megatron", "recompute", "full"),
+    ("megatron", "keep_probabilities", True),
+    ("megatron", "tp_invariant", True),
+    ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
+    ("transformers", "context_parallel", "ring"),
+    ("transformers", "router_losses", RouterLosses(z=1e-3)),
+    ("transformers", "recompute", [0]),
+    ("transformers", "tp_invariant", True),
+    ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "value"), LACKED, ids=[f"{backend}-{name}" for backend, name, _ in LACKED])
+def test_an_option_that_a_backend_lacks_is_refused_by_name(model: Path, backend: str, name: str, value: Any) -> None:
+    for kind in (Actor, Critic):
+        with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}="):
+            kind.from_pretrained(model, backend=backend, device="cpu", **{name: value})
+
+
+def test_all_that_a_backend_lacks_is_tested() -> None:
+    lacks = [(backend, name) for backend, row in BACKENDS.items() for name in row.lacks]
+    assert sorted(lacks) == sorted((backend, name) for backend, name, _ in LACKED)
+
+
+def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"keep_probabilities=True is the ordinary head's; leave out tp_invariant=True"
+    ):
+        Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)
