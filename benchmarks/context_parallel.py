@@ -1,4 +1,4 @@
-"""Attention over one long sequence with context parallelism: Ulysses and the ring, beside one device.
+"""Attention over one long sequence with context parallelism: Ulysses and the ring, beside one device and the peers.
 
     torchrun --nproc-per-node CP benchmarks/context_parallel.py [--tokens 32768] [--json FILE] [--tiny]
 
@@ -6,25 +6,87 @@ bf16 random data, 32 query and 8 key-value heads of 128, one causal sequence, fo
 same attention on every device by itself, all tokens and all heads: the ideal for cp ranks is its time over cp. Every
 round runs each variant once, the slowest rank counts. The errors are the largest absolute ones of this rank's outputs
 and gradients beside that first row's, of the worst rank.
+
+The peers, on several GPUs: torch's own `context_parallel`, and Transformer Engine's attention where it is installed, by
+each of its ways to communicate over one group. One that raises is left out and says why.
 """
 
 import argparse
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from measure import DEVICE, ceilings, join_ranks, machine, side_by_side, table, write_json
+from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, table, write_json
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel_layers.attention import packed_attention
 from parallel_layers.context_parallel import ring_attention, split_sequence, ulysses_attention
 
 Parts = tuple[Tensor, ...]
+# From (q, k, v) and the gradient of what comes out to what comes out and their gradients.
+Run = Callable[[list[Tensor], Tensor], Parts]
 
 
 def gradients(attention: Callable[..., Tensor], parts: list[Tensor], upstream: Tensor) -> Parts:
     out = attention(*parts)
     return (out.detach(), *torch.autograd.grad(out, parts, upstream))
+
+
+def by_torch(parts: list[Tensor], upstream: Tensor) -> Parts:
+    """Torch's ring over zigzag shards, of which its backward runs within its context, too."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    def attention(*heads_last: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in heads_last)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    mesh = DeviceMesh.from_group(dist.group.WORLD, DEVICE.type)
+    # It divides its buffers and asks for one; the parts are divided already.
+    with context_parallel(mesh, buffers=[torch.zeros(2 * mesh.size(), device=DEVICE)], buffer_seq_dims=[0]):
+        return gradients(attention, parts, upstream)
+
+
+@functools.cache
+def transformer_engine(communication: str, heads: int, kv_heads: int, head_dim: int) -> Callable[..., Tensor]:
+    """Transformer Engine's attention over all ranks and zigzag shards, by the kernels that it prefers."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(heads, head_dim, num_gqa_groups=kv_heads, qkv_format="bshd", attn_mask_type="causal")
+    ranks = list(range(dist.get_world_size()))
+    module.set_context_parallel_group(dist.group.WORLD, ranks, torch.cuda.Stream(), communication)
+    return lambda q, k, v: module(q[None], k[None], v[None]).view(q.shape)
+
+
+def by_transformer_engine(communication: str, parts: list[Tensor], upstream: Tensor) -> Parts:
+    (_, heads, head_dim), (_, kv_heads, _) = parts[0].shape, parts[1].shape
+    return gradients(transformer_engine(communication, heads, kv_heads, head_dim), parts, upstream)
+
+
+def peers() -> dict[str, Run]:
+    """Those that are installed."""
+    found: dict[str, Run] = {"torch": by_torch}
+    if importlib.util.find_spec("transformer_engine"):
+        for communication in ("p2p", "a2a", "all_gather"):
+            name = f"Transformer Engine, {communication}"
+            found[name] = functools.partial(by_transformer_engine, communication)
+    return found
+
+
+def refusal(call: Callable[[], Parts]) -> str:
+    """Why a call raises, the same on every rank: the first rank's reason that has one; "" where it runs."""
+    reason = ""
+    try:
+        call()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), "")
 
 
 def main() -> None:
@@ -49,25 +111,31 @@ def main() -> None:
         *inputs, upstream = (split_sequence(x, group, layout=layout).contiguous() for x in whole)
         return [x.requires_grad_() for x in inputs], upstream
 
-    alone = [x.clone().requires_grad_() for x in whole[:3]], whole[3]
-    contiguous, zigzag = shards("contiguous"), shards("zigzag")
-
-    def single() -> Parts:
+    def one_device() -> Parts:
         return gradients(lambda q, k, v: packed_attention(q, k, v, bounds, tokens), *alone)
 
-    def ulysses() -> Parts:
-        return gradients(lambda q, k, v: ulysses_attention(q, k, v, bounds, tokens, group=group), *contiguous)
+    alone = [x.clone().requires_grad_() for x in whole[:3]], whole[3]
+    divided = {layout: shards(layout) for layout in ("contiguous", "zigzag")}
+    ulysses = functools.partial(ulysses_attention, cu_seqlens=bounds, max_seqlen=tokens, group=group)
+    ring = functools.partial(ring_attention, cu_seqlens=bounds, max_seqlen=tokens, group=group)
+    variants: dict[str, tuple[str, Run]] = {
+        "Ulysses": ("contiguous", functools.partial(gradients, ulysses)),
+        "ring": ("zigzag", functools.partial(gradients, ring)),
+    }
+    for name, run in peers().items() if CUDA and world > 1 else ():
+        reason = refusal(functools.partial(run, *divided["zigzag"]))
+        if not reason:
+            variants[name] = ("zigzag", run)
+        elif rank == 0:
+            print(f"{name} is left out: {reason}", file=sys.stderr)
 
-    def ring() -> Parts:
-        return gradients(lambda q, k, v: ring_attention(q, k, v, bounds, tokens, group=group), *zigzag)
-
-    calls = {"one device": single, "Ulysses": ulysses, "ring": ring}
-    truth = single()
+    truth = one_device()
+    calls: dict[str, Callable[[], Parts]] = {"one device": one_device}
     errors = {"one device": 0.0}
-    for name, call, layout in (("Ulysses", ulysses, "contiguous"), ("ring", ring, "zigzag")):
+    for name, (layout, run) in variants.items():
+        calls[name] = functools.partial(run, *divided[layout])
         expected = [split_sequence(x, group, layout=layout) for x in truth]
-        found = call()
-        differences = [(a.float() - b.float()).abs().max() for a, b in zip(found, expected, strict=True)]
+        differences = [(a.float() - b.float()).abs().max() for a, b in zip(calls[name](), expected, strict=True)]
         worst = torch.stack(differences).max()
         if world > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
