@@ -175,7 +175,7 @@ class _Comparison:
 
     def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
         self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
-        self.reader = _Reader()
+        self.readers = (_Reader(), _Reader())
         self._progress: Callable[[int, int], None] = lambda done, total: None
         self._done = self._total = 0
 
@@ -187,7 +187,8 @@ class _Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.reader.close()
+        for reader in self.readers:
+            reader.close()
 
     def canonical(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
         """What differs between two checkpoints' tensors of one name, and between the copies that each has of it."""
@@ -223,7 +224,8 @@ class _Comparison:
     def _boxes(self, shown: str, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
         tally = Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
-            tally.add(self.reader.read(a, name, part), self.reader.read(b, name, part), part)
+            first, second = (reader.read(side, name, part) for reader, side in zip(self.readers, (a, b), strict=True))
+            tally.add(first, second, part)
             self._done += volume(part) * a[2].itemsize
             self._progress(self._done, self._total)
         difference = tally.difference(shown)
@@ -232,7 +234,7 @@ class _Comparison:
 
     def _scalars(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
         held = [(source, key) for source in (a, b) for key in source.scalars[slot][name]]
-        values = [self.reader.scalar(source, key) for source, key in held]
+        values = [self.readers[0].scalar(source, key) for source, key in held]
         self.report.tensors += 1
         self.report.elements += 1
         tally = Tally(self.atol, self.rtol)
@@ -261,7 +263,7 @@ class _Comparison:
             side = (source, source.slots[WEIGHTS][piece.name], stored)
             for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
                 at = carried_over(part, copy)
-                values = self.reader.read(side, piece.name, part)
+                values = self.readers[0].read(side, piece.name, part)
                 tally.add(values, view_of(tensor, at).cpu().reshape(values.shape), at)
         difference = tally.difference(name)
         if difference is not None:
@@ -273,18 +275,18 @@ _Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
 
 
 class _Reader:
-    """Reads boxes of canonical tensors out of a source's files, keeping the last files open."""
+    """Reads boxes of canonical tensors out of a source's files into one buffer, keeping the last files open."""
 
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}
-        self._staging = Staging(_CPU)
+        self._values, self._staging = Staging(_CPU), Staging(_CPU)
         self._counter = IOCounter()
 
     def read(self, side: _Side, name: str, box: Box) -> Tensor:
-        """The values of a box of a canonical tensor."""
+        """The values of a box of a canonical tensor; valid until the next call."""
         source, parts, dtype = side
         wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
-        values = torch.empty(wanted.shape, dtype=dtype)
+        values = self._values.view(wanted.shape, dtype)
         for key, copy in shared(wanted, {name: parts}):
             path, info = source.tensors[key]
             view = view_of(values, copy.destination_range)
