@@ -8,12 +8,14 @@ round runs each variant once, the slowest rank counts. The errors are the larges
 and gradients beside that first row's, of the worst rank.
 
 The peers, on several GPUs: torch's own `context_parallel`, and Transformer Engine's attention where it is installed, by
-each of its ways to communicate over one group. One that raises is left out and says why.
+each of its ways to communicate over one group, without flash-attn-4 (`step.py` says why). One that raises is left out
+and says why.
 """
 
 import argparse
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 
@@ -54,6 +56,7 @@ def by_torch(parts: list[Tensor], upstream: Tensor) -> Parts:
 @functools.cache
 def transformer_engine(communication: str, heads: int, kv_heads: int, head_dim: int) -> Callable[..., Tensor]:
     """Transformer Engine's attention over all ranks and zigzag shards, by the kernels that it prefers."""
+    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     from transformer_engine.pytorch import DotProductAttention
 
     module = DotProductAttention(heads, head_dim, num_gqa_groups=kv_heads, qkv_format="bshd", attn_mask_type="causal")

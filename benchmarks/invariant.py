@@ -112,8 +112,8 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()
     measured = ceilings()
-    hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)
-    task = Task.random(hf, count, length, dist.group.WORLD if world > 1 else None)
+    hf, lengths = (TINY, [32] * 2) if options.tiny else (LLAMA_3_8B, [4096] * 4)
+    task = Task.random(hf, lengths, dist.group.WORLD if world > 1 else None)
     packed = task.packed
 
     heads = ["product", "tp", "cuBLAS ms", "invariant ms", "ratio"]

@@ -1,12 +1,13 @@
 """A whole packed training step, forward and backward: a Llama-3-8B-shaped stack beside Megatron-Core.
 
-    torchrun --nproc-per-node TP benchmarks/step.py [--only NAME ...] [--json FILE] [--trace FILE] [--rounds N] [--tiny]
+    torchrun --nproc-per-node TP benchmarks/step.py [--only NAME ...] [--lengths N ...] [--json FILE] [--trace FILE]
+        [--rounds N] [--tiny]
 
-Eight layers of Llama 3 8B with its vocabulary, 16384 tokens as 4 x 4096, bf16, no recompute, tensor parallel over all
-ranks, sequence parallel when there are several. Both models are built from the same config with random weights; the
-loss is the sum of the tokens' log-probabilities. Model FLOPs are 6 for each weight and token (the embedding is no
-product) plus causal attention once. Every round runs each variant once, from no gradients; the slowest rank counts.
-Peak memory is that of a step with the weights and gradients, of the worst rank.
+Eight layers of Llama 3 8B with its vocabulary, 16384 tokens as 4 x 4096 (or as --lengths says), bf16, no recompute,
+tensor parallel over all ranks, sequence parallel when there are several. Both models are built from the same config
+with random weights; the loss is the sum of the tokens' log-probabilities. Model FLOPs are 6 for each weight and token
+(the embedding is no product) plus causal attention once. Every round runs each variant once, from no gradients; the
+slowest rank counts. Peak memory is that of a step with the weights and gradients, of the worst rank.
 
 Variants of ours, which share one model:
 
@@ -86,14 +87,14 @@ class Task:
 
     hf: dict[str, Any]
     packed: PackedSequence
-    length: int
+    lengths: list[int]
     group: dist.ProcessGroup | None
 
     @classmethod
-    def random(cls, hf: dict[str, Any], count: int, length: int, group: dist.ProcessGroup | None) -> "Task":
+    def random(cls, hf: dict[str, Any], lengths: list[int], group: dist.ProcessGroup | None) -> "Task":
         generator = torch.Generator().manual_seed(0)  # all ranks take the same tokens
-        rows = [torch.randint(hf["vocab_size"], (length,), generator=generator) for _ in range(count)]
-        return cls(hf, PackedSequence.from_sequences([row.to(DEVICE) for row in rows]), length, group)
+        rows = [torch.randint(hf["vocab_size"], (length,), generator=generator) for length in lengths]
+        return cls(hf, PackedSequence.from_sequences([row.to(DEVICE) for row in rows]), lengths, group)
 
     def flops(self) -> float:
         """Of a forward and backward, all ranks together."""
@@ -102,9 +103,8 @@ class Task:
         attention = hidden * (2 * heads + 2 * hf["num_key_value_heads"] * hf["head_dim"])
         layer = attention + 3 * hidden * hf["intermediate_size"]
         weights = hf["num_hidden_layers"] * layer + hidden * hf["vocab_size"]
-        tokens = self.packed.num_tokens
-        scores = 6 * hf["num_hidden_layers"] * heads * self.length * tokens
-        return 6 * weights * tokens + scores
+        scores = 6 * hf["num_hidden_layers"] * heads * sum(length**2 for length in self.lengths)
+        return 6 * weights * self.packed.num_tokens + scores
 
 
 def randomise(module: nn.Module) -> None:
@@ -300,6 +300,7 @@ def peak(model: nn.Module, step: Step) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="of the sequences of the pack")
     parser.add_argument("--json", help="also write every figure to this file")
     parser.add_argument("--trace", help="write each variant's kernels, by time and stream, to this file")
     parser.add_argument("--rounds", type=int, default=10)
@@ -307,8 +308,8 @@ def main() -> None:
     options = parser.parse_args()
     rank, world = join_ranks()
     measured = ceilings()
-    hf, count, length = (TINY, 2, 32) if options.tiny else (LLAMA_3_8B, 4, 4096)
-    task = Task.random(hf, count, length, dist.group.WORLD if world > 1 else None)
+    hf, lengths = (TINY, [32] * 2) if options.tiny else (LLAMA_3_8B, [4096] * 4)
+    task = Task.random(hf, options.lengths or lengths, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
     variants += ["auto", "kept", *([GRAPH] if CUDA else [])]
     if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
@@ -347,7 +348,13 @@ def main() -> None:
         print(machine(), measured, f"CUDA_DEVICE_MAX_CONNECTIONS {connections}")
         heads = ["variant", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU", "x megatron"]
         print(table(heads, rows))
-        report = {"tp": world, "timings": list(timings.values()), "peaks": peaks, "connections": connections}
+        report = {
+            "tp": world,
+            "lengths": task.lengths,
+            "timings": list(timings.values()),
+            "peaks": peaks,
+            "connections": connections,
+        }
         write_json(options.json, ceilings=measured, **report)
     if options.trace:
         traces = "\n\n".join(f"## {name}, tp {world}\n\n{kernel_times(step)}" for name, step in steps.items())
