@@ -70,17 +70,15 @@ def cases(places: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def axes(dims: ParallelDims) -> set[str]:
-    return {axis for axis, size in vars(dims).items() if size > 1}
-
-
 def on_cpu(places: Mapping[str, tuple[ParallelDims, dict[str, Any]]]) -> list[tuple[str, str]]:
     """Without what shows nothing more: a grid does not know what is in a layer but its experts, so of the dense models
-    and of the mixtures one is on every grid, the other on those of one axis, and on those that divide experts."""
+    and of the mixtures one is on every grid, the other on those of one axis, and on those that divide experts. On
+    three axes the mixtures are where experts are divided."""
     return [
         (name, place)
         for name, place in cases(places)
-        if name in ("qwen3-tied", "qwen3-moe") or len(axes(places[place][0])) < 2 or "ep" in axes(places[place][0])
+        for axes in [{axis for axis, size in vars(places[place][0]).items() if size > 1}]
+        if "ep" in axes or len(axes) < 2 or name == "qwen3-tied" or (name == "qwen3-moe" and len(axes) < 3)
     ]
 
 

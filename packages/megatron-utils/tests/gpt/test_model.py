@@ -137,7 +137,9 @@ def parity_on(
     return step.grad_norm
 
 
-# One grid for each form of parallelism in a plain run, the rest with --slow.
+# One grid for each form of parallelism in a plain run, the rest with --slow. A grid knows of a layer no more than its
+# experts and its attention: one model of each is on every grid, the others are on all of two ranks.
+ON_EVERY_GRID = ("qwen2-tied", "qwen3-moe-hybrid", "deepseek-v3-yarn")
 PLAIN = [
     ("llama", ParallelDims(tp=2), None),
     ("qwen2-tied", ParallelDims(pp=2), None),
@@ -166,6 +168,7 @@ SLOW = [
         (ParallelDims(cp=2, pp=2), None),
     ]
     if dims.ep == 1 or MODELS[name]["model_type"] in MIXTURES
+    if dims.world_size == 2 or name in ON_EVERY_GRID
     if (name, dims, stages) not in PLAIN
 ]
 
