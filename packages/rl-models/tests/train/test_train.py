@@ -188,19 +188,33 @@ def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_ray")
 @pytest.mark.parametrize(
-    ("algorithm", "dims", "flag"),
+    ("algorithm", "samples", "dims", "flag"),
     [
-        ("ppo", "dp=2", "--no-ray"),
-        ("ppo", "tp=2", "--share-backbone"),
-        ("grpo", "tp=2", "--no-ray"),
-        ("ppo", "", "--ray"),
+        ("ppo", 1, "dp=2", "--no-ray"),
+        ("ppo", 1, "tp=2", "--share-backbone"),
+        ("grpo", 2, "tp=2", "--no-ray"),
+        ("ppo", 1, "", "--ray"),
     ],
 )
 def test_a_killed_run_goes_on_with_the_same_curve(
-    model: Path, prompts: Path, tmp_path: Path, folder_of_rewards: Path, algorithm: str, dims: str, flag: str
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    folder_of_rewards: Path,
+    algorithm: str,
+    samples: int,
+    dims: str,
+    flag: str,
 ) -> None:
     # Mini-batches in a shuffled order, a temperature, and prompts of several passes: all of it goes on.
-    options = {"algorithm": algorithm, "dims": dims, "steps": 8, "save_every": 2, "schedule": "cosine"}
+    options = {
+        "algorithm": algorithm,
+        "samples": samples,
+        "dims": dims,
+        "steps": 8,
+        "save_every": 2,
+        "schedule": "cosine",
+    }
     options |= {"mini_batch": 4, "temperature": 1.2, "seed": 3}
     whole, killed = (arguments(model, prompts, tmp_path / name, **options) for name in ("whole", "killed"))
     shared = [flag] * (flag == "--share-backbone")
