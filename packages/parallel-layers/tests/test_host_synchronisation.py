@@ -1,7 +1,7 @@
 """On a GPU no layer makes the host wait: not a decoder layer whole, not the head, however its products overlap.
 
-By the profiler, which sees every call of the CUDA runtime, whoever makes it. (On a CPU `test_decoder` looks for values
-that are read.)
+By the profiler, which sees every call of the CUDA runtime, whoever makes it. (On a CPU `decoder/test_graphs.py` looks
+for values that are read.)
 """
 
 from __future__ import annotations

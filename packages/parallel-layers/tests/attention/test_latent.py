@@ -1,6 +1,6 @@
 """ParallelLatentAttention: decoding with a cache of latents equals attention to expanded keys and values.
 
-That attention is compared with transformers' in test_decoder.py, at every grid.
+That attention is compared with transformers' in decoder/test_parity.py, at every grid.
 """
 
 import inspect

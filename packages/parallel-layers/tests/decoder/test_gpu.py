@@ -1,6 +1,6 @@
 """Decoder layers at sizes that the kernels of a GPU take, over every grid: as close to fp64 as a dense layer on a CPU.
 
-That layer is compared with transformers' own in test_decoder.py, at sizes that no kernel takes. The same code runs here
+That layer is compared with transformers' own in test_parity.py, at sizes that no kernel takes. The same code runs here
 on gloo, where it can be tried without a GPU.
 """
 
