@@ -13,7 +13,9 @@ and says why.
 """
 
 import argparse
+import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -56,7 +58,6 @@ def by_torch(parts: list[Tensor], upstream: Tensor) -> Parts:
 @functools.cache
 def transformer_engine(communication: str, heads: int, kv_heads: int, head_dim: int) -> Callable[..., Tensor]:
     """Transformer Engine's attention over all ranks and zigzag shards, by the kernels that it prefers."""
-    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     from transformer_engine.pytorch import DotProductAttention
 
     module = DotProductAttention(heads, head_dim, num_gqa_groups=kv_heads, qkv_format="bshd", attn_mask_type="causal")
@@ -74,6 +75,10 @@ def peers() -> dict[str, Run]:
     """Those that are installed."""
     found: dict[str, Run] = {"torch": by_torch}
     if importlib.util.find_spec("transformer_engine"):
+        os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
+        # Before torch has loaded its cuDNN, beside which another that a system has cannot be loaded.
+        with contextlib.suppress(ImportError, OSError):  # which its first call says
+            importlib.import_module("transformer_engine.pytorch")
         for communication in ("p2p", "a2a", "all_gather"):
             name = f"Transformer Engine, {communication}"
             found[name] = functools.partial(by_transformer_engine, communication)

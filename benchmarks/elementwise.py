@@ -5,8 +5,9 @@
 Each row names the fewest bytes that the operation must move; its rate is those bytes over the measured time, and the
 ratio is that rate over a device-to-device copy's, measured in the same run (bytes read plus bytes written). Times are
 medians of CUDA-event times over replays of a CUDA graph that holds several calls on rotating buffers, so neither
-Python nor launch gaps are in them. Peers that are not installed are left out; one that fails is a row without times,
-and its reason is printed. `--sweep` times the kernels' own launch parameters instead.
+Python nor launch gaps are in them; the device is kept busy before, since its clock falls while kernels are compiled.
+torch.compile makes code for each row's sizes. Peers that are not installed are left out; one that fails is a row
+without times, and its reason is printed. `--sweep` times the kernels' own launch parameters instead.
 
 Everything runs on one stream, which is not the default one. Autograd runs a backward on the stream of its forward, and
 a graph can take in no work of the default stream: the backward of an operation that ran there cannot be captured
@@ -19,6 +20,7 @@ import importlib
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -33,7 +35,7 @@ from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128
-CALLS, REPLAYS = 9, 15
+CALLS, REPLAYS, BUSY_SECONDS = 9, 15, 0.1
 
 
 def median_us(calls: list[Call]) -> float:
@@ -49,7 +51,10 @@ def median_us(calls: list[Call]) -> float:
         for i in range(CALLS):
             calls[i % len(calls)]()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
-    graph.replay()
+    stop = time.monotonic() + BUSY_SECONDS
+    while time.monotonic() < stop:
+        graph.replay()
+        torch.cuda.synchronize()
     for start, end in events:
         start.record()
         graph.replay()
@@ -92,6 +97,10 @@ def present(variants: dict[str, Callable[..., object] | None]) -> dict[str, Call
     return {name: function for name, function in variants.items() if function is not None}
 
 
+# Else dynamo takes the second size that a function meets for a reason to make code for any size, which is slower.
+compiled = functools.partial(torch.compile, dynamic=False)
+
+
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
@@ -108,7 +117,7 @@ def norm_operation() -> Operation:
             {
                 "ours": rms_norm.fused_rms_norm,
                 "torch": torch_norm,
-                "torch.compile": torch.compile(torch_norm),
+                "torch.compile": compiled(torch_norm),
                 "liger": liger and (lambda x, weight: liger(x, weight, 1e-6, in_place=False)),
                 "quack": quack and (lambda x, weight: quack(x, weight, eps=1e-6)),
             }
@@ -136,7 +145,7 @@ def add_norm_operation(hidden: int = HIDDEN) -> Operation:
             {
                 "ours": rms_norm.fused_add_rms_norm,
                 "torch": plain,
-                "torch.compile": torch.compile(plain),
+                "torch.compile": compiled(plain),
                 "liger": liger and (lambda x, residual, weight: liger(x, residual, weight, 1e-6, in_place=False)),
                 "quack": quack
                 and (lambda x, residual, weight: quack(x, weight, residual=residual, eps=1e-6, prenorm=True)),
@@ -152,7 +161,7 @@ def head_norm_operation() -> Operation:
         2 * 2 * size,
         3 * 2 * size,
         lambda: [normal(TOKENS, Q_HEADS, HEAD_DIM).requires_grad_(), normal(HEAD_DIM).requires_grad_()],
-        {"ours": rms_norm.fused_rms_norm, "torch": torch_norm, "torch.compile": torch.compile(torch_norm)},
+        {"ours": rms_norm.fused_rms_norm, "torch": torch_norm, "torch.compile": compiled(torch_norm)},
     )
 
 
@@ -178,7 +187,7 @@ def rotary_operation() -> Operation:
             {
                 "ours": lambda q, k: rotary.fused_rotary(q, k, cos, sin),
                 "torch": plain,
-                "torch.compile": torch.compile(plain),
+                "torch.compile": compiled(plain),
                 "liger": batched and liger,
             }
         ),
@@ -201,7 +210,7 @@ def swiglu_operation() -> Operation:
             {
                 "ours": swiglu.fused_swiglu,
                 "torch": plain,
-                "torch.compile": torch.compile(plain),
+                "torch.compile": compiled(plain),
                 "liger": halves and (lambda gate_up: halves.apply(*gate_up.chunk(2, dim=-1))),
             }
         ),

@@ -3,8 +3,7 @@
     python benchmarks/head.py [--shape TOKENS HIDDEN VOCABULARY ...] [--json FILE] [--only NAME ...] [--rounds N]
 
 bf16 random data, logits of standard deviation 2. Every round runs each variant once, so that a clock that drifts drifts
-for all; a time is the median over the rounds of CUDA-event times. The weight is larger than any cache. The ceilings are
-measured first: a large matrix product, and a device-to-device copy counting bytes read and written. Errors are against
+for all; a time is the median over the rounds of CUDA-event times. The ceilings are measured first. Errors are against
 fp64 over the first tokens: the largest absolute one of log-prob and entropy, the relative norm of the hidden states'
 gradient. Extra memory is the peak above the inputs over a forward and backward, the returned gradients included, and
 also without them, as a share of the bf16 logits. Peers that are not installed are left out.
@@ -15,16 +14,15 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import json
 import math
 import statistics
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
+from measure import ceilings, machine, milliseconds, table, write_json
 from torch import Tensor
 
 from parallel_layers import linear_log_probs, linear_policy_loss
@@ -183,22 +181,11 @@ def backward(outputs: tuple[Tensor, Tensor | None], problem: Problem) -> list[Te
     )
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    result = function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), result
-
-
 def one_round(row: Row, forward: Forward, problem: Problem) -> None:
     """Time a forward alone, then a forward and backward."""
-    milliseconds, outputs = timed(lambda: forward(problem.hidden, problem.weight, problem.labels))
-    row.forward_ms.append(milliseconds)
-    del outputs
-    milliseconds, _ = timed(lambda: backward(forward(problem.hidden, problem.weight, problem.labels), problem))
-    row.both_ms.append(milliseconds)
+    inputs = (problem.hidden, problem.weight, problem.labels)
+    row.forward_ms.append(milliseconds(lambda: forward(*inputs)))
+    row.both_ms.append(milliseconds(lambda: backward(forward(*inputs), problem)))
 
 
 def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> None:
@@ -244,42 +231,18 @@ def measure(shape: tuple[int, int, int], forwards: dict[str, Forward], rounds: i
     return rows
 
 
-def ceilings() -> dict[str, float]:
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    runs = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
-    seconds = {}
-    for name, run in runs.items():
-        for _ in range(3):
-            run()
-        seconds[name] = statistics.median(timed(run)[0] for _ in range(20)) * 1e-3
-    return {
-        "product_tflops": 2 * 8192**3 / seconds["product"] * 1e-12,
-        "copy_tb_per_s": 2 * source.nbytes / seconds["copy"] * 1e-12,
-    }
-
-
 def markdown(shape: tuple[int, int, int], rows: list[Row], tflops: float) -> str:
     """The table of performance figures, the four products at the measured ceiling first."""
     product = 2 * math.prod(shape) / tflops * 1e-9
-    lines = [
-        f"| tokens, hidden, vocabulary: {', '.join(map(str, shape))} | fwd ms | fwd+bwd ms | extra GiB "
-        "| beyond gradients, share of bf16 logits | log-prob error | entropy error | dX error |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| products at the measured ceiling ({tflops:.0f} TFLOP/s) | {product:.1f} | {4 * product:.1f} | | | | | |",
-    ]
-
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.5f}"
-
+    heads = [f"tokens, hidden, vocabulary: {', '.join(map(str, shape))}", "fwd ms", "fwd+bwd ms", "extra GiB"]
+    heads += ["beyond gradients, share of bf16 logits", "log-prob error", "entropy error", "dX error"]
+    ceiling = [f"products at the measured ceiling ({tflops:.0f} TFLOP/s)", product, 4 * product, "", "", "", "", ""]
+    body: list[list[object]] = [ceiling]
     for row in rows:
-        forward, both = row.medians()
-        errors = " | ".join(map(number, (row.log_prob_error, row.entropy_error, row.grad_hidden_error)))
-        lines.append(
-            f"| {row.name} | {forward:.1f} | {both:.1f} | {row.extra_gib:.2f} | {row.extra_share:.1%} | {errors} |"
-        )
-    return "\n".join(lines)
+        errors = (row.log_prob_error, row.entropy_error, row.grad_hidden_error)
+        numbers = ("" if error is None else f"{error:.5f}" for error in errors)
+        body.append([row.name, *row.medians(), row.extra_gib, f"{row.extra_share:.1%}", *numbers])
+    return table(heads, body)
 
 
 def main() -> None:
@@ -294,18 +257,14 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             forwards[name] = VARIANTS[name]()
     measured = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {json.dumps(measured)}", flush=True)
+    print(machine(), measured, flush=True)
     results = []
     for shape in options.shape or SHAPES:
         rows = measure(tuple(shape), forwards, options.rounds)
         print("\n" + markdown(tuple(shape), rows, measured["product_tflops"]), flush=True)
         results.append({"shape": shape, "rows": [asdict(row) for row in rows]})
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as sink:
-            json.dump(
-                {"ceilings": measured, "device": torch.cuda.get_device_name(), "results": results}, sink, indent=1
-            )
+    write_json(options.json, ceilings=measured, results=results)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ On a machine without a GPU everything runs on the CPU, with gloo: to see that a 
 """
 
 import datetime
+import functools
 import gc
 import json
 import os
@@ -46,7 +47,9 @@ def synchronize() -> None:
 def milliseconds(call: Call) -> float:
     """Of one call: by CUDA events, with a head start for the host, as it has inside a model's step.
 
-    The device sleeps while the host queues the call, so that a launch that can hide behind the device's work does.
+    The device sleeps while the host queues the call, so that a launch that can hide behind the device's work does, and
+    then reads what fills its cache several times, so that no call finds there what the call before it used: what others
+    rotate buffers for.
     """
     if not CUDA:
         begun = time.perf_counter()
@@ -54,11 +57,18 @@ def milliseconds(call: Call) -> float:
         return (time.perf_counter() - begun) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(HEAD_START)
+    _elsewhere().sum()
     start.record()
     call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+@functools.cache
+def _elsewhere() -> torch.Tensor:
+    size = 4 * torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return torch.zeros(size // 4, device=DEVICE)
 
 
 def peak_gib(call: Call) -> float:

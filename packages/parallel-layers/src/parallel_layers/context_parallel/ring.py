@@ -1,17 +1,18 @@
-"""Ring attention: keys and values travel around the ranks while every rank keeps its queries.
+"""Ring attention: every rank keeps its queries, and sees one rank's keys and values after another's.
 
-https://arxiv.org/abs/2310.01889, with the zigzag layout that gives every rank the same share of a causal mask.
+https://arxiv.org/abs/2310.01889, with the zigzag layout that gives every rank the same share of a causal mask. In step
+s a rank sees the keys of the rank s places before it. They come straight from there, as their gradients go straight
+back, and not by the ranks between: so only what is seen is sent, in the dtype that the kernel has, once.
 
 The pack is 2n chunks; rank r holds chunks r and 2n-1-r. Segments may cross any chunk. Between two different chunks at
 most one segment is shared, the one that runs through the later chunk's first token: its queries are a prefix of that
 chunk and, because it covers everything in between, its keys are a suffix of what another rank holds before it. So every
-piece of work is one packed call with boundaries computed on the device, and no host synchronisation is needed.
+step is one packed call with boundaries computed on the device, and no host synchronisation is needed.
 
 Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks, Q query heads, K key-value heads,
 D head size, S segments.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
@@ -26,6 +27,7 @@ from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
 from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 from parallel_layers.autocast import without_autocast
 from parallel_layers.context_parallel.halo import halo_attention
+from parallel_layers.kernels.merge import merge_attention
 
 
 def ring_attention(
@@ -40,9 +42,9 @@ def ring_attention(
 ) -> Tensor:
     """Causal `packed_attention` over tokens that are sharded in the zigzag layout of `split_sequence`.
 
-    Forward: n-1 exchanges of `[2, T/n, K, D]` with the neighbours, each behind the products of the step before.
-    Backward: n-1 of the same, and n of their gradients in fp32. With a window shorter than the longest segment nothing
-    travels around: see `parallel_layers.context_parallel.halo`.
+    Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half of that from an earlier one,
+    each behind the products of the step before. Backward: n-1 of the same, and n-1 of their gradients. With a window
+    shorter than the longest segment only what it reaches is sent: see `parallel_layers.context_parallel.halo`.
 
     Args:
         q_TQD: `[T/n, Q, D]`, after rotation by the tokens' own positions.
@@ -96,8 +98,8 @@ def ring_attention(
     return out[..., :value_dim]
 
 
-class _Piece(NamedTuple):
-    """One packed call: this rank's queries in `rows`, the travelling keys in `keys`."""
+class _Step(NamedTuple):
+    """One packed call: this rank's queries in `rows`, over the keys in `keys` of those that another rank has sent."""
 
     rows: slice
     keys: slice
@@ -106,60 +108,90 @@ class _Piece(NamedTuple):
 
 
 class _Plan:
-    """The pieces of every step of the ring."""
+    """Who sees what in every step, on one rank."""
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup) -> None:
-        self.cu_seqlens, self.max_seqlen = cu_seqlens, max_seqlen
+        self.cu_seqlens, self.max_seqlen, self.group = cu_seqlens, max_seqlen, group
         self.rank, self.size, self.chunk = group.rank(), group.size(), tokens // 2
+        self.late = 2 * self.size - 1 - self.rank
 
-    def pieces(self, owner: int) -> Iterator[_Piece]:
+    def seen(self, owner: int, rank: int) -> slice:
+        """Of the tokens of rank `owner`, those whose keys rank `rank` sees any of: its first chunk, or both."""
+        return slice(0, self.chunk if owner < rank else 2 * self.chunk)
+
+    def step(self, owner: int) -> _Step:
         """What this rank computes with the keys of rank `owner`."""
-        chunk, late = self.chunk, 2 * self.size - 1 - self.rank
-        first, second, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
+        first, second, both = slice(0, self.chunk), slice(self.chunk, 2 * self.chunk), slice(0, 2 * self.chunk)
         if owner == self.rank:
-            bounds = torch.cat((self._inside(self.rank), self._inside(late) + chunk))
-            longest = min(self.max_seqlen, chunk)
-            yield _Piece(both, both, Segments(bounds, bounds, None, longest, longest), causal=True)
+            return _Step(both, both, self._own(), causal=True)
         if owner < self.rank:
-            yield _Piece(first, first, self._shared(self.rank, [owner]), causal=False)
-        if owner <= self.rank:
-            yield _Piece(second, first, self._shared(late, [owner]), causal=False)
-        else:
-            yield _Piece(second, both, self._shared(late, [owner, 2 * self.size - 1 - owner]), causal=False)
+            return _Step(both, first, self._earlier(owner), causal=False)
+        return _Step(second, both, self._later(owner), causal=False)
+
+    def _own(self) -> Segments:
+        """The two chunks end to end; a segment that covers all in between is one segment of both."""
+        first, second = self._inside(self.rank), self._inside(self.late) + self.chunk
+        begin, end = self._segment_at(self.late)
+        start = (begin - self.rank * self.chunk).clamp(max=self.chunk)
+        start = torch.where(end > self.late * self.chunk, start, self.chunk)  # else it has ended before
+        bounds = torch.cat((first, second))
+        bounds = torch.where(bounds == self.chunk, start.clamp(min=0), bounds)
+        longest = min(self.max_seqlen, 2 * self.chunk)
+        return Segments(bounds, bounds, None, longest, longest)
+
+    def _earlier(self, owner: int) -> Segments:
+        """Both chunks' queries over the first chunk of an earlier rank.
+
+        A segment of the second chunk that reaches so far has all of the first chunk in it: together a prefix again.
+        """
+        reaches = self._segment_at(self.late)[0] < (owner + 1) * self.chunk
+        queries = self._prefix(self.rank) + torch.where(reaches, self._prefix(self.late), 0)
+        return self._shared(queries, 2 * self.chunk, self.rank, [owner])
+
+    def _later(self, owner: int) -> Segments:
+        """The second chunk's queries over both chunks of a later rank, laid end to end."""
+        return self._shared(self._prefix(self.late), self.chunk, self.late, [owner, 2 * self.size - 1 - owner])
 
     def _inside(self, chunk: int) -> Tensor:
         """Boundaries of the segments' parts in a chunk, from its first token."""
         return self.cu_seqlens.clamp(chunk * self.chunk, (chunk + 1) * self.chunk) - chunk * self.chunk
 
-    def _shared(self, later: int, earlier: list[int]) -> Segments:
-        """The segment at the first token of chunk `later`, with its keys in the chunks `earlier`, laid end to end.
+    def _segment_at(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Boundaries of the segment that a chunk's first token is in; of the last one where all have ended before."""
+        start = self.cu_seqlens.new_full((1,), chunk * self.chunk)
+        at = torch.searchsorted(self.cu_seqlens[:-1], start, right=True)
+        return self.cu_seqlens[at - 1], self.cu_seqlens[at]
+
+    def _prefix(self, chunk: int) -> Tensor:
+        """How many tokens of a chunk are in the segment that its first token is in."""
+        start = chunk * self.chunk
+        return self._segment_at(chunk)[1].clamp(start, start + self.chunk) - start
+
+    def _shared(self, queries: Tensor, rows: int, later: int, earlier: list[int]) -> Segments:
+        """The segment at the first token of chunk `later`: so many of `rows` queries, its keys in the chunks `earlier`.
 
         The queries and keys that are not of this segment form two more segments: one without queries before it, one
         without keys after it. Where the segments have ended before, the first and the last are all there is.
         """
-        start = later * self.chunk
-        at = torch.searchsorted(self.cu_seqlens[:-1], self.cu_seqlens.new_full((1,), start), right=True)
-        begin, end = self.cu_seqlens[at - 1], self.cu_seqlens[at]
-        queries = end.clamp(start, start + self.chunk) - start
+        begin, _ = self._segment_at(later)
         skipped = sum((begin - c * self.chunk).clamp(0, self.chunk) for c in earlier)
         assert isinstance(skipped, Tensor)
         total = len(earlier) * self.chunk
         zero = torch.zeros_like(queries)
-        cu_q = torch.cat((zero, zero, queries, zero + self.chunk))
+        cu_q = torch.cat((zero, zero, queries, zero + rows))
         cu_k = torch.cat((zero, skipped, zero + total, zero + total))
-        return Segments(cu_q, cu_k, None, self.chunk, total)
+        return Segments(cu_q, cu_k, None, rows, total)
 
 
 class _Exchange:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+    """A tensor on its way to one rank, and one of `rows` rows on its way here from another; `[2, rows, K, D]`."""
 
-    def __init__(self, x: Tensor, group: ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
-        self._sent, self._received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    def __init__(self, x: Tensor, to: int, source: int, rows: int, group: ProcessGroup) -> None:
+        self._sent, self._received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
         self._requests = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.isend, self._sent, group=group, group_peer=to),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=source),
             ]
         )
 
@@ -170,17 +202,22 @@ class _Exchange:
         return self._received
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take another set of keys into (out `[T, Q, D]`, lse `[Q, T]`), in place."""
-    total = torch.logaddexp(lse, part_lse)
-    # No keys on either side: -inf minus -inf.
-    old, new = (torch.exp(x - total).nan_to_num_(0.0).T[..., None] for x in (lse, part_lse))
-    out.mul_(old).add_(part.to(out.dtype) * new)
-    lse.copy_(total)
+def _fetch(plan: _Plan, kv: Tensor, step: int) -> _Exchange:
+    """The keys and values for a step, from their rank; this rank's to the one that sees them in that step."""
+    rank, size = plan.rank, plan.size
+    to, owner = (rank + step) % size, (rank - step) % size
+    return _Exchange(kv[:, plan.seen(rank, to)], to, owner, plan.seen(owner, rank).stop, plan.group)
+
+
+def _give_back(plan: _Plan, d_kv: Tensor, step: int) -> _Exchange:
+    """The gradients of a step's keys and values, to their rank; those of this rank's from the one that saw them."""
+    rank, size = plan.rank, plan.size
+    owner, seer = (rank - step) % size, (rank + step) % size
+    return _Exchange(d_kv, owner, seer, plan.seen(rank, seer).stop, plan.group)
 
 
 class _Ring(torch.autograd.Function):
-    """The two loops around the ring; `Kernel.backward` needs only the merged output and log-sum-exp for each part."""
+    """The two loops over the steps; `Kernel.backward` needs only the merged output and log-sum-exp for each step."""
 
     @staticmethod
     def forward(
@@ -195,25 +232,26 @@ class _Ring(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         plan = _Plan(cu_seqlens, max_seqlen, q.shape[0], group)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide)
-        lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=wide)
-        travelling = kv
-        for step in range(group.size()):
-            exchange = _Exchange(travelling, group) if step + 1 < group.size() else None
-            for piece in plan.pieces((group.rank() - step) % group.size()):
-                k, v = travelling[:, piece.keys]
-                rule = replace(scoring, causal=piece.causal)
-                part, part_lse = kernel.forward(q[piece.rows], k, v, piece.segments, rule)
-                _merge(out[piece.rows], lse[:, piece.rows], part, part_lse)
-            if exchange is not None:
-                travelling = exchange.wait()
+        seen, arriving = kv, _fetch(plan, kv, 1)
+        for step in range(plan.size):
+            work = plan.step((plan.rank - step) % plan.size)
+            k, v = seen[:, work.keys]
+            part, part_lse = kernel.forward(q[work.rows], k, v, work.segments, replace(scoring, causal=work.causal))
+            if step == 0:
+                wide = torch.promote_types(q.dtype, torch.float32)
+                out, lse = part.to(wide).contiguous(), part_lse.contiguous()
+            else:
+                merge_attention(out[work.rows], lse[:, work.rows], part, part_lse)
+            if step + 1 < plan.size:
+                seen = arriving.wait()
+            if step + 2 < plan.size:
+                arriving = _fetch(plan, kv, step + 2)
         without_sinks = out.to(q.dtype) if sinks is not None and ctx.needs_input_grad[2] else None
         if sinks is not None:
             out = out_with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, sinks, out, lse, without_sinks)
-        ctx.plan, ctx.group, ctx.scoring, ctx.kernel = plan, group, scoring, kernel
+        ctx.plan, ctx.scoring, ctx.kernel = plan, scoring, kernel
         return out
 
     @staticmethod
@@ -221,25 +259,34 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, sinks, out, lse, without_sinks = ctx.saved_tensors
         total = lse if sinks is None else lse_with_sinks(lse, sinks)
-        group, size = ctx.group, ctx.group.size()
-        d_q = torch.zeros_like(q, dtype=lse.dtype)
-        travelling, returning = kv, None
-        for step in range(size):
-            exchange = _Exchange(travelling, group) if step + 1 < size else None
-            d_kv = torch.zeros_like(kv, dtype=lse.dtype)
-            for piece in ctx.plan.pieces((group.rank() - step) % size):
-                k, v = travelling[:, piece.keys]
-                done = Forward(q[piece.rows], k, v, out[piece.rows], total[:, piece.rows].contiguous())
-                rule = replace(ctx.scoring, causal=piece.causal)
-                d_q_part, *d_kv_parts = ctx.kernel.backward(d_out[piece.rows], done, piece.segments, rule)
-                d_q[piece.rows] += d_q_part
-                for d_x, d_x_part in zip(d_kv[:, piece.keys], d_kv_parts, strict=True):
-                    d_x += d_x_part
-            if returning is not None:  # the gradients of these keys, from the ranks that had them before
-                d_kv += returning.wait()
-            returning = _Exchange(d_kv, group)
-            if exchange is not None:
-                travelling = exchange.wait()
+        plan: _Plan = ctx.plan
+        seen, arriving = kv, _fetch(plan, kv, 1)
+        returning: _Exchange | None = None
+        for step in range(plan.size):
+            work = plan.step((plan.rank - step) % plan.size)
+            k, v = seen[:, work.keys]
+            done = Forward(q[work.rows], k, v, out[work.rows], total[:, work.rows].contiguous())
+            rule = replace(ctx.scoring, causal=work.causal)
+            d_q_part, *d_kv_parts = ctx.kernel.backward(d_out[work.rows], done, work.segments, rule)
+            d_kv_part = torch.stack(d_kv_parts)
+            if step == 0:
+                d_q, d_kv = d_q_part.to(lse.dtype), d_kv_part.to(lse.dtype)
+            else:
+                d_q[work.rows] += d_q_part
+            if returning is not None:
+                _add_rows(d_kv, returning.wait())
+            if step + 1 < plan.size:
+                seen = arriving.wait()
+            if step > 0:
+                returning = _give_back(plan, d_kv_part, step)
+            if step + 2 < plan.size:
+                arriving = _fetch(plan, kv, step + 2)
         assert returning is not None
+        _add_rows(d_kv, returning.wait())
         d_sinks = None if without_sinks is None else gradient_of_sinks(d_out, without_sinks, lse, sinks)
-        return d_q.to(q.dtype), returning.wait().to(kv.dtype), d_sinks, *(None,) * 5
+        return d_q.to(q.dtype), d_kv.to(kv.dtype), d_sinks, *(None,) * 5
+
+
+def _add_rows(total: Tensor, part: Tensor) -> None:
+    """Add to the first tokens, in place: `[2, T', K, D]` and fewer tokens of the same."""
+    total[:, : part.shape[1]] += part
