@@ -131,6 +131,7 @@ def test_two_grids_in_one_backward(ranks: RankPool) -> None:
 
 DESTROYED = """
 import os
+import time
 import torch
 import torch.distributed as dist
 import parallel_layers
@@ -143,7 +144,9 @@ dist.all_reduce(torch.zeros(1))
 assert any("gloo" in name for name in threads()), threads()
 import torch.distributed.nn.functional  # as parts of torch do in passing
 dist.destroy_process_group()
-assert not any("gloo" in name for name in threads()), threads()
+ends = time.monotonic() + 20  # the kernel lists a joined thread for a moment more
+while any("gloo" in name for name in threads()):
+    assert time.monotonic() < ends, threads()
 """
 
 

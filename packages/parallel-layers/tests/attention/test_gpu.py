@@ -55,7 +55,8 @@ def skip_unless_able(backend: str, head_dim: int, dtype: torch.dtype, options: d
 
 
 def relative_error(x: Tensor, truth: Tensor) -> float:
-    return ((x.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30)).item()
+    """In norm; absolute where the truth is next to nothing: the gradient of queries that see one key each is zero."""
+    return ((x.double() - truth.double()).norm() / truth.double().norm().clamp(min=1)).item()
 
 
 def compare(
