@@ -108,18 +108,20 @@ class _Step(NamedTuple):
 
 
 class _Plan:
-    """Who sees what in every step, on one rank."""
+    """Who sees what in every step, on one rank: `steps`, the first over its own keys; the same for the backward."""
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup) -> None:
         self.cu_seqlens, self.max_seqlen, self.group = cu_seqlens, max_seqlen, group
         self.rank, self.size, self.chunk = group.rank(), group.size(), tokens // 2
         self.late = 2 * self.size - 1 - self.rank
+        self._segments = {chunk: self._segment_at(chunk) for chunk in (self.rank, self.late)}
+        self.steps = [self._step((self.rank - step) % self.size) for step in range(self.size)]
 
     def seen(self, owner: int, rank: int) -> slice:
         """Of the tokens of rank `owner`, those whose keys rank `rank` sees any of: its first chunk, or both."""
         return slice(0, self.chunk if owner < rank else 2 * self.chunk)
 
-    def step(self, owner: int) -> _Step:
+    def _step(self, owner: int) -> _Step:
         """What this rank computes with the keys of rank `owner`."""
         first, second, both = slice(0, self.chunk), slice(self.chunk, 2 * self.chunk), slice(0, 2 * self.chunk)
         if owner == self.rank:
@@ -131,7 +133,7 @@ class _Plan:
     def _own(self) -> Segments:
         """The two chunks end to end; a segment that covers all in between is one segment of both."""
         first, second = self._inside(self.rank), self._inside(self.late) + self.chunk
-        begin, end = self._segment_at(self.late)
+        begin, end = self._segments[self.late]
         start = (begin - self.rank * self.chunk).clamp(max=self.chunk)
         start = torch.where(end > self.late * self.chunk, start, self.chunk)  # else it has ended before
         bounds = torch.cat((first, second))
@@ -144,7 +146,7 @@ class _Plan:
 
         A segment of the second chunk that reaches so far has all of the first chunk in it: together a prefix again.
         """
-        reaches = self._segment_at(self.late)[0] < (owner + 1) * self.chunk
+        reaches = self._segments[self.late][0] < (owner + 1) * self.chunk
         queries = self._prefix(self.rank) + torch.where(reaches, self._prefix(self.late), 0)
         return self._shared(queries, 2 * self.chunk, self.rank, [owner])
 
@@ -165,7 +167,7 @@ class _Plan:
     def _prefix(self, chunk: int) -> Tensor:
         """How many tokens of a chunk are in the segment that its first token is in."""
         start = chunk * self.chunk
-        return self._segment_at(chunk)[1].clamp(start, start + self.chunk) - start
+        return self._segments[chunk][1].clamp(start, start + self.chunk) - start
 
     def _shared(self, queries: Tensor, rows: int, later: int, earlier: list[int]) -> Segments:
         """The segment at the first token of chunk `later`: so many of `rows` queries, its keys in the chunks `earlier`.
@@ -173,7 +175,7 @@ class _Plan:
         The queries and keys that are not of this segment form two more segments: one without queries before it, one
         without keys after it. Where the segments have ended before, the first and the last are all there is.
         """
-        begin, _ = self._segment_at(later)
+        begin, _ = self._segments[later]
         skipped = sum((begin - c * self.chunk).clamp(0, self.chunk) for c in earlier)
         assert isinstance(skipped, Tensor)
         total = len(earlier) * self.chunk
@@ -233,8 +235,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         plan = _Plan(cu_seqlens, max_seqlen, q.shape[0], group)
         seen, arriving = kv, _fetch(plan, kv, 1)
-        for step in range(plan.size):
-            work = plan.step((plan.rank - step) % plan.size)
+        for step, work in enumerate(plan.steps):
             k, v = seen[:, work.keys]
             part, part_lse = kernel.forward(q[work.rows], k, v, work.segments, replace(scoring, causal=work.causal))
             if step == 0:
@@ -262,8 +263,7 @@ class _Ring(torch.autograd.Function):
         plan: _Plan = ctx.plan
         seen, arriving = kv, _fetch(plan, kv, 1)
         returning: _Exchange | None = None
-        for step in range(plan.size):
-            work = plan.step((plan.rank - step) % plan.size)
+        for step, work in enumerate(plan.steps):
             k, v = seen[:, work.keys]
             done = Forward(q[work.rows], k, v, out[work.rows], total[:, work.rows].contiguous())
             rule = replace(ctx.scoring, causal=work.causal)
