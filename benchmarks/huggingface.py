@@ -13,25 +13,29 @@ with its kernels; with the probabilities kept for the backward of the head; and 
 The second form takes one sequence, spread over all ranks by the patch (Ulysses); the unpatched model runs on each rank
 by itself where it fits.
 
-Attention is flash-attention where it is installed, else transformers' sdpa. Tokens are real ones, not padding. Peak
-memory is above the weights. --trace profiles one step of each and writes which kernels took the time.
+Attention is flash-attn 2 where it is installed, in the patched models too, else transformers' sdpa; where flash-attn-4
+is installed, another row has the patch with it. Tokens are real ones, not padding. Peak memory is above the weights,
+with their gradients. Models are made one after another, since not all of them fit, and then once more in the opposite
+order: a GPU that grows slower is so for all. --trace profiles one step of each and writes which kernels took the time.
 """
 
 import argparse
 import gc
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from kernel_times import kernel_times
-from measure import CUDA, DEVICE, ceilings, join_ranks, machine, peak_gib, side_by_side, table, write_json
+from measure import CUDA, DEVICE, Timing, ceilings, join_ranks, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import patch
-from parallel_layers import PackedSequence
+from parallel_layers import PackedSequence, available_backends
 
 LENGTHS = [4096, 3840, 3584, 3328, 3072, 2816, 2560, 2304, 2304, 2048, 2048, 1792, 1792, 1536, 1280, 1024]
 SIZES = {
@@ -85,9 +89,9 @@ def position_ids_step(model: LlamaForCausalLM, packed: PackedSequence) -> Step:
 
 
 def patched_step(
-    model: LlamaForCausalLM, packed: PackedSequence, group: dist.ProcessGroup | None, **options: bool
+    model: LlamaForCausalLM, packed: PackedSequence, group: dist.ProcessGroup | None, **options: Any
 ) -> Step:
-    patch(model, sequence_parallel_group=group, **options)
+    patch(model, sequence_parallel_group=group, **{"attention": "flash-attn" if HAS_FLASH else "auto", **options})
 
     def step() -> None:
         model(packed=packed, entropy=False).log_probs.sum().backward()
@@ -103,16 +107,19 @@ def ragged(sizes: dict[str, object], lengths: list[int]) -> dict[str, Callable[[
         model = new_model(sizes, **options)
         return model, make(model)
 
+    def patched(**options: Any) -> Callable[[], tuple[LlamaForCausalLM, Step]]:
+        return lambda: build(lambda model: patched_step(model, packed, None, **options))
+
     variants = {
-        "hf_patches: packed": lambda: build(lambda model: patched_step(model, packed, None)),
-        "hf_patches: packed, probabilities kept": lambda: build(
-            lambda model: patched_step(model, packed, None, keep_probabilities=True)
-        ),
-        "hf_patches: packed, kernels=False": lambda: build(
-            lambda model: patched_step(model, packed, None, kernels=False)
-        ),
+        "hf_patches: packed": patched(),
+        "hf_patches: packed, probabilities kept": patched(keep_probabilities=True),
+        "hf_patches: packed, kernels=False": patched(kernels=False),
         "transformers: padded": lambda: build(lambda model: padded_step(model, rows)),
     }
+    if HAS_FLASH and "flash-attn-4" in available_backends():
+        variants["hf_patches: packed, probabilities kept, flash-attn-4"] = patched(
+            keep_probabilities=True, attention="flash-attn-4"
+        )
     if HAS_FLASH:
         variants["transformers: packed by position ids"] = lambda: build(lambda m: position_ids_step(m, packed))
     if CUDA and importlib.util.find_spec("liger_kernel"):
@@ -142,23 +149,36 @@ def long(
     return {"hf_patches: Ulysses": patched, "transformers: each rank by itself": unpatched}
 
 
-def measure(
-    build: Callable[[], tuple[LlamaForCausalLM, Step]], name: str, rounds: int, trace: bool
-) -> tuple[float, float, str, str]:
-    """(milliseconds, GiB above the weights, why it failed, its kernels); the model is made for this, then dropped."""
+@dataclass
+class Result:
+    """Of one model: its times, GiB above the weights, and its kernels by time."""
+
+    timing: Timing
+    gib: float = float("nan")
+    kernels: str = ""
+
+
+def measure(build: Callable[[], tuple[LlamaForCausalLM, Step]], name: str, rounds: int, trace: bool) -> Result:
+    """The model is made for this, then dropped."""
     try:
-        model, step = build()
-        step()
-        gib = peak_gib(step)
-        timing = side_by_side({name: step}, rounds=rounds, warm_up=2)[name]
-        kernels = f"## {name}\n\n{kernel_times(step)}\n" if trace else ""
-        del model, step
+        return measure_model(*build(), name, rounds, trace)
     except torch.cuda.OutOfMemoryError:
-        return float("nan"), float("nan"), "does not fit", ""
+        return Result(Timing(name, failed="does not fit"))
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    return timing.median, gib, timing.failed, kernels
+
+
+def measure_model(model: LlamaForCausalLM, backward: Step, name: str, rounds: int, trace: bool) -> Result:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    gib = peak_gib(step)
+    timing = side_by_side({name: step}, rounds=rounds, warm_up=2)[name]
+    return Result(timing, gib, f"## {name}\n\n{kernel_times(step)}\n" if trace else "")
 
 
 def main() -> None:
@@ -168,7 +188,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of so many layers")
     parser.add_argument("--trace", help="write each model's kernels, by time and stream, to this file")
     parser.add_argument("--json", help="also write every figure to this file")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="of each model, twice")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     rank, world = join_ranks()
@@ -185,19 +205,23 @@ def main() -> None:
         variants, tokens = ragged(sizes, lengths), sum(lengths)
     else:
         variants, tokens = long(sizes, options.tokens, dist.group.WORLD if world > 1 else None), options.tokens
-    rows: list[list[object]] = []
-    traces: list[str] = []
+    results: dict[str, Result] = {}
     for name, build in variants.items():
-        time, gib, failed, kernels = measure(build, name, options.rounds, options.trace is not None)
-        rows.append([name, world, time, tokens / time * 1e3, gib, failed])
-        traces.append(kernels)
+        results[name] = measure(build, name, options.rounds, options.trace is not None)
+    for name, build in reversed(variants.items()):
+        if not results[name].timing.failed:
+            results[name].timing.times += measure(build, name, options.rounds, trace=False).timing.times
+    rows: list[list[object]] = []
+    for name, result in results.items():
+        time = result.timing.median
+        rows.append([name, world, time, tokens / time * 1e3, result.gib, result.timing.failed])
     if rank == 0:
         print(machine(), measured)
         flash = "is" if HAS_FLASH else "is not"
         print(f"{tokens} tokens, {sizes['num_hidden_layers']} layers; flash-attention {flash} installed")
         print(table(["model", "sp", "fwd+bwd ms", "tokens/s", "peak GiB above the weights", "note"], rows))
         if options.trace:
-            Path(options.trace).write_text("\n".join(traces))
+            Path(options.trace).write_text("\n".join(result.kernels for result in results.values()))
         write_json(options.json, ceilings=measured, tokens=tokens, sp=world, rows=rows)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Name -> (ranks, arguments).
-RUNS = {
-    "attention": (1, ["--tiny", "--rounds", "1"]),
-    "invariant": (2, ["--tiny", "--rounds", "1"]),
-    "step": (2, ["--tiny", "--rounds", "1"]),
-    "float8": (1, ["--tiny", "--rounds", "1"]),
-    "context_parallel": (2, ["--tiny", "--rounds", "1"]),
-    "huggingface": (2, ["--tiny", "--rounds", "1", "--tokens", "256"]),
-}
+# Name, ranks, arguments beside `--tiny --rounds 1`.
+RUNS: list[tuple[str, int, list[str]]] = [
+    ("attention", 1, []),
+    ("invariant", 2, []),
+    ("products", 1, []),
+    ("step", 2, []),
+    ("float8", 1, []),
+    ("context_parallel", 2, []),
+    ("context_parallel", 1, ["--alone", "4"]),
+    ("huggingface", 1, []),
+    ("huggingface", 2, ["--tokens", "256"]),
+]
 
 
 def run_benchmark(name: str, ranks: int, arguments: list[str], report: Path) -> dict[str, Any]:
@@ -36,9 +39,9 @@ def run_benchmark(name: str, ranks: int, arguments: list[str], report: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_benchmark_runs(name: str, tmp_path: Path) -> None:
-    run_benchmark(name, *RUNS[name], tmp_path / "report.json")
+@pytest.mark.parametrize(("name", "ranks", "arguments"), RUNS)
+def test_benchmark_runs(name: str, ranks: int, arguments: list[str], tmp_path: Path) -> None:
+    run_benchmark(name, ranks, ["--tiny", "--rounds", "1", *arguments], tmp_path / "report.json")
 
 
 @pytest.mark.slow
