@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from hf_patches import Patch, patch
-from hf_patches.attention import ATTENTION_NAME
+from hf_patches.attention import ATTENTION_NAME, packed_attention_forward
+from hf_patches.batch import PLAN_KEYWORD, plan_batch
 from hf_patches.testing import (
     assert_gradients_equal,
     gradients,
@@ -67,6 +69,30 @@ def test_perturbing_one_sequence_changes_no_other_exactly():
         results.append((output.log_probs[keep], output.entropy[keep], gradient[0, keep]))
     for before, after in zip(*results, strict=True):
         assert torch.equal(before, after)
+
+
+class Copies(TorchDispatchMode):
+    """Lists the operators that copy a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::clone", "aten::copy_", "aten::select_backward"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_copies_no_gradient():
+    """Projections give `[1, T, heads, D]`, whose transposes attention takes."""
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, 100))
+    plan = {PLAN_KEYWORD: plan_batch(packed, None, "reference")}
+    projected = [torch.randn(1, packed.num_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    out, _ = packed_attention_forward(torch.nn.Module(), *(x.transpose(1, 2) for x in projected), **plan)
+    with Copies() as copies:
+        torch.autograd.grad(out, projected, torch.randn_like(out))
+    assert copies.names == []
 
 
 def test_labels_and_temperatures_of_the_caller():

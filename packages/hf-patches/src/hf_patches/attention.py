@@ -96,7 +96,8 @@ def packed_attention_forward(
         options |= {"cu_seqlens_k": plan.cu_seqlens_k, "max_seqlen_k": plan.max_seqlen_k}
         return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
-    query_TQD, key_TKD, value_TKD = (as_operand(x[0]).transpose(0, 1) for x in (query, key, value))
+    # Not x[0], whose backward copies the gradient into zeros.
+    query_TQD, key_TKD, value_TKD = (as_operand(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
     output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
     if plan.trace is not None:
         kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)
