@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -102,6 +103,9 @@ class Timing:
 def side_by_side(calls: Mapping[str, Call], *, rounds: int = 15, warm_up: int = 3) -> dict[str, Timing]:
     """Time every variant once a round, so that a clock that drifts drifts for all; with ranks, the slowest rank counts.
 
+    Each round has an order of its own, the same on all ranks: a GPU at its power limit is slower after what has cost it
+    much power.
+
     A variant that raises is left out and says so on standard error; with several ranks it ends the benchmark instead,
     since the others would wait for it.
     """
@@ -116,11 +120,12 @@ def side_by_side(calls: Mapping[str, Call], *, rounds: int = 15, warm_up: int = 
                 raise
             timings[name].failed = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
             print(f"{name}: {timings[name].failed}", file=sys.stderr)
+    running = [name for name in calls if not timings[name].failed]
+    orders = random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
-            if not timings[name].failed:
-                synchronize()
-                timings[name].times.append(_slowest(milliseconds(call)))
+        for name in orders.sample(running, len(running)):
+            synchronize()
+            timings[name].times.append(_slowest(milliseconds(calls[name])))
     return timings
 
 

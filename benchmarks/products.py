@@ -4,9 +4,9 @@
 
 Of each linear layer of Llama 3 8B, and of a quarter of its head, the three products of a step: the output, and the
 gradients of the input and of the weight; bf16, random data. They run one after another without a pause, as in a step,
-and every round begins with another of them. So the GPU is at its power limit, where its clock falls: rates are lower
-than those of the ceiling, which is one product at a time with pauses between (`measure.ceilings`). The last row is
-that of all products together.
+in another order every round. So the GPU is at its power limit, where its clock falls: rates are lower than those of the
+ceiling, which is one product at a time with pauses between (`measure.ceilings`). The last row is that of all products
+together.
 
 The peer, where it is installed: quack's kernels (of quack-kernels, which flash-attn-4 brings), for each product the
 faster of two tiles, with tiles handed out while they run.
@@ -14,6 +14,7 @@ faster of two tiles, with tiles handed out while they run.
 
 import argparse
 import importlib.util
+import random
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -73,14 +74,19 @@ def under_load(calls: list[Call], rounds: int) -> list[float]:
     """Median milliseconds of each call, among the others; nothing waits between them."""
     if not CUDA:
         return [milliseconds(call) for call in calls]
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)] for _ in range(rounds)]
-    for events in marks[:1] + marks:  # the first round is a warm-up
-        events[0].record()
-        for call, event in zip(calls, events[1:], strict=True):
-            call()
-            event.record()
+    orders = random.Random(0)
+    marks: list[dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+    for _ in range(rounds + 1):
+        marks.append({})
+        for i in orders.sample(range(len(calls)), len(calls)):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            calls[i]()
+            end.record()
+            marks[-1][i] = begin, end
     synchronize()
-    return [statistics.median(events[i].elapsed_time(events[i + 1]) for events in marks) for i in range(len(calls))]
+    # The first round is a warm-up.
+    return [statistics.median(m[i][0].elapsed_time(m[i][1]) for m in marks[1:]) for i in range(len(calls))]
 
 
 def main() -> None:
@@ -104,7 +110,6 @@ def main() -> None:
             multiply(a, b, out.fill_(torch.nan))
             error = float((out.float() - a.float() @ b.float()).abs().max()) / largest[case]
             assert error < 0.01, f"{peer}, {case}: {error}"
-    # The peers take turns, so that none has the cooler GPU.
     calls = [[partial(multiply, *case) for case in cases.values()] for multiply in found.values()]
     all_times = iter(under_load(list(chain.from_iterable(calls)), options.rounds))
     for peer in found:
