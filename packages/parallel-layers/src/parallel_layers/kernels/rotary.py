@@ -4,7 +4,8 @@
                                                 odd dims (interleaved)
 
 Dims past D are copied. Packed positions cost nothing: cos and sin are rows per token. The map is orthogonal up to its
-scale, so backward is the same kernel with -sin, and nothing but cos and sin is saved. Arithmetic is fp32, rounded once.
+scale, so backward is the same kernel the other way round, and nothing but cos and sin is saved. Arithmetic is fp32,
+rounded once.
 
 The same kernel takes a fused projection apart, values copied, and in the backward puts its gradient together: nothing
 of the projection's size is read or written a second time, and the projection itself need not be kept for its values.
@@ -77,19 +78,25 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    """Rotate heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
+    """Rotate heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token.
+
+    The inverse takes (b, a) for (a, b). To negate sin would wait for it before a and b are asked for.
+    """
     head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # heads may be T x D elements apart
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (dim < HALF)
-    first_of_pair = 2 * dim if INTERLEAVED else dim
-    to_second = 1 if INTERLEAVED else HALF
-    source = x_ptr + head * x_stride + first_of_pair
-    target = out_ptr + head * HEAD_DIM + first_of_pair
-    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + to_second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + to_second, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    pair = 2 * dim if INTERLEAVED else dim
+    other = 1 if INTERLEAVED else HALF
+    at_a = pair + other if INVERSE else pair
+    at_b = pair if INVERSE else pair + other
+    source = x_ptr + head * x_stride
+    target = out_ptr + head * HEAD_DIM
+    a = tl.load(source + at_a, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + at_b, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + at_a, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + at_b, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
         dim = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         mask = (head < heads) & (dim < HEAD_DIM)
@@ -144,8 +151,6 @@ def _rotary_kernel(
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     cos = tl.load(cos_ptr + token * 2 * HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * 2 * HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-    if INVERSE:
-        sin = -sin
     if block < q_blocks:
         _rotate(
             q_ptr + token * q_token,
@@ -161,6 +166,7 @@ def _rotary_kernel(
             BLOCK_REST,
             HEADS,
             INTERLEAVED,
+            INVERSE,
         )
     elif block < q_blocks + k_blocks:
         _rotate(
@@ -177,6 +183,7 @@ def _rotary_kernel(
             BLOCK_REST,
             HEADS,
             INTERLEAVED,
+            INVERSE,
         )
     elif v_ptr is not None:
         _copy(
