@@ -18,6 +18,7 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
 from rl_models.same_call import described
+from rl_models.spmd import WholeBatches
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,8 @@ CALLS: dict[str, Call] = {
     "prompts": lambda actor, rank: actor.generate([[1, 2], [3]][: 1 + rank], max_new_tokens=2),
     "length": lambda actor, rank: actor.generate([[1, 2]], max_new_tokens=2 + rank),
     "no length": lambda actor, rank: actor.generate([[1, 2]], max_new_tokens=rank),
+    "whole": lambda actor, rank: WholeBatches(actor).log_probs((LONG, OTHER)[rank]),
+    "no whole": lambda actor, rank: WholeBatches(actor).generate([[1], [[2]]][: 1 + rank], max_new_tokens=1),
 }
 
 
@@ -93,6 +96,8 @@ def made_differently(group: ProcessGroup, path: Path, axis: str, expected: dict[
                 "routing": "rank 0 was given routing: True and rank 1 routing: False",
                 "recording": "rank 0 was given record_routing: False and rank 1 record_routing: True",
                 "no length": "max_new_tokens=0 must be at least 1",
+                "whole": "rank 0 was given sequences: '1 sequences of 3 tokens",
+                "no whole": "prompt 1 must be [L] token ids, got [1, 1] torch.int64",
             },
         ),
     ],
