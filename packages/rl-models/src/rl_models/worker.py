@@ -88,7 +88,7 @@ class Worker(WorkerState):
             backend: one of `rl_models.backends.BACKENDS`.
             dims: the sizes of the grid; default one rank.
             device: default this process's CUDA device where there is one, else the CPU.
-            dtype: of the parameters; default as stored.
+            dtype: of the parameters; default as stored. In fp16, which needs a loss scale, "megatron" alone learns.
             mesh: a mesh from `dims.build_mesh(...)`, when the grid is on some of the ranks; default all of them.
             sequence_parallel: default where tp > 1.
             pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
