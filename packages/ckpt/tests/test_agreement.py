@@ -31,7 +31,9 @@ def call(name: str, group: Any, source: str, target: str, differs: str) -> None:
         "keep": 2,
     }
     options = {differs: own[differs]} if odd and differs in own else {}
-    if name == "save_hf":
+    if name == "load_hf":
+        load_hf(source, layout, place, group=group, **options)
+    elif name == "save_hf":
         save_hf(target, tensors, layout, place, group=group, **options)
     elif name == "stream_hf":
         list(stream_hf(tensors, layout, group, place, **options))
@@ -47,6 +49,7 @@ def call(name: str, group: Any, source: str, target: str, differs: str) -> None:
 
 
 CASES = [
+    *(("load_hf", differs) for differs in ("layout", "dtype")),
     *(("save_hf", differs) for differs in ("layout", "dtype", "max_shard_size", "metadata", "checksums")),
     *(("stream_hf", differs) for differs in ("layout", "dtype", "to", "bucket_bytes")),
     *(("redistribute", differs) for differs in ("layout", "to_layout", "bucket_bytes")),

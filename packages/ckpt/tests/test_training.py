@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,27 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_wait(
     with pytest.raises(OSError, match="No space left"):
         pending.wait(timeout=60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_in_the_background_without_a_wait_is_warned_of(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_for(checkpoint("llama"))
+    tensors = load_hf(checkpoint("llama"), layout)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_and_forget() -> None:
+        pending = save_training(tmp_path, 3, tensors, layout, asynchronous=True)
+        while not pending.done:
+            time.sleep(0.01)
+        del pending
+        gc.collect()
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.warns(RuntimeWarning, match="the save of step 3 in the background has failed, .*No space left"):
+        save_and_forget()
 
 
 def save_odd(group: Any, source: str, root: str, odd: str) -> str:

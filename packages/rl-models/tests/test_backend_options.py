@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckpt
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
@@ -65,3 +67,18 @@ def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
         ValueError, match=r"keep_probabilities=True is the ordinary head's; leave out tp_invariant=True"
     ):
         Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_a_type_that_no_model_computes_in_is_refused(model: Path, backend: str) -> None:
+    for dtype in ("bfloat16", torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"dtype={dtype!r} must be one of torch.float32, torch.bfloat16"):
+            Actor.from_pretrained(model, backend=backend, device="cpu", dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_a_stored_type_that_no_model_computes_in_is_refused(model: Path, tmp_path: Path) -> None:
+    layout = ckpt.layout_for(model)
+    ckpt.save_hf(tmp_path / "eight", ckpt.load_hf(model, layout), layout, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"eight is stored in torch.float8_e4m3fn, .* dtype=torch.bfloat16"):
+        Actor.from_pretrained(tmp_path / "eight", device="cpu")
+    Actor.from_pretrained(tmp_path / "eight", device="cpu", dtype=torch.bfloat16)

@@ -124,6 +124,9 @@ def test_mistakes_are_refused() -> None:
         batch["advantages"]
     with pytest.raises(ValueError, match=r"other must be \[3\] like the tokens, got \[2\]"):
         batch.with_fields(other=torch.zeros(2))
+    for sequence, got in ((3, r"\[\] torch.int64"), ([[1, 2], [3, 4]], r"\[2, 2\] torch.int64"), ([1.5], "float32")):
+        with pytest.raises(ValueError, match=rf"sequence 1 must be \[L\] token ids, got .*{got}"):
+            Batch.from_sequences([[1, 2], sequence])
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens and a response of 1"):
         Batch.from_sequences([[1, 2], [3]], response_lengths=[1, 1])
     with pytest.raises(ValueError, match=r"number has lengths \[1\], the sequences \[2\]"):

@@ -308,6 +308,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
     actor = Actor.from_pretrained(models["llama"], device="cpu")
     for prompts, options, message in (
         ([[1], []], {}, r"prompts \[1\] are empty"),
+        ([1, 2], {}, r"prompt 0 must be \[L\] token ids, got \[\] torch.int64"),
         ([[1], [51]], {}, "token id 51 .* is outside the vocabulary"),
         ([[1]], {"n": 0}, "n=0 must be at least 1"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),

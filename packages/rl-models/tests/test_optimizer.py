@@ -64,6 +64,14 @@ def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dt
         assert torch.equal(parameter.detach(), optimizer.state(parameter).get("master", parameter.detach()).to(dtype))
 
 
+def test_fp16_which_needs_a_loss_scale_is_refused() -> None:
+    module = make(torch.float16)
+    with pytest.raises(
+        ValueError, match="a model in fp16 learns under a loss scale, which backend='megatron' alone has"
+    ):
+        AdamW(module, OPTIONS)
+
+
 def test_matrices_alone_are_decayed_and_no_biases_of_experts() -> None:
     module = nn.Module()
     for name, shape in (("weight", (2, 3)), ("experts", (4, 2, 3)), ("experts_bias", (4, 2)), ("bias", (2,))):

@@ -111,7 +111,9 @@ def maximise(*arguments: Any) -> losses.LossTerms:
 
 
 def random_batch(tokens: int) -> Batch:
-    return Batch.from_sequences([torch.randint(1000, (128,)) for _ in range(tokens // 128)])
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return Batch.from_sequences([torch.randint(1000, (128,), generator=generator) for _ in range(tokens // 128)])
 
 
 def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) -> int:

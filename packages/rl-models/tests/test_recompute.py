@@ -62,3 +62,8 @@ def test_what_is_asked_for_runs_twice_and_gradients_are_the_same_bits(recompute:
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="recompute='all' is unknown; use 'full', 'selective'"):
         EngineOptions(recompute="all")  # type: ignore[arg-type]
+
+
+def test_layers_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"recompute: there are no layers \[3\]; the model has 0..2"):
+        CausalLM(ModelConfig.from_hf(CONFIG), recompute=[1, 3])

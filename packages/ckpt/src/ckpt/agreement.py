@@ -27,14 +27,13 @@ def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
     raw = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64, device=device), group=group)
-    sizes = [int(length) for length in lengths]
+    sizes = torch.cat(lengths).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: raw.numel()] = raw
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded, group=group)
-    return [
-        json.loads(bytes(tensor[:size].cpu().tolist()).decode()) for tensor, size in zip(received, sizes, strict=True)
-    ]
+    rows = torch.stack(received).cpu()
+    return [json.loads(bytes(row[:size].tolist()).decode()) for row, size in zip(rows, sizes, strict=True)]
 
 
 _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.agreement import agree
+from ckpt.agreement import agree, require_same
 from ckpt.boxio import IOCounter, view_of
 from ckpt.checksums import check_share
 from ckpt.dtypes import check_cast
@@ -62,9 +62,11 @@ def load_hf(
         model's `score.*` from a causal-LM checkpoint) are absent.
 
     Raises:
-        ValueError: the checkpoint is broken, does not fit the layout or was replaced meanwhile, or `into` does not fit;
-            names the file or tensor, the values and the fix; on every rank of `group`.
+        ValueError: the checkpoint is broken, does not fit the layout or was replaced meanwhile, `into` does not fit, or
+            the ranks differ in `layout` or `dtype`; names the file or tensor, the values and the fix; on every rank of
+            `group`.
     """
+    require_same(group, layout=layout.fingerprint, dtype=dtype)
     where = Place() if place is None else place
     count = IOCounter() if counter is None else counter
     shown = progress if group is None or group.rank() == 0 else None

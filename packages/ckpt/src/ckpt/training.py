@@ -12,7 +12,8 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,14 @@ class TrainingState:
 
 @dataclass
 class PendingSave:
-    """A save that may still be running; `wait` returns when it is complete and raises what went wrong."""
+    """A save that may still be running; `wait` returns when it is complete and raises what went wrong.
+
+    Of a failure that no `wait` has raised a RuntimeWarning tells, at the end of the program at the latest.
+    """
 
     _thread: threading.Thread | None = None
     _errors: list[BaseException] = field(default_factory=list)
+    _unseen: "weakref.finalize[..., PendingSave] | None" = None
 
     @property
     def done(self) -> bool:
@@ -88,8 +93,20 @@ class PendingSave:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(f"the save is still running after {timeout} s")
+        if self._unseen is not None:
+            self._unseen.detach()
         if self._errors:
             raise self._errors[0]
+
+
+def _tell(step: int, failures: Sequence[str]) -> None:
+    for failure in failures:
+        warnings.warn(
+            f"the save of step {step} in the background has failed, and nothing waited for it: {failure}. Wait for a "
+            "save before the process group is destroyed, and before the program ends",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def save_training(
@@ -111,7 +128,8 @@ def save_training(
 
     Asynchronously, this returns once the tensors have been copied to CPU memory; the rest runs in a thread, whose
     collectives need a group that nothing else uses meanwhile: pass one of its own,
-    `torch.distributed.new_group(backend="gloo")`. Wait for one save before starting the next.
+    `torch.distributed.new_group(backend="gloo")`. Wait for one save before starting the next, and before the group is
+    destroyed.
 
     Args:
         root: the run's folder of checkpoints.
@@ -156,13 +174,17 @@ def save_training(
         return PendingSave()
     copies = [BoxOf(box.name, box.shape, box.box, box.memory.to("cpu", copy=True)) for box in boxes]
     pending = PendingSave()
+    failures: list[str] = []  # what they say alone: the errors hold all that was copied
 
     def run() -> None:
         try:
             _write(Path(root), step, copies, layout, place, state, group, keep, count)
         except BaseException as error:  # Every error is the waiting caller's.
             pending._errors.append(error)
+            failures.append(f"{type(error).__name__}: {error}")
 
+    # Not before the thread ends, for it holds `pending`; and a program does not end before its threads.
+    pending._unseen = weakref.finalize(pending, _tell, step, failures)
     pending._thread = threading.Thread(target=run, name=f"save-step-{step}")
     pending._thread.start()
     return pending

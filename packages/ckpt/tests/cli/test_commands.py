@@ -62,6 +62,18 @@ def test_differences_are_exit_code_1(checkpoint: Checkpoints, tmp_path: Path) ->
     assert difference["kind"] == "values"
 
 
+def test_a_tensor_that_differs_in_several_ways_or_is_missing_counts_once(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    whole = len(layout.canonical)
+    save_hf(tmp_path / "half", tensors, layout, dtype=torch.bfloat16)
+    assert f"\n{whole} of {whole} tensors differ\n" in "\n" + run("verify", source, tmp_path / "half").stdout
+    assert f"\n1 of {whole} tensors differ\n" in "\n" + run("verify", source, checkpoint("llama-tied")).stdout
+
+
 @pytest.mark.parametrize("target", ["parallel", "megatron"])
 def test_plan_counts_what_is_loaded(target: Any, checkpoint: Checkpoints) -> None:
     source = checkpoint("deepseek")

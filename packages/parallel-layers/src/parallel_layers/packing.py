@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -35,8 +36,9 @@ class PackedSequence:
         padding: How many tokens at the end are padding; when not 0 they are the last segment.
 
     Raises:
-        ValueError: Shapes or dtypes other than stated, or `padding` outside `0..T`. The boundaries themselves are not
-            read, since on a GPU that would wait for the device.
+        ValueError: Shapes or dtypes other than stated, or `padding` outside `0..T`; or boundaries, on the CPU, that do
+            not go from 0 up to T, or that `max_seqlen` or `padding` does not fit. On a GPU, where reading them would
+            wait for the device, they are taken as they are.
     """
 
     input_ids: Tensor
@@ -56,6 +58,20 @@ class PackedSequence:
             raise ValueError(f"cu_seqlens has {self.cu_seqlens.numel()} entries, too few for padding={self.padding}")
         if not 0 <= self.padding <= self.num_tokens:
             raise ValueError(f"padding={self.padding} is outside 0..{self.num_tokens}")
+        if self.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_bounds(self.cu_seqlens.tolist())
+
+    def _check_bounds(self, bounds: list[int]) -> None:
+        lengths = [end - start for start, end in pairwise(bounds)]
+        if bounds[0] != 0 or bounds[-1] != self.num_tokens or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"cu_seqlens {bounds!s:.100} must go from 0 up to the {self.num_tokens} tokens; padding is a last "
+                "segment of its own, and padding= says how long"
+            )
+        if max(lengths, default=0) > self.max_seqlen:
+            raise ValueError(f"max_seqlen={self.max_seqlen} is less than the longest segment, {max(lengths)} tokens")
+        if self.padding and lengths[-1] != self.padding:
+            raise ValueError(f"padding={self.padding}, but the last segment has {lengths[-1]} tokens")
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, overload
 
 from torch import Tensor
 
+from ckpt import agree
 from rl_models.backends import Role
 from rl_models.batch import Batch
 from rl_models.generation import SamplingOptions, generate
@@ -62,9 +63,9 @@ class Policy(Worker):
 
         Raises:
             ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
-                without it; on every rank alike. But on GPUs the ranks do not wait to agree on tokens: of a batch on the
-                CPU its data-parallel rank alone raises, and of one on a GPU an assertion of the device stops the
-                process.
+                without it; ranks that differ in tp, cp or pp alone are given other sequences or temperatures; on every
+                rank alike. Tokens of a batch that is on a GPU already are not looked at: one outside the vocabulary
+                stops the process there, by an assertion of the device.
         """
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         result = TokenLogProbs(found["log_probs"], found["entropy"])
@@ -100,12 +101,15 @@ class Policy(Worker):
             UserWarning: a response goes beyond the model's positions, as for `log_probs`.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, or logits that are
-                NaN or infinite, which names the responses; on every rank alike. (A token of a prompt that is on a GPU
-                already: as for `log_probs`.)
+            ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, other prompts or
+                options on ranks that differ in tp, cp or pp alone, or logits that are NaN or infinite, which names the
+                responses; on every rank alike. (A token of a prompt that is on a GPU already: as for `log_probs`.)
         """
         self._memory.require("generate")
-        options = SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed)
+        options = agree(
+            lambda: SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed),
+            self.grid.everyone,
+        )
         batch = generate(self.engine, prompts, options)
         self._warn_of_length(batch)
         return batch
@@ -137,7 +141,7 @@ class Actor(Policy):
 
         Raises:
             ValueError: there is nothing to learn from, the loss is not one number per token, or it reports other
-                metrics of some micro-batches or on some ranks; tokens as for `log_probs`.
+                metrics of some micro-batches or on some ranks, or ranks give other aggregations; else as `log_probs`.
             FloatingPointError: the gradient is not finite.
             RuntimeError: weights or optimizer state are offloaded.
         """

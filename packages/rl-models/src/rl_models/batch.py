@@ -70,9 +70,10 @@ class Batch:
             fields: by name, N tensors `[L_i]` or lists of numbers.
 
         Raises:
-            ValueError: if a field or a response is not as long as its sequence allows.
+            ValueError: if a sequence is no row of integers, or a field or a response is not as long as its sequence
+                allows.
         """
-        rows = [torch.as_tensor(sequence, dtype=torch.int64, device=device).flatten() for sequence in sequences]
+        rows = [token_ids(sequence, f"sequence {n}").to(device) for n, sequence in enumerate(sequences)]
         lengths = tuple(len(row) for row in rows)
         if response_lengths is None:
             response_lengths = [max(length - 1, 0) for length in lengths]
@@ -210,6 +211,18 @@ class Batch:
             if length or empty:
                 yield n, start
             start += length
+
+
+def token_ids(sequence: Tensor | Sequence[int], name: str) -> Tensor:
+    """A sequence of token ids, a tensor `[L]` or a list, as int64, where it is.
+
+    Raises:
+        ValueError: it is something else, such as one number, rows of them, or fractions; `name` is what it is called.
+    """
+    ids = torch.as_tensor(sequence)
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"{name} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
+    return ids.long()
 
 
 def _cat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

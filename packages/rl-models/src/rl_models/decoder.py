@@ -83,6 +83,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
+        require_layers(options.get("recompute"), config.num_layers)
         group, dtype, device = options.get("group"), options.get("dtype"), options.get("device")
         sequence_parallel = options.get("sequence_parallel", False)
         self.context_group = options.get("context_group")
@@ -172,6 +173,12 @@ class Decoder(nn.Module):
         for number, (name, layer) in enumerate(self.layers.items()):
             if int(name) in chunk.layers:
                 yield number, layer
+
+
+def require_layers(recompute: Recompute, num_layers: int) -> None:
+    """Raise ValueError for numbers of layers that the model does not have."""
+    if not isinstance(recompute, str | None) and (beyond := set(recompute) - set(range(num_layers))):
+        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{num_layers - 1}")
 
 
 def _recompute(layer: nn.Module, number: int, recompute: Recompute) -> None:

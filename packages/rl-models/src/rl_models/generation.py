@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 from ckpt import agree
 from parallel_layers.embedding import check_token_ids
 from rl_models.backends import Engine
-from rl_models.batch import Batch
+from rl_models.batch import Batch, token_ids
+from rl_models.same_call import described, require_same_call
 from rl_models.sampling import check_sampling, sample
 
 
@@ -39,25 +40,27 @@ class SamplingOptions:
 def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options: SamplingOptions) -> Batch:
     """Continue every prompt `options.n` times; see `Actor.generate`. What fails for one dp rank's prompts is raised on
     all of them: the others would wait for it in whatever they do next."""
-    data_parallel = engine.grid.group("dp")
-    rows = agree(lambda: _checked(engine, prompts), data_parallel)
-    return agree(lambda: _responses(engine, rows, options), data_parallel)
+    rows = agree(lambda: _checked(engine, prompts), engine.grid.everyone)
+    given = {"prompts": described([len(row) for row in rows], *rows), **vars(options)}
+    require_same_call(engine.grid, given | {"stop_ids": sorted(options.stop_ids)})
+    rows = [row.to(engine.grid.device) for row in rows]
+    return agree(lambda: _responses(engine, rows, options), engine.grid.group("dp"))
 
 
 def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
-    """The prompts on the engine's device.
+    """The prompts as tokens, where they are.
 
     Raises:
-        ValueError: one is empty, or has a token outside the vocabulary.
+        ValueError: one is empty, no row of integers, or has a token outside the vocabulary.
     """
-    rows = [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
+    rows = [token_ids(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
         raise ValueError(
             f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
         )
     for row in rows:
         check_token_ids(row, engine.vocab_size)  # where they are: once on a GPU, an id could only stop the process
-    return [row.to(engine.grid.device) for row in rows]
+    return rows
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:

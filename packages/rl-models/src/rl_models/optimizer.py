@@ -102,16 +102,19 @@ class Optimizer(Protocol):
 class AdamW:
     """torch's fused AdamW over the parameters that a module has on this rank, with fp32 state whatever they are.
 
-    A parameter of bf16 or fp16 has an fp32 copy here, its master, which is what AdamW changes; after each step the
-    parameter is the master, rounded. Without it an update that is smaller than half a unit in the last place of the
-    weight would be lost. Gradients of such parameters add up in fp32 over micro-batches, too. An fp32 parameter is its
-    own master. AdamW works elementwise, so a DTensor's part on this rank is all it needs.
+    A parameter of bf16 has an fp32 copy here, its master, which is what AdamW changes; after each step the parameter is
+    the master, rounded. Without it an update that is smaller than half a unit in the last place of the weight would be
+    lost. Gradients of such parameters add up in fp32 over micro-batches, too. An fp32 parameter is its own master.
+    AdamW works elementwise, so a DTensor's part on this rank is all it needs.
 
     Args:
         module: with its parameters where they will be trained (sharded by FSDP2, say).
         options: the numbers.
         groups: every group over which layers are divided, as `parallel_layers.clip_grad_norm_` takes them.
         pipeline_group: the ranks that hold other layers.
+
+    Raises:
+        ValueError: a parameter is of fp16: small gradients vanish there, and no loss is scaled here.
     """
 
     loss_scale = None
@@ -127,6 +130,11 @@ class AdamW:
     ) -> None:
         self.module, self.options, self.groups, self.pipeline_group = module, options, groups, pipeline_group
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if any(parameter.dtype == torch.float16 for _, parameter in named):
+            raise ValueError(
+                "a model in fp16 learns under a loss scale, which backend='megatron' alone has: without one its small "
+                "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32"
+            )
         self._masters = [(parameter, _master(parameter)) for _, parameter in named]
         self._index = {id(parameter): number for number, (parameter, _) in enumerate(self._masters)}
         # The biases of experts are vectors, too, stacked.
@@ -220,7 +228,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _master(parameter: Tensor) -> Tensor:
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
+    if parameter.dtype != torch.bfloat16:
         return _local(parameter)
     if not is_dtensor(parameter):
         # FSDP2 accumulates and reduces in a type of its own, see `rl_models.backends.fsdp`.

@@ -17,7 +17,8 @@ from rl_models.batch import Batch
 from rl_models.division import Division, shift_to_own_token
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
-from rl_models.routing import recorded, routed
+from rl_models.routing import ROUTING, recorded, routed
+from rl_models.same_call import described, require_same_call
 
 # (*the engine's outputs, each [T] and aligned with its own token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
@@ -30,7 +31,7 @@ def predict(
 
     With `record_routing` the routing `[T, M, k]` follows them.
     """
-    batch = _checked(batch, engine)
+    batch = _checked(batch, engine, temperature, record_routing=record_routing)
     division = Division.of(batch, engine, max_tokens)
     if not division.parts:
         raise ValueError("the batch has no sequences, on any rank")
@@ -54,7 +55,7 @@ def accumulate(
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
     """
-    batch = _checked(batch, engine)
+    batch = _checked(batch, engine, temperature, aggregation=aggregation)
     batch = batch.with_fields(_weight=token_weights(batch, aggregation, engine.grid.group("dp")))
     division = Division.of(batch, engine, max_tokens)
     sums: dict[str, Tensor] = {}
@@ -81,13 +82,23 @@ def accumulate(
     return _reduce(sums, engine.grid)
 
 
-def _checked(batch: Batch, engine: Engine) -> Batch:
-    """The batch on the engine's device; its ids are checked before, where that does not stall the device.
+def _checked(batch: Batch, engine: Engine, temperature: float, **options: object) -> Batch:
+    """The batch on the engine's device, when every rank knows that all of them can go on with what they were given.
 
-    On a CPU the data-parallel ranks, which would wait for this one, raise with it.
+    Raises:
+        ValueError: on some rank the temperature is not positive, or a token (which is looked for where that does not
+            stall the device) is outside the vocabulary; or as `require_same_call`.
     """
-    group = engine.grid.group("dp") if engine.grid.device.type == "cpu" else None
-    agree(lambda: check_token_ids(batch.tokens, engine.vocab_size), group)
+
+    def check() -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be positive")
+        check_token_ids(batch.tokens, engine.vocab_size)
+
+    agree(check, engine.grid.everyone)
+    options["routing"] = ROUTING in batch.fields
+    given = {"batch": described(batch.lengths, batch.tokens, batch.mask), "temperature": temperature}
+    require_same_call(engine.grid, given, **options)
     return batch.to(engine.grid.device)
 
 

@@ -22,7 +22,7 @@ from ckpt.plan import config_dtype
 from parallel_layers import ParallelDims
 from rl_models.backends import OUTPUTS, PipelineOptions
 from rl_models.config import ModelConfig
-from rl_models.decoder import Recompute
+from rl_models.decoder import Recompute, require_layers
 from rl_models.plan_layer import Division, layer_bytes
 
 GIB = 2**30
@@ -118,10 +118,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     model = ModelConfig.from_hf(config)
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
-    if not isinstance(options.recompute, str | None) and (
-        beyond := set(options.recompute) - set(range(model.num_layers))
-    ):
-        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{model.num_layers - 1}")
+    require_layers(options.recompute, model.num_layers)
     split = "balanced" if pipeline.split is None else list(pipeline.split)
     layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=split)
     whole = dims.pp * pipeline.virtual_stages

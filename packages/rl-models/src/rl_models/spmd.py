@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt import agree
 from rl_models.actor import TokenLogProbs
 from rl_models.actor_critic import TokenEstimates
 from rl_models.batch import Batch
 from rl_models.cluster.host import on_cpu
 from rl_models.cluster.methods import METHODS
 from rl_models.losses import LossTerms
+from rl_models.same_call import described, require_same_call
 from rl_models.worker import Worker
 
 T = TypeVar("T")
@@ -24,7 +26,8 @@ class WholeBatches:
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
     A batch is split over dp in parts of about equal work, as `RayModelGroup` does; the results of the parts are
-    exchanged over dp and joined in the batch's order. All that takes no batch is the worker's own.
+    exchanged over dp and joined in the batch's order. Other sequences on some ranks are a ValueError on all. All that
+    takes no batch is the worker's own.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -67,7 +70,9 @@ class WholeBatches:
     def _call(self, name: str, whole: Any, *args: Any, **kwargs: Any) -> Any:
         grid, split = self.worker.grid, METHODS[name].split
         assert split is not None
-        parts, join = split(whole, grid.dims.dp, self.worker.engine.vocab_size)
+        parts, join = agree(lambda: split(whole, grid.dims.dp, self.worker.engine.vocab_size), grid.everyone)
+        rows = [row for part in parts for row in (part.split() if isinstance(part, Batch) else part)]
+        require_same_call(grid, {}, sequences=described([len(row) for row in rows], *rows))
         own = on_cpu(getattr(self.worker, name)(parts[grid.rank("dp")], *args, **kwargs))
         results = [own]
         if (group := grid.group("dp")) is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt import agree
+from ckpt.agreement import require_same
 from parallel_layers import ParallelDims
 from parallel_layers.attention.layer import ContextParallel
 from rl_models.backends import (
@@ -87,7 +88,7 @@ class Worker(WorkerState):
             backend: one of `rl_models.backends.BACKENDS`.
             dims: the sizes of the grid; default one rank.
             device: default this process's CUDA device where there is one, else the CPU.
-            dtype: of the parameters; default as stored.
+            dtype: of the parameters; default as stored. In fp16, which needs a loss scale, "megatron" alone learns.
             mesh: a mesh from `dims.build_mesh(...)`, when the grid is on some of the ranks; default all of them.
             sequence_parallel: default where tp > 1.
             pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
@@ -107,8 +108,8 @@ class Worker(WorkerState):
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
         Raises:
-            ValueError: an unknown backend or architecture, sizes that do not divide, or a broken checkpoint; on every
-                rank alike.
+            ValueError: an unknown backend or architecture, sizes that do not divide, a broken checkpoint, or options
+                that differ between ranks; on every rank alike.
         """
         if deterministic:
             be_deterministic()
@@ -125,9 +126,17 @@ class Worker(WorkerState):
             deterministic=deterministic,
             megatron=megatron or MegatronOptions(),
         )
+        learning = optimizer or OptimizerOptions()
         folder = agree(lambda: checkpoint_folder(path), grid.everyone)
+        require_same(
+            grid.everyone,
+            backend=backend,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            **vars(options),
+            **vars(learning),
+        )
         engine = load_engine(backend, folder, cls.role, grid, options)
-        return cls(engine, optimizer or OptimizerOptions(), max_tokens_per_micro_batch, max_positions(folder))
+        return cls(engine, learning, max_tokens_per_micro_batch, max_positions(folder))
 
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """All outputs of the role (`rl_models.backends.OUTPUTS`) without gradients, each `[T]`, aligned with their own

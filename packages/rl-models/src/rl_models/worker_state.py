@@ -93,7 +93,7 @@ class WorkerState:
             keep: how many checkpoints to keep, the newest; None: all.
             extra: JSON values to find again, the same on every rank (rank 0's are kept).
             asynchronous: return once all is copied to host memory, and write in the background. The next save, a load,
-                and `wait_for_save` wait for the end.
+                and `wait_for_save` wait for the end; call that before the process group is destroyed.
 
         Raises:
             ValueError, OSError: this save, or the one before in the background, went wrong; on every rank.

@@ -33,7 +33,7 @@ def test_per_token_results_come_back_in_the_callers_order(lengths: list[int], dp
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
 def test_per_sequence_results_come_back_in_the_callers_order(lengths: list[int], dp: int) -> None:
     numbers = [[float(n)] * length for n, length in enumerate(lengths)]
-    batch = Batch.from_sequences([torch.zeros(length) for length in lengths], number=numbers)
+    batch = Batch.from_sequences([[0] * length for length in lengths], number=numbers)
     parts, join = per_sequence(batch, dp, vocab_size=1)
     means = [torch.tensor([float(row.sum()) for row in part.split("number")]) for part in parts]
     assert join(means).tolist() == [float(n * length) for n, length in enumerate(lengths)]

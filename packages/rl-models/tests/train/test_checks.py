@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from ckpt import layout_for, load_hf, save_hf
 from rl_models.cli import app
 from rl_models.train.folder import check_folder, write_options
 from rl_models.train.options import TrainOptions
@@ -32,6 +34,7 @@ from rl_models.train.run import _end_of_text, plan
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
+        ({"model": Path("in-float16")}, "in-float16 is stored in float16, in which only backend=megatron learns"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(
@@ -48,6 +51,8 @@ def test_what_cannot_run_is_refused_before_it_starts(
     shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(model, "with-a-broken-end")
     Path("with-a-broken-end/generation_config.json").write_text("{")
+    layout = layout_for(model)
+    save_hf("in-float16", load_hf(model, layout), layout, dtype=torch.float16, copy_from=model)
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         plan(TrainOptions(**given | options))

@@ -59,6 +59,9 @@ def _summary(report: Report) -> None:
     if report.first is None or report.worst is None:
         typer.echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
         return
-    typer.echo(f"{len(report.differences):,} of {report.tensors:,} tensors differ")
+    # A tensor may differ in several ways; one that is on one side alone, or has another shape, is not compared.
+    names = {item.name for item in report.differences}
+    not_compared = {item.name for item in report.differences if item.kind in ("missing", "unexpected", "shape")}
+    typer.echo(f"{len(names):,} of {report.tensors + len(not_compared):,} tensors differ")
     typer.echo(f"first: {report.first.name}: {report.first.kind}: {report.first.detail}")
     typer.echo(f"worst: {report.worst.name}: {report.worst.kind}: {report.worst.detail}")

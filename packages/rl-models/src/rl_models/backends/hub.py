@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,14 @@ def load_model(
         ValueError: the checkpoint lacks tensors, has others, or has some of the wrong shape; names them.
     """
     with quiet():
+        # What has another shape is told below, by name; of itself transformers raises, and only logs what it is.
         model, info = auto_class.from_pretrained(
-            path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True, **options
+            path,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
         )
     lacked = sorted(info["missing_keys"])
     missing = [name for name in lacked if not re.fullmatch(may_lack, name)]
@@ -66,11 +72,15 @@ def load_model(
     for problem, names in (
         ("lacks", missing),
         ("has unexpected", unexpected),
-        ("has the wrong shape for", sorted(map(str, info["mismatched_keys"]))),
+        ("has the wrong shape for", [_misshapen(*entry) for entry in sorted(info["mismatched_keys"])]),
     ):
         if names:
             raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
     return model.eval(), lacked
+
+
+def _misshapen(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{name}: {tuple(stored)} where the model has {tuple(expected)}"
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:

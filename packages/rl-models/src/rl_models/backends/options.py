@@ -13,6 +13,9 @@ from rl_models.decoder import Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
 
+# The types of parameters that models compute in.
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -110,7 +113,7 @@ class EngineOptions:
         megatron: of that backend.
 
     Raises:
-        ValueError: an unknown `recompute`, or options that exclude each other.
+        ValueError: a `dtype` that no model computes in, an unknown `recompute`, or options that exclude each other.
     """
 
     dtype: torch.dtype | None = None
@@ -125,6 +128,8 @@ class EngineOptions:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:
+        if self.dtype not in (None, *COMPUTED):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
         if isinstance(self.recompute, str) and self.recompute not in ("full", "selective"):
             raise ValueError(
                 f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"

@@ -7,10 +7,17 @@ from collections import Counter
 import torch
 
 import ckpt
+from rl_models.backends.options import COMPUTED
 
 
 def stored_dtype(path: str) -> torch.dtype:
-    """The type of most of a checkpoint's tensors."""
+    """The type of most of a checkpoint's tensors.
+
+    Raises:
+        ValueError: no model computes in it.
+    """
     stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
-    ((name, _),) = stored.most_common(1)
-    return name
+    ((dtype, _),) = stored.most_common(1)
+    if dtype not in COMPUTED:
+        raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")
+    return dtype

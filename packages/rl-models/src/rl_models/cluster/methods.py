@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_utils.pipeline_parallel import split_micro_batches
 from parallel_layers.embedding import check_token_ids
-from rl_models.batch import Batch
+from rl_models.batch import Batch, token_ids
 
 Division = list[list[int]]
 # The results of ranks, in order -> that of the whole.
@@ -82,7 +81,7 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Prompts, for a method that returns a batch with equally many sequences for each."""
-    rows = [torch.as_tensor(prompt, dtype=torch.int64).flatten().cpu() for prompt in prompts]
+    rows = [token_ids(prompt, f"prompt {i}").cpu() for i, prompt in enumerate(prompts)]
     # On a rank of its own this would leave the others waiting for it.
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
         raise ValueError(f"prompts {empty} are empty; give each at least one token, such as beginning-of-text")

@@ -17,6 +17,7 @@ from parallel_layers import ParallelDims
 from rl_models.actor import Actor, Policy
 from rl_models.actor_critic import ActorCritic
 from rl_models.backends import Role, offered
+from rl_models.backends.stored import stored_dtype
 from rl_models.cluster.resources import import_ray
 from rl_models.critic import Critic
 from rl_models.grid import Grid, checkpoint_folder
@@ -122,6 +123,8 @@ def _check_models(options: TrainOptions, folder: Path) -> None:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         if options.backend == "parallel":
             check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens)
+            if options.dtype is None and stored_dtype(str(path)) == torch.float16:
+                raise ValueError(f"{path} is stored in float16, in which only backend=megatron learns; give a dtype")
 
 
 def _policy(options: TrainOptions) -> type[Policy]:
