@@ -127,3 +127,32 @@ def test_wrong_ranks_are_named(ranks: RankPool) -> None:
     assert "ranks=[1, 0] must increase and lie in 0..3" in first[1]
     assert "[0, 9]" in first[2]
     assert "rank 1 is not a member of ranks=[2]" in second[3]
+
+
+def other_grids(group: ProcessGroup) -> list[str]:
+    messages = []
+    for dims, ranks in (
+        ([ParallelDims(tp=4), ParallelDims(dp=2, tp=2)], None),
+        ([ParallelDims(tp=4), ParallelDims(tp=2)], None),
+        ([ParallelDims(tp=2), ParallelDims(pp=2)], [1, 3]),
+    ):
+        if ranks is None or dist.get_rank() in ranks:
+            with pytest.raises(ValueError, match="rank") as caught:
+                dims[dist.get_rank() == 3].build_mesh("cpu", ranks)
+            messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="forms a group with backend=None and rank 3 a group with backend='gloo'"):
+        form_group(range(4), "gloo" if dist.get_rank() == 3 else None)
+    mesh = ParallelDims(tp=4).build_mesh("cpu")  # they still can
+    total = torch.ones(())
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    assert total == 4
+    return messages
+
+
+def test_ranks_that_build_other_grids_are_told(ranks: RankPool) -> None:
+    results = ranks.run(other_grids, timeout=60)
+    one, two, three = results[3]
+    assert results == [[one, two], [one, two, three], [one, two], [one, two, three]]
+    assert "rank 0 forms ParallelDims(dp=1, pp=1, cp=1, tp=4, ep=1) and rank 3 ParallelDims(dp=2, pp=1" in one
+    assert "and rank 3 ParallelDims(dp=1, pp=1, cp=1, tp=2" in two
+    assert "rank 1 forms ParallelDims(dp=1, pp=1, cp=1, tp=2, ep=1) and rank 3 ParallelDims(dp=1, pp=2" in three

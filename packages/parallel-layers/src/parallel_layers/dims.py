@@ -88,9 +88,11 @@ class ParallelDims:
 
         Raises:
             ValueError: The number of ranks is not `world_size`, they are not increasing or not ranks of the default
-                group, or this rank is not one of them.
+                group, this rank is not one of them, or members build other grids; the last on all of them.
         """
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        if ranks is None:  # each of which is here
+            _meet(members, str(self))
         if len(members) != self.world_size:
             raise ValueError(f"{self} needs {self.world_size} ranks, but was given {len(members)}: {members}")
         if members != sorted(set(members)) or members[0] < 0 or members[-1] >= dist.get_world_size():
@@ -98,7 +100,8 @@ class ParallelDims:
         me = dist.get_rank()
         if me not in members:
             raise ValueError(f"rank {me} is not a member of ranks={members}; only members build the mesh")
-        _align_group_counts(members)
+        if ranks is not None:
+            _meet(members, str(self))
         grid = torch.tensor(members, dtype=torch.int).reshape(self.pp, self.dp, self.cp, self.tp)
         place = [int(i) for i in (grid == me).nonzero()[0]]
         groups: list[ProcessGroup] = []
@@ -117,8 +120,11 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
         ranks: The members' global ranks, increasing; this rank is one of them.
         backend: `"gloo"`, say, for collectives of CPU tensors beside NCCL's, with torch's time limit for that backend;
             default that of the default group, with its time limit.
+
+    Raises:
+        ValueError: Members form something else; on all of them.
     """
-    _align_group_counts(list(ranks))
+    _meet(list(ranks), f"a group with backend={backend!r}")
     timeout = default_timeout() if backend is None else None
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
@@ -141,22 +147,31 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _align_group_counts(members: list[int]) -> None:
-    """Bring all members to the same number of process groups, so that torch gives their new groups the same names.
+def _meet(members: list[int], what: str) -> None:
+    """Wait for all members; they are about to form `what`, all of them, for which torch must count alike on each.
 
     With `use_local_synchronization` torch names a group after its ranks and the number of groups that this process is
     in already. Once some members belong to another grid the numbers differ, the names do not match and `new_group`
     waits for ever. The members exchange their numbers through the default group's store; those that lag form groups of
     themselves alone, which concern nobody else.
+
+    Raises:
+        ValueError: Members form something else; names two of them. On all, which else would wait for each other.
     """
     store = dist.distributed_c10d._get_default_store()
     key = "parallel_layers/grid/" + ",".join(map(str, members))
     # No member can begin the next grid on these ranks before all have arrived at this one.
     turn = (store.add(f"{key}/arrivals", 1) - 1) // len(members)
     me = dist.get_rank()
-    store.set(f"{key}/{turn}/{me}", str(_group_count()))
-    target = max(int(store.get(f"{key}/{turn}/{rank}")) for rank in members)
-    while _group_count() < target:
+    store.set(f"{key}/{turn}/{me}", f"{_group_count()} {what}")
+    told = [store.get(f"{key}/{turn}/{rank}").decode().split(" ", 1) for rank in members]
+    for rank, (_, other) in zip(members, told, strict=True):
+        if other != told[0][1]:
+            raise ValueError(
+                f"rank {members[0]} forms {told[0][1]} and rank {rank} {other}; form the same grids in the same order "
+                "on every rank"
+            )
+    while _group_count() < max(int(count) for count, _ in told):
         dist.new_group([me], use_local_synchronization=True)
 
 
