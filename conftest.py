@@ -8,6 +8,8 @@ import pytest
 # The tests start many processes that import torch and transformers: whatever one of them has compiled, the others load.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# The models are tiny: more threads only wait for each other. Read when torch is imported, by what the tests start, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,5 +40,4 @@ def test_only_training_checkpoints_import_what_takes_as_long_as_torch() -> None:
     """`torch.distributed.tensor`, whose tensors are told from others without it, and `torch.distributed.checkpoint`."""
     names = ", ".join(f"ckpt.{name}" for name in ckpt.__all__ if name not in TRAINING)
     slow = {"torch.distributed.tensor", "torch.distributed.checkpoint"}
-    assert not slow & imported(f"import ckpt; {names}")
-    assert slow <= imported(f"import ckpt; {names}, ckpt.save_training")
+    assert slow <= imported(f"import ckpt; {names}; assert not {slow} & {{*sys.modules}}; ckpt.save_training")

@@ -11,6 +11,8 @@ def slow_imports(dims: ParallelDims, *, saves: bool = False) -> list[str]:
     `saves`: they write training checkpoints.
     """
     needed = {
+        # torch imports it when a process first calls an operator written in Python, or makes an optimizer.
+        "torch._dynamo": True,
         "torch.distributed.fsdp": dims.dp * dims.cp > 1,
         "torch.distributed.pipelining": dims.pp > 1,
         "torch.distributed.checkpoint": saves,

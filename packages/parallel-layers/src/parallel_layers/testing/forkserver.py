@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -181,6 +182,8 @@ def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple
             # A rank that needs the module will say in a call why it cannot be imported.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    # What was imported is no garbage: whole collections, which Megatron-Core asks for at every save, took 0.15 s of it.
+    gc.freeze()
     processes: list[int] = []
     for rank, mine in enumerate(descriptors):
         child = os.fork()
