@@ -88,9 +88,9 @@ def _rotate(
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (dim < HALF)
     pair = 2 * dim if INTERLEAVED else dim
-    other = 1 if INTERLEAVED else HALF
-    at_a = pair + other if INVERSE else pair
-    at_b = pair if INVERSE else pair + other
+    apart = 1 if INTERLEAVED else HALF
+    at_a = pair + apart if INVERSE else pair
+    at_b = pair if INVERSE else pair + apart
     source = x_ptr + head * x_stride
     target = out_ptr + head * HEAD_DIM
     a = tl.load(source + at_a, mask=mask, other=0.0).to(tl.float32)
