@@ -260,6 +260,10 @@ def sessions_on(group: ProcessGroup) -> None:
         assert not Global.global_router_replay_instances
         with pytest.raises(KeyError), router_replay([one]):
             raise KeyError
+        for option, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+            blind = build_gpt(HF, grid, **{option: value})
+            with pytest.raises(ValueError, match=f"{option}={value!r}: this router"), router_replay(blind):
+                pass
         assert all(m.router_replay is None for m in one.modules() if isinstance(m, TopKRouter))
         partial = RouterReplay({0: torch.tensor([[4, 5]] * 5)}, num_experts=6)
         with router_replay([one]) as session, session.micro_batch(partial):

@@ -108,11 +108,19 @@ def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
     A pipeline stage may have none of the model's routers.
 
     Raises:
-        ValueError: the model has no routers.
+        ValueError: The model has no routers, or a router that chooses its experts in code of its own and never asks
+            the hook; the error names the option.
     """
     routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
     if not routers and not any(moe_layers(chunk.config) for chunk in chunks if hasattr(chunk, "config")):
         raise ValueError("the model has no mixture-of-experts layer; there is no routing to record or replay")
+    for config in {id(router.config): router.config for router in routers}.values():
+        for option, value in _WITHOUT_HOOK.items():
+            if getattr(config, option) == value:
+                raise ValueError(
+                    f"{option}={value!r}: this router chooses experts without asking the replay, so nothing would be "
+                    "recorded or replayed; build the model without this option"
+                )
     session = RoutingSession()
     before = [router.router_replay for router in routers]
     for router in routers:
@@ -122,6 +130,10 @@ def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
     finally:
         for router, own in zip(routers, before, strict=True):
             router.router_replay = own
+
+
+# Options of `TransformerConfig` with which Megatron-Core's routing never calls the hook.
+_WITHOUT_HOOK = {"moe_router_fusion": True, "moe_router_load_balancing_type": "sinkhorn"}
 
 
 def moe_layers(config: Any) -> list[int]:
