@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,72 @@ def test_padding_that_is_not_zero_and_strange_tensors_are_differences(checkpoint
     del tensors[DOWN]
     found = {difference.name: difference.kind for difference in verify_live(folder, tensors, layout, place).differences}
     assert found == {"lm_head.weight": "values", "odd": "unexpected", NORM: "shape", DOWN: "missing"}
+
+
+def configured(source: Path, target: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of a checkpoint with another config.json."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    edit(config)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def old_rope(config: dict[str, Any], theta: float, scaling: dict[str, Any] | None) -> None:
+    config.pop("rope_parameters")
+    config |= {"rope_theta": theta, "rope_scaling": scaling}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FIELDS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "rope_parameters": ("rope_theta", lambda c: c["rope_parameters"].update(rope_theta=5e5)),
+    "rope_theta": ("rope_theta", lambda c: old_rope(c, 5e5, None)),
+    "rope_scaling": ("rope_type", lambda c: old_rope(c, 1e4, LLAMA3)),
+    "rms_norm_eps": ("rms_norm_eps", lambda c: c.update(rms_norm_eps=1e-5)),
+    "hidden_act": ("hidden_act", lambda c: c.update(hidden_act="gelu")),
+    "model_type": ("model_type", lambda c: c.update(model_type="mistral", architectures=["MistralForCausalLM"])),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_same_tensors_under_another_configuration_differ(
+    field: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    name, edit = FIELDS[field]
+    other = configured(source, tmp_path / "b", edit)
+    for a, b in ((source, other), (other, source)):
+        report = verify(a, b)
+        assert [(item.name, item.kind) for item in report.differences] == [(f"config.json {name}", "config")]
+        assert Report.from_json(report.to_json()) == report
+    layout = layout_for(other)
+    report = verify_live(source, load_hf(source, layout), layout)
+    assert [item.kind for item in report.differences] == ["config"]
+    reshard(other, tmp_path / "shards", Grid(tp=2))
+    assert verify(tmp_path / "shards", other).equal
+    assert not verify(source, tmp_path / "shards").equal
+
+
+def test_the_windows_and_heads_of_equal_tensors_are_compared(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    mistral, wide = checkpoint("mistral"), {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    for name, change in (("sliding_window", {"sliding_window": None}), ("num_attention_heads", wide)):
+        report = verify(mistral, configured(mistral, tmp_path / name, lambda c, change=change: c.update(change)))
+        assert f"config.json {name}" in {item.name for item in report.differences}
+    tower = configured(checkpoint("qwen2-vl"), tmp_path / "vl", lambda c: c["vision_config"].update(hidden_act="relu"))
+    (difference,) = verify(checkpoint("qwen2-vl"), tower).differences
+    assert difference.name == "config.json vision_config.hidden_act"
+
+
+def test_two_spellings_of_one_configuration_are_the_same(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        old_rope(config, 10000, None)
+        for name in ("initializer_range", "use_cache", "transformers_version", "dtype"):
+            config.pop(name, None)
+        config |= {"torch_dtype": "float32", "use_cache": False, "attention_dropout": 0.5, "rms_norm_eps": 0.000001}
+
+    assert verify(checkpoint("llama"), configured(checkpoint("llama"), tmp_path / "b", edit)).equal
+
+    def unused(config: dict[str, Any]) -> None:
+        config |= {"sliding_window": 131072, "use_sliding_window": False}
+
+    assert verify(checkpoint("qwen2"), configured(checkpoint("qwen2"), tmp_path / "c", unused)).equal

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree, all_gather_json
 from ckpt.boxio import IOCounter, Staging, read_box, view_of
+from ckpt.computing import config_differences
 from ckpt.families import Role
 from ckpt.layout import Layout
 from ckpt.parts import on_this_rank
@@ -41,7 +42,8 @@ def verify(
 
     Of sharded ones every copy of what several ranks hold is compared, and, where both have one, the optimizer's state:
     its tensors are named `SLOT/NAME`. The tensors of multi-token-prediction layers, which loads pass over and saves
-    lack, are compared, too: a checkpoint that has lost them differs.
+    lack, are compared, too: a checkpoint that has lost them differs. So does one whose config.json makes another model
+    of the same tensors (`rope_theta`, `rms_norm_eps`).
 
     Args:
         a: the reference.
@@ -57,7 +59,7 @@ def verify(
             error: see `Report.equal`.
     """
     first, second = (open_with_prediction_layers(path, role) for path in (a, b))
-    report = Report()
+    report = Report(differences=config_differences(first.layout.config, second.layout.config))
     slots = (WEIGHTS, *_optimizer_slots(first, second))
     with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
         if progress is not None:
@@ -88,7 +90,8 @@ def verify_live(
     """Compare a checkpoint with a live model: each rank its own tensors with the bytes that belong to them.
 
     Of DTensors, as FSDP2 makes them, a rank compares the part that it has. Differences are named by local tensor and
-    counted in its elements; `first` is an index in what this rank has of it.
+    counted in its elements; `first` is an index in what this rank has of it. The configurations compared are the
+    checkpoint's and the layout's.
 
     Returns:
         One report of all ranks, the same on every rank.
@@ -103,6 +106,8 @@ def verify_live(
         where = Place() if place is None else place
         blocks = layout.at(where)
         report = Report()
+        if group is None or group.rank() == 0:
+            report.differences += config_differences(source.layout.config, layout.config)
         with while_unchanged(source.files), _Comparison(report, rtol, atol, dtypes) as comparison:
             for name, block in blocks.items():
                 held = all(canonical in source.slots[WEIGHTS] for canonical in block.names)

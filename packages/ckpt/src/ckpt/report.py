@@ -5,16 +5,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["missing", "unexpected", "shape", "dtype", "values"]
+Kind = Literal["missing", "unexpected", "shape", "dtype", "values", "config"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same.
+    """One tensor, or one field of the configurations, that is not the same.
 
     Attributes:
-        name: the canonical tensor, or the local one of a live model.
-        kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values".
+        name: the canonical tensor, the local one of a live model, or "config.json FIELD".
+        kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values";
+            "config": a field that changes what the model computes.
         detail: the two sides, for people.
         elements: how many elements differ by more than the tolerance.
         worst: the largest absolute difference; infinite where one side is not a number.
@@ -36,7 +37,7 @@ class Report:
     Attributes:
         tensors: how many were compared.
         elements: of how many elements.
-        differences: in the model's order.
+        differences: those of the configurations first, then those of the tensors, in the model's order.
     """
 
     tensors: int = 0

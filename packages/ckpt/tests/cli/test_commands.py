@@ -60,6 +60,11 @@ def test_differences_are_exit_code_1(checkpoint: Checkpoints, tmp_path: Path) ->
     assert "model.norm.weight" in result.stdout
     [difference] = json.loads(run("diff", source, tmp_path / "b", "--json").stdout)["differences"]
     assert difference["kind"] == "values"
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "b" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    result = run("verify", source, tmp_path / "b", "--atol", 2)
+    assert result.exit_code == 1
+    assert result.stdout == "0 of 21 tensors differ\nconfig.json rms_norm_eps: 1e-06 and 1e-05\n"
 
 
 def test_a_tensor_that_differs_in_several_ways_or_is_missing_counts_once(

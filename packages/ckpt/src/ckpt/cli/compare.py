@@ -56,12 +56,17 @@ def diff(
 
 
 def _summary(report: Report) -> None:
-    if report.first is None or report.worst is None:
+    if report.equal:
         typer.echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
         return
     # A tensor may differ in several ways; one that is on one side alone, or has another shape, is not compared.
-    names = {item.name for item in report.differences}
-    not_compared = {item.name for item in report.differences if item.kind in ("missing", "unexpected", "shape")}
+    tensors = Report(differences=[item for item in report.differences if item.kind != "config"])
+    names = {item.name for item in tensors.differences}
+    not_compared = {item.name for item in tensors.differences if item.kind in ("missing", "unexpected", "shape")}
     typer.echo(f"{len(names):,} of {report.tensors + len(not_compared):,} tensors differ")
-    typer.echo(f"first: {report.first.name}: {report.first.kind}: {report.first.detail}")
-    typer.echo(f"worst: {report.worst.name}: {report.worst.kind}: {report.worst.detail}")
+    for item in report.differences:
+        if item.kind == "config":
+            typer.echo(f"{item.name}: {item.detail}")
+    for label, found in (("first", tensors.first), ("worst", tensors.worst)):
+        if found is not None:
+            typer.echo(f"{label}: {found.name}: {found.kind}: {found.detail}")

@@ -1,0 +1,82 @@
+"""Compare the fields of two configurations that change what a model computes from the same tensors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.config import PREDICTION_LAYERS, Config, text_config
+from ckpt.report import Difference
+
+# Fields that leave the outputs of a forward pass as they are, and those that the tensors themselves show.
+_OTHER_FIELDS = {
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "initializer_range",
+    "attention_dropout",
+    "hidden_dropout",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+    "pretraining_tp",
+    PREDICTION_LAYERS,
+}
+# Fields in which null is a value of its own.
+_NULL_IS_A_VALUE = {"sliding_window"}
+_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+
+
+def config_differences(a: Config, b: Config) -> list[Difference]:
+    """Return a difference for every field that both configurations give and that changes what the model computes.
+
+    A field that one side leaves out has the default of its class there, which is not known here: it is passed over.
+    """
+    first, second = (dict(_fields("", _normal(config))) for config in (a, b))
+    return [
+        Difference(f"config.json {name}", "config", f"{first[name]!r:.100} and {second[name]!r:.100}")
+        for name in first
+        if name in second and first[name] != second[name]
+    ]
+
+
+def _normal(config: Config) -> Config:
+    """Return the language model's fields, the rotary embedding's spelled as transformers 5 does, and the vision
+    tower's."""
+    text = text_config(config)
+    text["model_type"] = config.get("model_type")
+    rope = {**_mapping(text.pop("rope_scaling", None)), **_mapping(text.pop("rope_parameters", None))}
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    text |= {**rope, "rope_type": _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind}
+    if text.get("use_sliding_window") is False:
+        text["sliding_window"] = None
+    return text
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _fields(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every field that computes."""
+    for name, value in config.items():
+        if name in _OTHER_FIELDS or name.startswith("_") or (value is None and name not in _NULL_IS_A_VALUE):
+            continue
+        if isinstance(value, Mapping):
+            yield from _fields(f"{prefix}{name}.", value)
+        else:
+            yield prefix + name, value
