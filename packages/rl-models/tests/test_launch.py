@@ -94,12 +94,13 @@ def test_a_collective_that_not_all_reach_in_time_names_its_limit() -> None:
 
 LAUNCHER = """
 import os, time
+import torch
 import torch.distributed as dist
 from rl_models.launch import Devices, run_on_ranks
 
 def work(send, folder):
     with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
-        file.write(f"{os.getpid()} {os.getppid()}")
+        file.write(f"{os.getpid()} {os.getppid()} {torch.get_num_threads()}")
     if dist.get_rank() == 0:
         dist.barrier()  # waits for rank 1; the others are done or asleep
     while dist.get_rank() == 1:
@@ -111,13 +112,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="tells by /proc which processes live")
-def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_ranks_keep_the_users_number_of_threads_and_end_with_a_killed_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LAUNCHER)
-    launcher = subprocess.Popen([sys.executable, script], cwd=tmp_path)
+    launcher = subprocess.Popen([sys.executable, script], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "2"})
     files = [tmp_path / str(rank) for rank in range(3)]
     wait_until(lambda: all(file.is_file() and " " in file.read_text() for file in files))
-    processes = {int(word) for file in files for word in file.read_text().split()}
+    numbers = [[int(word) for word in file.read_text().split()] for file in files]
+    assert [threads for _, _, threads in numbers] == [2, 2, 2], "the user's OMP_NUM_THREADS is kept"
+    processes = {process for *pair, _ in numbers for process in pair}
     assert len(processes) == 3 + 1  # the ranks and the server that forked them
     assert all(lives(process) for process in processes)
     launcher.send_signal(signal.SIGKILL)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -92,14 +93,37 @@ def test_scores_equal_transformers_in_the_order_of_the_data(
         ('{"tokens": []}', "line 2: no tokens"),
         ('{"tokens": [1, 30, -1]}', r"line 2: token ids \[30, -1\] are outside the vocabulary of 30"),
         ('{"text": 3}', 'line 2: "text" must be a string, got int'),
+        (
+            '{"text": "ab\\ud800c"}',
+            r"line 2: character 2 of the text, '\\ud800', is half of a surrogate pair; remove it",
+        ),
+        ("[" * 10**5 + "]" * 10**5, "line 2: not valid JSON: lists and objects are nested too deeply"),
+        (b'{"text": "\xe9"}', "line 2: not valid JSON: byte 10 is not UTF-8"),
         ('{"tokens": [1, 2, 3, 4, 5, 6]}', "line 2: 6 tokens are more than --max-tokens 5"),
     ],
 )
-def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str | bytes, message: str) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text('{"tokens": [1, 2]}\n' + line + "\n")
+    data.write_bytes(b'{"tokens": [1, 2]}\n' + (line.encode() if isinstance(line, str) else line) + b"\n")
     with pytest.raises(ValueError, match=message):
         read_prompts(data, model, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("ab", [1, 4, 5, 2]), ("<s>ab", [1, 4, 5, 2]), ("ab</s>", [1, 4, 5, 2]), ("<s>a<s>b</s>", [1, 4, 1, 5, 2])],
+)
+def test_a_rendered_chat_text_gets_no_second_token_of_its_begin_or_end(
+    model: Path, tmp_path: Path, text: str, tokens: list[int]
+) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}))
+    assert [prompt.tokens for prompt in read_prompts(tmp_path / "data.jsonl", tmp_path, 9)] == [tokens]
 
 
 def test_text_needs_a_tokenizer_that_can_be_read(model: Path, tmp_path: Path) -> None:
@@ -239,11 +263,11 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return score_once
 
 
-def scored(arguments: list[str], dims: str, out: Path) -> list[dict[str, Any]]:
+def scored(arguments: list[str], dims: str, out: Path, *more: str) -> list[dict[str, Any]]:
     """The records of `rl-models score` on a grid."""
     # Room for the longest alone: several passes, and sequences that share one.
     options = [f"--dims={dims}", f"--out={out}", "--device=cpu", "--max-tokens=24", "--temperature=0.7"]
-    result = CliRunner().invoke(app, ["score", *arguments, *options])
+    result = CliRunner().invoke(app, ["score", *arguments, *options, *more])
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -279,3 +303,17 @@ def test_every_number_is_that_of_one_rank(
         assert (one["index"], one["tokens"]) == (other["index"], other["tokens"])
         for name in ("log_probs", "entropy", "values"):
             torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(one[name]), rtol=0, atol=1e-5)
+
+
+def test_the_dtype_of_the_weights_is_the_users(
+    on_one_rank: Callable[[str], tuple[list[str], list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    """bf16 on request: close to fp32, and not the same; a type that no model has is refused."""
+    arguments, stored = on_one_rank("dense")
+    for one, other in zip(stored, scored(arguments, "", tmp_path / "half.jsonl", "--dtype=bfloat16"), strict=True):
+        difference = (torch.tensor(one["log_probs"]) - torch.tensor(other["log_probs"])).abs()
+        assert difference.max() < 0.5
+        assert len(one["tokens"]) == 1 or difference.max() > 0
+    refused = CliRunner().invoke(app, ["score", *arguments, "--dtype=int8"])
+    assert refused.exit_code == 2
+    assert "dtype='int8' must be float32 or bfloat16" in refused.stderr

@@ -27,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Device = Annotated[str | None, typer.Option(help=DEVICE)]
+Dtype = Annotated[str | None, typer.Option(help="Type of the weights: float32 or bfloat16 (default: as stored).")]
 
 
 @app.callback()
@@ -78,11 +79,13 @@ def score(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Numbers of the same bits at every run on the same grid.")
     ] = False,
+    dtype: Dtype = None,
     device: Device = None,
 ) -> None:
     """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
+        from rl_models.plan import parse_dtype
         from rl_models.prompts import read_prompts
         from rl_models.score import ScoreOptions
         from rl_models.score import score as run
@@ -91,7 +94,15 @@ def score(
             raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
         grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
         options = ScoreOptions(
-            model, critic, grid, temperature, max_tokens, device, tp_invariant=tp_invariant, deterministic=deterministic
+            model,
+            critic,
+            grid,
+            temperature,
+            max_tokens,
+            device,
+            tp_invariant=tp_invariant,
+            deterministic=deterministic,
+            dtype=parse_dtype(dtype),
         )
         console = Console(stderr=True)
         with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:
@@ -124,9 +135,7 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload", help="A model is in host memory while another one works.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Type of the weights: float32 or bfloat16; default the config's.")
-    ] = None,
+    dtype: Dtype = None,
     gpu_gib: Annotated[
         float | None, typer.Option(min=0, help="Memory of a device in GiB: say which grids fit.")
     ] = None,

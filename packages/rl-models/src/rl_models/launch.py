@@ -294,7 +294,8 @@ def _join(setup: _Setup) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     on_cpu = setup.devices.type == "cpu"
     device = setup.devices.take(str(setup.rank))
-    if on_cpu:
+    # torch reads OMP_NUM_THREADS itself; without it, every rank would take all cores.
+    if on_cpu and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
     dist.init_process_group(
         setup.devices.backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,30 @@ class TextCodec:
         return self.file.is_file()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds.
+        """Return token ids, with the special tokens that the tokenizer adds where the text does not have them itself.
+
+        The text of a rendered chat template begins with the beginning-of-text token; a second one is not added.
 
         Raises:
-            ValueError: there is no tokenizer, or its file is broken.
+            ValueError: there is no tokenizer, its file is broken, or the text is not valid Unicode.
         """
-        ids: list[int] = self._loaded().encode(text).ids
-        return ids
+        tokenizer = self._loaded()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} of the text, {text[error.start]!r}, is half of a surrogate pair; remove it, "
+                "or write both halves"
+            ) from None
+        encoding = tokenizer.encode(text)
+        own = [token for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if not added]
+        begin = list(itertools.takewhile(bool, encoding.special_tokens_mask))
+        before, after = encoding.ids[: len(begin)], encoding.ids[len(begin) + len(own) :]
+        if own[: len(before)] == before:
+            before = []
+        if own[len(own) - len(after) :] == after:
+            after = []
+        return before + own + after
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text without special tokens."""
@@ -78,12 +96,12 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
     vocab_size = vocabulary_size(model)
     codec = TextCodec(model)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     prompts = []
-    # JSON allows the other characters that `splitlines` takes for ends of lines inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
+    # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -107,9 +125,25 @@ def read_json(file: Path) -> Any:
         ValueError: it is not valid JSON; names it.
     """
     try:
-        return json.loads(file.read_bytes())
+        return parse_json(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
+        raise ValueError(f"{file} is {error}") from None
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not UTF-8 or not valid JSON, or its lists and objects are nested too deeply for Python.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid JSON: byte {error.start} is not UTF-8 ({error.reason})") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: lists and objects are nested too deeply; flatten them") from None
 
 
 def vocabulary_size(folder: Path) -> int:
@@ -128,11 +162,8 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} states no vocab_size") from None
 
 
-def _parse(line: str, encode: Callable[[str], list[int]]) -> tuple[list[int], dict[str, Any]]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+def _parse(line: bytes, encode: Callable[[str], list[int]]) -> tuple[list[int], dict[str, Any]]:
+    value = parse_json(line)
     if not isinstance(value, dict) or len({"tokens", "text"} & value.keys()) != 1:
         raise ValueError('expected an object with either "tokens" (a list of ids) or "text" (a string)')
     if "text" in value:

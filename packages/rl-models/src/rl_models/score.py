@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel_layers import ParallelDims
@@ -37,6 +38,7 @@ class ScoreOptions:
         device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
         tp_invariant: the same bits at every tp and in every batch; see `Actor.from_pretrained`.
         deterministic: the same bits at every run on the same grid; likewise.
+        dtype: of the weights; None: as stored.
     """
 
     model: Path
@@ -47,6 +49,7 @@ class ScoreOptions:
     device: str | None = None
     tp_invariant: bool = False
     deterministic: bool = False
+    dtype: torch.dtype | None = None
 
 
 def score(
@@ -62,7 +65,7 @@ def score(
         ValueError: there are fewer devices than ranks, or a model does not fit the grid.
     """
     devices = Devices.find(options.device)
-    engine = EngineOptions(tp_invariant=options.tp_invariant, deterministic=options.deterministic)
+    engine = EngineOptions(dtype=options.dtype, tp_invariant=options.tp_invariant, deterministic=options.deterministic)
     models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
     for path, role in models:
         if path is not None:
@@ -106,6 +109,7 @@ def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: l
                 max_tokens_per_micro_batch=options.max_tokens,
                 tp_invariant=options.tp_invariant,
                 deterministic=options.deterministic,
+                dtype=options.dtype,
             )
         )
 

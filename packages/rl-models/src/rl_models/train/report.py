@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rl_models.prompts import parse_json
+
 
 class Metrics:
     """`metrics.jsonl` and, on request, TensorBoard's events in one folder.
@@ -69,7 +71,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     found = []
     for number, line in enumerate(whole, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             record = None
         if not (isinstance(record, dict) and type(record.get("step")) is int):

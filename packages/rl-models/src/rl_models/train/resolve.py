@@ -51,7 +51,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not valid TOML: {error}") from None
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{path} must end with .yaml, .yml or .toml")
@@ -59,7 +59,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     try:
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError for 2024-13-45, which looks like a date
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2024-13-45 looks like a date
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}
