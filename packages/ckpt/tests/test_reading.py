@@ -94,7 +94,9 @@ def test_an_error_in_a_thread_ends_the_load(checkpoint: Checkpoints, monkeypatch
 
 def test_a_file_that_vanishes_is_an_error_and_no_hang(tmp_path: Path) -> None:
     info = TensorInfo(torch.float32, (4,), 0)
-    reads = [Read(tmp_path / f"{number}.safetensors", info, ((0, 4),), torch.empty(4)) for number in range(20)]
+    reads = [
+        Read("tensor", tmp_path / f"{number}.safetensors", info, ((0, 4),), torch.empty(4)) for number in range(20)
+    ]
     with pytest.raises(FileNotFoundError):
         read_all(reads, threads=2, counter=IOCounter())
 

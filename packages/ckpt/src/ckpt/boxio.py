@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt.dtypes import refuse_overflow
 from ckpt.header import TensorInfo
 from ckpt.pieces import Box, Shape, extents, relative, split_box
 
@@ -167,11 +168,19 @@ def _part(view: Tensor, chunk: Box, box: Box) -> Tensor:
     return view_of(view, ((0, 1),) * extra + inside[max(0, -extra) :])
 
 
-def read_box(fd: int, info: TensorInfo, box: Box, destination: Tensor, staging: Staging, counter: IOCounter) -> None:
+def read_box(
+    fd: int,
+    info: TensorInfo,
+    box: Box,
+    destination: Tensor,
+    staging: Staging,
+    counter: IOCounter,
+    name: str = "a tensor",
+) -> None:
     """Read a box of a file's tensor into a view of equal extents, casting where the types differ.
 
     Raises:
-        ValueError: the file ended early.
+        ValueError: the file ended early, or a value is too large for the destination's type; names the tensor `name`.
     """
     if _is_direct(destination, info):
         _move(os.preadv, fd, info, box, destination, counter)
@@ -180,6 +189,7 @@ def read_box(fd: int, info: TensorInfo, box: Box, destination: Tensor, staging: 
         part = _part(destination, chunk, box)
         buffer = staging.view(extents(chunk), info.dtype)
         _move(os.preadv, fd, info, chunk, buffer, counter)
+        refuse_overflow(name, buffer, part.dtype)
         part.copy_(buffer.view(part.shape))
 
 

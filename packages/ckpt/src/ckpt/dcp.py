@@ -227,7 +227,7 @@ class SafetensorsReader(StorageReader):
                     ranges = zip(item.storage_offsets, item.lengths, strict=True)
                     box = tuple((start, start + length) for start, length in ranges)
                     into = planner.resolve_tensor(item)
-                    read_box(fd, header.tensors[key], box, into, stagings.on(into.device), self._counter)
+                    read_box(fd, header.tensors[key], box, into, stagings.on(into.device), self._counter, key)
                     planner.commit_tensor(item, into)
             finally:
                 os.close(fd)

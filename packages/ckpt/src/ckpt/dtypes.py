@@ -1,6 +1,7 @@
 """The element types of safetensors files, by their name in a header."""
 
 import torch
+from torch import Tensor
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -41,3 +42,30 @@ def check_cast(dtype: torch.dtype | None) -> None:
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} cannot hold weights; cast to a floating-point type such as torch.bfloat16")
+
+
+def refuse_overflow(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Refuse to cast finite values to a type in which they are infinite or no number.
+
+    Only types of a narrower range are looked at: bfloat16 has float32's exponents.
+
+    Raises:
+        ValueError: a value is too large; names the tensor, the value and the type.
+    """
+    if not (values.is_floating_point() and dtype.is_floating_point and values.numel()):
+        return
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max < 2 * largest:
+        return
+    # A type of one byte has no arithmetic.
+    wide = values.float() if values.element_size() == 1 else values
+    if wide.abs().amax() <= largest:
+        return
+    lost = wide.isfinite() & ~values.to(dtype).float().isfinite()
+    if lost.any():
+        worst = float(wide.abs().where(lost, 0).amax())
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} has a value of magnitude {worst:.6g}, which {kind} cannot hold (at most {largest:.6g}); cast to a "
+            "wider type such as bfloat16"
+        )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.agreement import agree, all_gather_json
-from ckpt.dtypes import DTYPES, check_cast, dtype_name
+from ckpt.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
 from ckpt.layout import Layout
 from ckpt.parts import on_this_rank
 from ckpt.pieces import Block, Box
@@ -59,15 +59,21 @@ class Holdings:
         """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own.
 
         Raises:
-            ValueError: `dtype` is a type of integers.
+            ValueError: `dtype` is a type of integers, or a value of this rank's tensors is too large for it.
         """
         check_cast(dtype)
         if dtype is None:
             return self.dtypes
-        return {
-            name: dtype if own.is_floating_point and not self.layout.canonical[name].keep_dtype else own
+        cast = {
+            name: dtype
             for name, own in self.dtypes.items()
+            if own.is_floating_point and not self.layout.canonical[name].keep_dtype
         }
+        for chunk in self.chunks:
+            for local, tensor in chunk.tensors.items():
+                if cast.keys() & chunk.blocks[local].names:
+                    refuse_overflow(f"{local} at {chunk.place}", tensor, dtype)
+        return {**self.dtypes, **cast}
 
 
 def take_stock(

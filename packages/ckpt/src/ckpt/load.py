@@ -150,7 +150,7 @@ def _reads(
         for source, copy in shared(block, sources):
             file, info = checkpoint.tensors[source]
             view = view_of(tensors[name], copy.destination_range)
-            yield Read(checkpoint.path / file, info, copy.source_range, view)
+            yield Read(source, checkpoint.path / file, info, copy.source_range, view)
 
 
 def _clear_padding(blocks: dict[str, Block], tensors: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from ckpt.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_b
 from ckpt.compare import refuse_differing_copies
 from ckpt.contents import CONFIG, LAYOUT
 from ckpt.disk import room_for
-from ckpt.dtypes import check_cast
+from ckpt.dtypes import check_cast, refuse_overflow
 from ckpt.families import Role, Target
 from ckpt.files import FilePlan, create_files, plan_files, write_companions, write_json
 from ckpt.header import TensorInfo
@@ -200,14 +200,15 @@ class _Filler:
                 try:
                     for _, info, copy, name in group:
                         file, to = plan.tensors[name]
-                        self._copy(fd, info, fds[file], to, copy)
+                        self._copy(fd, info, fds[file], to, copy, name)
                 finally:
                     os.close(fd)
 
-    def _copy(self, source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy) -> None:
+    def _copy(self, source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
         for part in self._reading.chunks(copy.source_range, info.dtype.itemsize):
             buffer = self._reading.view(extents(part), info.dtype)
             read_box(source_fd, info, part, buffer, self._reading, self._counter)
+            refuse_overflow(name.removeprefix(f"{WEIGHTS}/"), buffer, to.dtype)
             write_box(fd, to, carried_over(part, copy), buffer, self._writing, self._counter)
             self._advance(volume(part) * to.dtype.itemsize)
 

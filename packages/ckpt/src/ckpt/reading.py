@@ -23,8 +23,9 @@ BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A box of a file's tensor, and the view of equal extents that it is to fill."""
+    """A box of a file's tensor `name`, and the view of equal extents that it is to fill."""
 
+    name: str
     path: Path
     info: TensorInfo
     box: Box
@@ -62,7 +63,7 @@ def read_all(
         progress: called, in this thread, with the bytes that are read and those that will have been.
 
     Raises:
-        ValueError: a file ended early.
+        ValueError: a file ended early, or a value is too large for the type that it is cast to.
         OSError: a file cannot be read.
     """
     ordered = sorted(reads, key=lambda read: (read.path, read.info.offset, read.box))
@@ -123,7 +124,8 @@ class _Worker:
                     device = read.destination.device
                     with self._on_stream(device):
                         staging = stagings.on(device)
-                        read_box(file.fileno(), read.info, read.box, read.destination, staging, counter)
+                        name = f"{read.name} in {read.path}"
+                        read_box(file.fileno(), read.info, read.box, read.destination, staging, counter, name)
         except BaseException:
             self.ended = True
             raise

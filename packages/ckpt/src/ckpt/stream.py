@@ -56,7 +56,7 @@ def stream_hf(
     holdings = take_stock(tensors, layout, place, group)
     owners = agree(lambda: assign_owners(holdings), group)
     require_equal_copies(holdings, group)
-    types = holdings.stored_dtypes(dtype)
+    types = agree(lambda: holdings.stored_dtypes(dtype), group)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
     full: dict[str, Tensor] = {}
