@@ -64,10 +64,43 @@ def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
         return type(batch).from_sequences(rows, response_lengths=[4, 2, 4, 2])
 
     monkeypatch.setattr(loop.models.actor, "generate", ragged, raising=False)
-    found = loop._collect()
+    found, values = loop._collect()
     assert len(found.batch) == 2
     assert found.scores.tolist() == [0.0, -0.5]
     assert found.groups.tolist() == [0, 0]
+    # What is logged is of all that was drawn, what was kept has names of its own.
+    assert (values["responses"], values["responses_kept"]) == (4, 2)
+    assert (values["reward"], values["reward_kept"]) == ((-1 - 0.5 + 0 - 0.5) / 4, -0.25)
+    assert values["response_length"] == 3
+    assert values["equal_rewards"] == 0
+
+
+def test_a_step_counts_the_tokens_that_dynamic_sampling_discards(run: Run) -> None:
+    scores = iter([1.0, 1.0, 0.0, 1.0] * 2)  # of two prompts one is kept, so a second batch, of one prompt, is drawn
+    loop = run(lambda *_: next(scores), algorithm="dapo", samples=2, stop_ids="")
+    values = loop._step(1)
+    assert (values["responses"], values["responses_kept"]) == (8, 4)
+    assert values["tokens"] == 8 * (2 + 4), "of two tokens a prompt and four a response"
+    assert values["tokens_per_second"] == values["tokens"] / values["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("grpo", "step 1: the responses to each prompt have equal rewards (their mean is 0.5)"),
+        ("reinforce++", "step 1: all rewards are equal (their mean is 1)"),
+    ],
+)
+def test_steps_whose_rewards_are_all_equal_are_said_once(run: Run, algorithm: str, said: str) -> None:
+    # Of the first prompt right, of the second wrong; in the third step all differ, in the fourth they are equal again.
+    scores = iter([1, 1, 0, 0] * 2 + [0, 1, 0, 1] + [1] * 4 if algorithm == "grpo" else [1] * 4 + [0, 1] + [1] * 2)
+    loop = run(lambda *_: next(scores), algorithm=algorithm, samples=2 if algorithm == "grpo" else 1, steps=4)
+    events: list[Any] = []
+    loop.tell = events.append
+    loop.run()
+    messages = [event["message"] for event in events if "message" in event]
+    assert [message.split(":")[0] for message in messages] == ["step 1", "step 4"]
+    assert messages[0].startswith(said)
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(3, [2]), (1, [1, 2]), (0, [])])

@@ -292,6 +292,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
     expected = {"algorithm": "dapo", "steps": 3, "samples": 8, "clip_high": 0.28, "stop_ids": [2], "ranks": 1}
+    expected |= {"longest_sequence": 2 + 6, "positions": 64}
     assert expected.items() <= plan.items()
     assert plan["responses_per_step"] == 64
     assert plan["passes_over_prompts"] == 2
@@ -314,6 +315,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
         ({"reward": "rewards:none"}, [{"text": "a"}], "rewards has no function none"),
         ({"reward": "no_such_module:f"}, [{"text": "a"}], "importing no_such_module raised ModuleNotFoundError"),
         ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with either"),
+        ({}, [{"text": "a"}, {"text": "a" * 64}], "line 2: 65 tokens are more than the model's 64 positions"),
         ({"max_tokens": 8}, [{"text": "abc"}], "line 1: 4 tokens are more than --max-tokens less --max-new-tokens"),
         (
             {"reward": "rewards:first_ids"},

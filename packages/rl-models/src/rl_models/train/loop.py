@@ -31,11 +31,21 @@ _MOST_BATCHES = 10
 
 @dataclass
 class _Experience:
-    """Responses of a step with their scores, and the number of the prompt that each answers."""
+    """Responses with their scores, and the number of the prompt that each answers."""
 
     batch: Batch
     scores: Tensor
     groups: Tensor
+
+    @property
+    def spread(self) -> Tensor:
+        """`[prompts]`: the difference between the highest and the lowest score of each prompt's responses."""
+        count = int(self.groups.max()) + 1 if len(self.groups) else 0
+        bounds = [
+            torch.zeros(count).scatter_reduce(0, self.groups, self.scores, how, include_self=False)
+            for how in ("amax", "amin")
+        ]
+        return bounds[0] - bounds[1]
 
 
 class _NothingToLearnError(ValueError):
@@ -68,6 +78,7 @@ class Loop:
     tell: Callable[[Mapping[str, Any]], None]
     _position: int = field(default=0, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _said_equal: bool = field(default=False, init=False)
 
     def run(self) -> dict[str, float]:
         """All steps that are left, and the result's checkpoint; returns the last step's metrics.
@@ -151,17 +162,29 @@ class Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()
-        experience = self._collect()
+        experience, values = self._collect()
+        self._say_if_equal(step, experience)
         with self._phase("estimating"):
-            batch, values = self._estimate(experience)
+            batch, estimates = self._estimate(experience)
+            values |= estimates
         with self._phase("learning"):
             values |= self._learn(batch, step)
         seconds = time.monotonic() - began
-        return values | {
-            "tokens": batch.num_tokens,
-            "seconds": seconds,
-            "tokens_per_second": batch.num_tokens / seconds,
-        }
+        return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+
+    def _say_if_equal(self, step: int, experience: _Experience) -> None:
+        """Tell once of steps in a row whose rewards are all equal; for algorithms with groups: equal in each group."""
+        scores, grouped = experience.scores, self.options.rule.groups
+        equal = not bool(experience.spread.any()) if grouped else bool(scores.min() == scores.max())
+        if equal and not self._said_equal:
+            what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
+            self.tell(
+                {
+                    "message": f"step {step}: {what} (their mean is {float(scores.mean()):g}), so the policy learns "
+                    "nothing from them; look at the reward, or draw more responses"
+                }
+            )
+        self._said_equal = equal
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -171,26 +194,39 @@ class Loop:
         key = f"seconds_{name}"
         self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
 
-    def _collect(self) -> _Experience:
-        """Responses to a step's prompts; under dynamic sampling only to prompts whose responses differ in score."""
-        options, found = self.options, list[_Experience]()
-        wanted = options.prompts_per_step
-        for _ in range(_MOST_BATCHES if options.rule.dynamic_sampling else 1):
-            drawn = self._draw(wanted)
-            if options.rule.dynamic_sampling:
-                # By the scores alone: a penalty for length would make responses differ that are all right or all wrong.
-                drawn = _informative(drawn)
-            if len(drawn.batch):
-                found.append(drawn)
-            wanted -= len(drawn.batch) // options.responses
+    def _collect(self) -> tuple[_Experience, dict[str, float]]:
+        """Draw responses to a step's prompts, and describe all of them.
+
+        Under dynamic sampling the returned responses answer only prompts whose responses differ in score; the metrics
+        describe the discarded responses, too.
+        """
+        options, drawn = self.options, list[_Experience]()
+        dynamic, wanted = options.rule.dynamic_sampling, options.prompts_per_step
+        kept = drawn if not dynamic else list[_Experience]()
+        for _ in range(_MOST_BATCHES if dynamic else 1):
+            drawn.append(self._draw(wanted))
+            if not dynamic:
+                break
+            # By the scores alone: a penalty for length would make responses differ that are all right or all wrong.
+            kept.append(_informative(drawn[-1]))
+            wanted -= len(kept[-1].batch) // options.responses
             if wanted <= 0:
                 break
-        if not found:
+        found = self._joined(kept)
+        if not len(found.batch):
             raise _NothingToLearnError(
                 f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
                 f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
             )
-        batch, scores = Batch.concatenate([part.batch for part in found]), torch.cat([part.scores for part in found])
+        if not dynamic:
+            return found, self._describe(found)
+        of_kept = {"reward_kept": float(found.scores.mean()), "responses_kept": len(found.batch)}
+        return found, self._describe(self._joined(drawn)) | of_kept
+
+    def _joined(self, parts: Sequence[_Experience]) -> _Experience:
+        """Join the responses of several batches, and add the penalty for length to their scores."""
+        options = self.options
+        batch, scores = Batch.concatenate([part.batch for part in parts]), torch.cat([part.scores for part in parts])
         if options.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
             scores = scores + losses.overlong_penalty(
@@ -198,6 +234,24 @@ class Loop:
             )
         groups = torch.arange(len(batch) // options.responses).repeat_interleave(options.responses)
         return _Experience(batch, scores, groups)
+
+    def _describe(self, drawn: _Experience) -> dict[str, float]:
+        """Return the metrics of all responses that a step has drawn."""
+        batch, scores = drawn.batch, drawn.scores
+        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        values = {
+            "reward": float(scores.mean()),
+            "reward_std": float(scores.std(correction=0)),
+            "reward_min": float(scores.min()),
+            "reward_max": float(scores.max()),
+            "response_length": float(lengths.mean()),
+            "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
+            "responses": len(batch),
+            "tokens": batch.num_tokens,
+        }
+        if self.options.rule.groups:
+            values["equal_rewards"] = float((drawn.spread == 0).float().mean())
+        return values
 
     def _draw(self, count: int) -> _Experience:
         options = self.options
@@ -247,19 +301,10 @@ class Loop:
         """Add what the losses read, while the policy is still the one that drew the responses."""
         options, models, rules = self.options, self.models, loss_rules(self.options)
         batch, scores = experience.batch, experience.scores
-        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
-        values = {
-            "reward": float(scores.mean()),
-            "reward_std": float(scores.std(correction=0)),
-            "reward_min": float(scores.min()),
-            "reward_max": float(scores.max()),
-            "response_length": float(lengths.mean()),
-            "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
-        }
         batch = models.estimate(batch, temperature=options.temperature, record_routing=options.router_replay)
         old = batch["old_log_probs"]
         # What generation said against what training says of the same tokens.
-        values["rollout_difference"] = float((old - batch["log_probs"]).abs()[batch.mask].max())
+        values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
@@ -323,10 +368,5 @@ def _text(codec: TextCodec, prompt: Prompt) -> str:
 
 def _informative(drawn: _Experience) -> _Experience:
     """The responses to prompts whose responses do not all score the same (DAPO, section 3.2)."""
-    number = drawn.groups
-    count = int(number.max()) + 1
-    spread = [
-        float(drawn.scores[number == group].max() - drawn.scores[number == group].min()) for group in range(count)
-    ]
-    keep = [index for index, group in enumerate(number.tolist()) if spread[group] > 0]
-    return _Experience(drawn.batch.select(keep), drawn.scores[keep], number[keep])
+    keep = (drawn.spread[drawn.groups] > 0).nonzero().flatten()
+    return _Experience(drawn.batch.select(keep), drawn.scores[keep], drawn.groups[keep])

@@ -17,6 +17,7 @@ from parallel_layers import ParallelDims
 from rl_models.actor import Actor, Policy
 from rl_models.actor_critic import ActorCritic
 from rl_models.backends import Role, offered
+from rl_models.backends.positions import max_positions
 from rl_models.backends.stored import stored_dtype
 from rl_models.cluster.resources import import_ray
 from rl_models.critic import Critic
@@ -47,12 +48,14 @@ class Plan:
         options: as resolved.
         prompts, eval_prompts: read from their files.
         stop_ids: that end a response.
+        positions: the model's number of positions; None where its config does not say.
     """
 
     options: TrainOptions
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     stop_ids: tuple[int, ...]
+    positions: int | None
 
     def describe(self) -> dict[str, Any]:
         """What would run, as JSON values: every option as resolved, and what follows from them."""
@@ -74,6 +77,8 @@ class Plan:
             "number_of_eval_prompts": len(self.eval_prompts),
             "responses_per_step": options.batch,
             "updates_per_step": options.updates_per_step,
+            "longest_sequence": max(len(prompt.tokens) for prompt in self.prompts) + options.max_new_tokens,
+            "positions": self.positions,
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
@@ -97,8 +102,15 @@ def plan(options: TrainOptions) -> Plan:
             checkpoint_folder(other)
     room = options.max_tokens - options.max_new_tokens
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
-    prompts = read_prompts(options.prompts, folder, room, limit=limit)
-    eval_prompts = [] if options.eval_prompts is None else read_prompts(options.eval_prompts, folder, room, limit=limit)
+    positions = max_positions(folder)
+
+    def read(file: Path) -> list[Prompt]:
+        found = read_prompts(file, folder, room, limit=limit)
+        _check_positions(file, found, positions)
+        return found
+
+    prompts = read(options.prompts)
+    eval_prompts = [] if options.eval_prompts is None else read(options.eval_prompts)
     check_reward(options.reward)
     if options.tensorboard:
         summary_writer()
@@ -111,7 +123,16 @@ def plan(options: TrainOptions) -> Plan:
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
-    return Plan(options, prompts, eval_prompts, stops)
+    return Plan(options, prompts, eval_prompts, stops, positions)
+
+
+def _check_positions(file: Path, prompts: list[Prompt], positions: int | None) -> None:
+    for prompt in prompts:
+        if positions is not None and len(prompt.tokens) > positions:
+            raise ValueError(
+                f"{file}, line {prompt.line}: {len(prompt.tokens)} tokens are more than the model's {positions} "
+                "positions (max_position_embeddings in its config.json); shorten the prompt or take another model"
+            )
 
 
 def _check_models(options: TrainOptions, folder: Path) -> None:
