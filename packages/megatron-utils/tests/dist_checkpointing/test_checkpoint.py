@@ -2,8 +2,11 @@
 
 import errno
 import os
+import pickle
+import re
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +365,44 @@ def test_a_run_that_was_killed_in_a_save_goes_on(ranks: RankPool, tmp_path: Path
     assert losses == pytest.approx(expected, rel=0, abs=1e-6)
 
 
+class Attack:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch {self.marker}",))
+
+
+def attack(folder: Path, fails: Callable[[str], None]) -> Path:
+    """Put pickles that run code into a folder, with their checksums; return the file that would tell of it."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    from megatron_utils.dist_checkpointing import folder as folders
+
+    marker = folder / "executed"
+    index = folder / ".metadata"
+    whole = index.read_bytes()
+
+    def write(content: bytes) -> None:
+        index.write_bytes(content)
+        folders.write_json(folder / folders.MANIFEST, folders.describe_files(folder, 0, 1))
+
+    write(pickle.dumps(Attack(marker)))
+    fails(r"\.metadata is no index of a checkpoint: it asks for \w+\.system, which could run code")
+    # An entry with which torch unpickles a part of a data file.
+    data = pickle.loads(whole)  # written by this test's own ranks
+    key = next(key for key in data.state_dict_metadata if key.startswith("decoder"))
+    data.state_dict_metadata[key] = BytesStorageMetadata()
+    write(pickle.dumps(data))
+    fails(rf"lists 1 pickled objects \({re.escape(key)}\), which could run code")
+    # This file is never read.
+    torch.save(Attack(marker), folder / "common.pt")
+    write(whole)
+    return marker
+
+
 def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), world=2)
     folder = tmp_path / "step-3"
@@ -384,10 +425,12 @@ def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     (folder / "manifest.json").write_bytes(manifest[:-9])
     fails("manifest.json is corrupt: ")
     (folder / "manifest.json").write_bytes(manifest)
+    marker = attack(folder, fails)
     with pytest.raises(ValueError, match=r"differ: the checkpoint lacks \[.*layers.4"):
         ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE | {"num_hidden_layers": 5}), world=2)
     with pytest.raises(ValueError, match=r"step-3 cannot be loaded: rank 0: .* tensor for key decoder.*linear_fc1"):
         ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE | {"intermediate_size": 32}), world=2)
+    assert not marker.exists()
     with pytest.raises(ValueError, match=r"saved with OptimizerConfig.distributed=False"):
         ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE, True), world=2)
     with pytest.raises(ValueError, match=r"holds no complete checkpoint"):

@@ -1,6 +1,8 @@
 """Whenever a save dies, what is found is the last complete checkpoint, whole."""
 
+import multiprocessing
 import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,23 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing may catch it and tidy up."""
 
 
+def release_all() -> None:
+    """Give up the locks of partial folders, as the end of a process does."""
+    for folder in list(folders._locks):
+        folders.release(folder)
+
+
 def save(root: Path, step: int) -> None:
     folder = folders.begin(root, step)
+    write(folder, step)
+    folders.commit(folder, step)
+
+
+def write(folder: Path, step: int) -> None:
     for number in range(3):
         (folder / f"__{number}_0.distcp").write_bytes(bytes([step]) * 100)
     folders.write_json(folder / folders.STATE, {"step": step})
     folders.write_json(folder / folders.MANIFEST, folders.describe_files(folder, 0, 1))
-    folders.commit(folder, step)
 
 
 def check(root: Path, step: int) -> None:
@@ -54,6 +66,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_one(tmp_path: Path, monkeyp
             done = True
         except Killed:
             done = False
+            release_all()
         finally:
             for name, function in real.items():
                 monkeypatch.setattr(os, name, function)
@@ -125,9 +138,63 @@ def test_a_checkpoint_whose_pointer_was_not_moved_is_the_latest(
 
 def test_a_writer_that_outlives_its_run_cannot_reach_the_next_save(tmp_path: Path) -> None:
     stale = folders.begin(tmp_path, 2)
+    release_all()
     assert folders.begin(tmp_path, 2) != stale
+    release_all()
     with pytest.raises(FileNotFoundError):
         (stale / "__0_0.distcp").write_bytes(b"late")
+
+
+def begin_in_another_process(root: Path, step: int, connection: Connection) -> None:
+    folder = folders.begin(root, step)
+    connection.send(folder)
+    connection.recv()
+    write(folder, step)
+    folders.commit(folder, step)
+
+
+def test_two_saves_into_one_root_both_become_complete(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("fork")
+    here, there = processes.Pipe()
+    other = processes.Process(target=begin_in_another_process, args=(tmp_path, 2, there))
+    other.start()
+    partial = here.recv()
+    save(tmp_path, 1)
+    assert partial.is_dir()
+    here.send("go on")
+    other.join()
+    assert other.exitcode == 0
+    check(tmp_path, 2)
+    assert folders.check_files(folders.step_folder(tmp_path, 1), 0, 1, contents=True) == []
+    # The lock ends with its process.
+    other = processes.Process(target=begin_in_another_process, args=(tmp_path, 3, there))
+    other.start()
+    partial = here.recv()
+    other.kill()
+    other.join()
+    save(tmp_path, 4)
+    assert not partial.exists()
+
+
+def test_the_second_save_of_a_step_is_refused(tmp_path: Path) -> None:
+    late = folders.begin(tmp_path, 2)
+    write(late, 2)
+    save(tmp_path, 2)
+    with pytest.raises(ValueError, match="step-2 exists; a complete checkpoint is never written over"):
+        folders.commit(late, 2)
+    check(tmp_path, 2)
+    save(tmp_path, 3)
+    assert not late.exists()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"step": null}', "{}"])
+def test_a_damaged_pointer_or_manifest_is_named(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 1)
+    (tmp_path / folders.LATEST).write_text(text)
+    with pytest.raises(ValueError, match=r"latest\.json is corrupt"):
+        latest_step(tmp_path)
+    (tmp_path / "step-1" / folders.MANIFEST).write_text(text)
+    assert "corrupt" in " ".join(folders.check_files(tmp_path / "step-1", 0, 1, contents=True)) or text == "{}"
 
 
 def test_parts_cover_every_file_once(tmp_path: Path) -> None:

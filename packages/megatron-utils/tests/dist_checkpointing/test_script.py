@@ -75,7 +75,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_entry_script_without_a_guard_is_refused(script: Path, source: str) -> None:
     check_entry_script()  # there is no such file: what runs is no script
     script.write_text(source)
-    with pytest.raises(RuntimeError, match=r"train\.py saves .* put what the script runs under `if __name__"):
+    with pytest.raises(RuntimeError, match=r"train\.py saves .* put the code that the script runs under `if __name__"):
         check_entry_script()
 
 

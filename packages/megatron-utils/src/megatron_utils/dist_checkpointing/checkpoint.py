@@ -11,13 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-    load_sharded_metadata,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -25,9 +22,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_utils.dist_checkpointing import folder as folders
 from megatron_utils.dist_checkpointing.entry_script import check_entry_script
+from megatron_utils.dist_checkpointing.index import IndexedStrategy, NothingInCommon, read_index
 from megatron_utils.dist_checkpointing.state import (
     METADATA,
     load_optimizer,
@@ -43,21 +42,21 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    """What `load_checkpoint` found beside the tensors."""
+    """The numbers that `load_checkpoint` found beside the tensors."""
 
     step: int
     extra: dict[str, Any]
-    """What the caller gave to `save_checkpoint`."""
+    """The values that the caller gave to `save_checkpoint`."""
     random_restored: bool
-    """Whether random streams were restored: they are a rank's own, so only on the grid that saved them."""
+    """Whether random streams were restored. Each rank has its own streams, so only the grid that saved them can."""
 
 
 class PendingSave:
     """An asynchronous save under way. Every rank calls `poll` or `wait`, in the same order."""
 
     under_way: PendingSave | None = None
-    """The one of this process: what Megatron's writing processes have written comes back in one queue of the process,
-    where a second save would find the first one's."""
+    """The pending save of this process. Only one can be pending: Megatron's writing processes report to one queue of
+    this process, where a second save would find the reports of the first."""
 
     def __init__(self, queue: AsyncCallsQueue, folder: Path, state: dict[str, Any], grid: MegatronGrid) -> None:
         self._queue = queue
@@ -71,20 +70,20 @@ class PendingSave:
 
     @property
     def step(self) -> int:
-        """The step that is saved."""
+        """Return the step that is saved."""
         return int(self._state["step"])
 
     def poll(self) -> bool:
-        """Complete the checkpoint if its bytes are written on all ranks; returns whether it is complete.
+        """Complete the checkpoint if all ranks have written their bytes; return whether it is complete.
 
         Raises:
-            OSError: it could not be written; on every rank, and again at every later call. Nothing is left of it but
-                a folder that the next save removes; the last complete checkpoint is still the latest.
+            OSError: The checkpoint cannot be written; on every rank, and again at every later call. The latest
+                checkpoint stays the same, and the next save removes the partial folder.
         """
         return self._finish(blocking=False)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete; raises what `poll` raises."""
+        """Wait until the checkpoint is complete; raise the errors of `poll`."""
         self._finish(blocking=True)
 
     def _finish(self, blocking: bool) -> bool:
@@ -93,7 +92,7 @@ class PendingSave:
         if self.done:
             return True
         try:
-            with self._grid.as_world():
+            with self._grid.as_world(), folders.released_after_error(self._folder):
                 with _written(self._folder):
                     written = bool(self._queue.maybe_finalize_async_calls(blocking=blocking))
                 if written:
@@ -119,23 +118,26 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Save model, optimizer, schedule and random streams of a run; every rank of the grid calls it.
 
-    Each rank writes its part, replicas share the writing (fully parallel over data parallelism). All is written to a
-    folder beside the target, checksummed, synced and renamed in one step, and only then does `latest.json` name it.
+    Each rank writes its part; data-parallel replicas share the writing. The ranks write to a folder beside the target,
+    then the folder gets checksums, is synced, and is renamed in one step; then `latest.json` names it.
 
     Args:
-        root: the folder of checkpoints, on a file system that all ranks see.
-        step: the number under which it is found again.
-        optimizer: of the run; its chunks are the model.
-        grid: the active grid, on ranks 0 to n - 1 of the default group.
-        extra: JSON values of the caller's, the same on every rank.
-        asynchronous: return once the tensors are copied; a process of its own writes. One at a time.
+        root: The folder of checkpoints, on a file system that all ranks see.
+        step: The number of the checkpoint.
+        optimizer: The optimizer of the run; its chunks are the model.
+        grid: The active grid, on ranks 0 to n - 1 of the default group.
+        extra: JSON values of the caller, the same on every rank.
+        asynchronous: Return once the tensors are copied, while another process writes; one save at a time.
+
+    Returns:
+        The pending save if `asynchronous`, else None.
 
     Raises:
-        ValueError: a checkpoint of that step exists (delete its folder first), `extra` is not JSON, or the grid lies on
+        ValueError: A checkpoint of that step exists (delete its folder first), `extra` is not JSON, or the grid lies on
             other ranks.
-        RuntimeError: an asynchronous save is under way: wait for it first. Or the entry script has no
-            `if __name__ == "__main__":` guard, which it needs in any case.
-        OSError: the folder cannot be made or written; on every rank. (Of an asynchronous save, `PendingSave` raises.)
+        RuntimeError: An asynchronous save is under way (wait for it first), or the entry script has no
+            `if __name__ == "__main__":` guard.
+        OSError: The folder cannot be made or written; on every rank. `PendingSave` raises it for asynchronous saves.
     """
     root = Path(root)
     grid.check_first_ranks("save_checkpoint")
@@ -160,17 +162,18 @@ def save_checkpoint(
         strategy = get_default_save_sharded_strategy()
         if grid.groups.dp_cp.size() > 1:
             strategy = FullyParallelSaveStrategyWrapper(strategy, grid.groups.dp_cp)
-        with _written(folder):
-            request = dist_checkpointing.save(
-                sharded_state(optimizer, grid, loading=False, same_grid=True),
-                str(folder),
-                strategy,
-                async_sharded_save=asynchronous,
-                content_metadata=METADATA,
-            )
-        if not asynchronous:
-            _commit(folder, state)
-            return None
+        with folders.released_after_error(folder):
+            with _written(folder):
+                request = dist_checkpointing.save(
+                    sharded_state(optimizer, grid, loading=False, same_grid=True),
+                    str(folder),
+                    strategy,
+                    async_sharded_save=asynchronous,
+                    content_metadata=METADATA,
+                )
+            if not asynchronous:
+                _commit(folder, state)
+                return None
         queue = AsyncCallsQueue()
         queue.schedule_async_request(request)
         return PendingSave(queue, folder, state, grid)
@@ -179,19 +182,22 @@ def save_checkpoint(
 def load_checkpoint(
     root: str | Path, optimizer: Optimizer, grid: MegatronGrid, *, step: int | None = None, verify: bool = True
 ) -> Loaded:
-    """Load a run's state into a model and optimizer on this grid, whatever grid saved it.
+    """Load the state of a run into a model and optimizer on this grid, whatever grid saved it.
+
+    Nothing in the folder can run code: every pickle in it is read with a list of allowed classes, or not at all.
 
     Args:
-        root: the folder of checkpoints.
-        optimizer: over the model to load into; built with the same `OptimizerConfig.distributed`.
-        grid: the active grid, on ranks 0 to n - 1 of the default group; tp, pp, virtual stages, dp and ep may differ
+        root: The folder of checkpoints.
+        optimizer: The optimizer over the model to load into, built with the same `OptimizerConfig.distributed`.
+        grid: The active grid, on ranks 0 to n - 1 of the default group; tp, pp, virtual stages, dp and ep may differ
             from the saved ones.
-        step: which checkpoint; default the latest.
-        verify: compare every file's checksum first (the ranks share the reading); otherwise sizes alone.
+        step: The number of the checkpoint; by default the latest.
+        verify: Compare the checksum of every file first (the ranks share the reading); False compares sizes only.
 
     Raises:
-        ValueError: on every rank alike: no such checkpoint, a missing, truncated or corrupt file, a tensor that is
-            missing, unexpected or of another shape: named; another kind of optimizer, or a grid on other ranks.
+        ValueError: There is no such checkpoint; a file is missing, truncated, corrupt, or holds pickled objects; a
+            tensor is missing, unexpected or of another shape; the kind of optimizer differs, or the grid lies on other
+            ranks. Every rank raises the same error.
     """
     root = Path(root)
     grid.check_first_ranks("load_checkpoint")
@@ -204,14 +210,15 @@ def load_checkpoint(
                 f"{folder} was saved with OptimizerConfig.distributed={saved['distributed']}; build the optimizer so"
             )
         dims = dataclasses.asdict(grid.dims) | {"virtual_stages": grid.virtual_stages}
-        strategy = get_default_load_sharded_strategy(str(folder))
+        index = _read_index(folder)
+        strategy = IndexedStrategy(index)
         if grid.groups.dp_cp.size() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, grid.groups.dp_cp)
         prime(optimizer.inner)
         template = sharded_state(optimizer, grid, loading=True, same_grid=saved["dims"] == dims)
-        _check_names(template, folder)
+        _check_names(template, index, folder)
         with _loaded(folder):
-            loaded = dist_checkpointing.load(template, str(folder), strategy)
+            loaded = dist_checkpointing.load(template, str(folder), strategy, NothingInCommon())
         for number, chunk in enumerate(optimizer.chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         load_optimizer(optimizer, grid, loaded, saved["optimizer"])
@@ -222,7 +229,7 @@ def load_checkpoint(
 
 
 def _on_first_rank(act: Callable[[], T], what: str) -> T:
-    """Do something on the first rank alone; its result, or its error, on every rank."""
+    """Call `act` on the first rank only; return its result, or raise its error, on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -238,7 +245,7 @@ def _on_first_rank(act: Callable[[], T], what: str) -> T:
 
 @contextlib.contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Raise OSError, on every rank, for what Megatron could not write; it tells the first rank alone what that is."""
+    """Turn a failed write into an OSError on every rank; Megatron tells the reason to the first rank only."""
     try:
         yield
     except CheckpointException as failure:
@@ -249,11 +256,13 @@ def _written(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loaded(folder: Path) -> Iterator[None]:
-    """Raise ValueError for what Megatron, on every rank, could not load."""
+    """Turn a failed load, which Megatron reports on every rank, into a ValueError."""
     try:
         yield
     except CheckpointException as failure:
         raise ValueError(f"{folder} cannot be loaded: {_told(failure)}") from failure
+    except CheckpointingException as failure:
+        raise ValueError(f"{folder} cannot be loaded: {failure}") from failure
 
 
 def _told(failure: CheckpointException) -> str:
@@ -261,7 +270,7 @@ def _told(failure: CheckpointException) -> str:
 
 
 def _commit(folder: Path, state: dict[str, Any]) -> None:
-    """Add `state.json`, checksum the files, all ranks sharing the reading, and make the checkpoint the latest."""
+    """Add `state.json` and the checksums (the ranks share the reading), and make the checkpoint the latest."""
     _on_first_rank(lambda: folders.write_json(folder / folders.STATE, state), f"write to {folder}")
     part: dict[str, Any] = {}
     problem = None
@@ -283,15 +292,26 @@ def _commit(folder: Path, state: dict[str, Any]) -> None:
     _on_first_rank(complete, f"complete {folder}")
 
 
-def _check_names(template: dict[str, Any], folder: Path) -> None:
-    """Raise for tensors that the checkpoint lacks, and for tensors of it that no rank asks for."""
+def _read_index(folder: Path) -> Metadata:
+    """Read the index on every rank; raise on all ranks if one of them cannot."""
+    index, problems = Metadata({}), []
+    try:
+        index = read_index(folder)
+    except (OSError, ValueError) as error:
+        problems = [str(error)]
+    _agree(problems)
+    return index
+
+
+def _check_names(template: dict[str, Any], index: Metadata, folder: Path) -> None:
+    """Raise if the checkpoint lacks tensors that a rank asks for, or holds tensors that no rank asks for."""
     wanted = {
         sharded.key for sharded in nested_values(load_preprocess(template)[0]) if isinstance(sharded, ShardedBase)
     }
     everyone: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, wanted)
     wanted = set.union(*everyone)
-    held = {sharded.key for sharded in load_sharded_metadata(str(folder)).values()}
+    held = set(index.state_dict_metadata)
     absent = sorted(wanted - held)
     unasked = sorted(key for key in held - wanted if not key.startswith("random."))
     if absent or unasked:
@@ -299,8 +319,8 @@ def _check_names(template: dict[str, Any], folder: Path) -> None:
 
 
 def _agree(problems: list[str]) -> None:
-    """Raise on every rank what any rank found."""
+    """Raise the problems that any rank found, each once, on every rank."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, problems)
-    if everything := [problem for problems in found for problem in problems]:
+    if everything := list(dict.fromkeys(problem for problems in found for problem in problems)):
         raise ValueError("; ".join(everything[:8]))

@@ -1,4 +1,4 @@
-"""The script that a run was started with, which Megatron's save imports again in a process of its own."""
+"""A check of the entry script of a run, which Megatron's save imports again in a second process."""
 
 import ast
 import sys
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def check_entry_script() -> None:
-    """Refuse to save from a script without a guard: imported again, it would begin the run anew inside of the save.
+    """Refuse to save from a script without a guard, because importing the script would start the run again.
 
-    The guard is an `if` at the top level that compares `__name__` with `"__main__"`. `python -m package` needs none:
-    `multiprocessing` does not import a `__main__.py` again.
+    The guard is an `if` at the top level that compares `__name__` with `"__main__"`. `python -m package` needs no
+    guard: `multiprocessing` does not import a `__main__.py` again.
 
     Raises:
-        RuntimeError: names the script.
+        RuntimeError: The script has no guard; the error names the script.
     """
     main = sys.modules["__main__"]
     name = getattr(main.__spec__, "name", "")
@@ -25,13 +25,13 @@ def check_entry_script() -> None:
         return  # not a script
     if not any(isinstance(statement, ast.If) and _asks_for_main(statement.test) for statement in script.body):
         raise RuntimeError(
-            f"{path} saves a checkpoint, for which Megatron-Core starts a process that imports {path} again; put what "
-            'the script runs under `if __name__ == "__main__":`'
+            f"{path} saves a checkpoint, for which Megatron-Core starts a process that imports {path} again; put the "
+            'code that the script runs under `if __name__ == "__main__":`'
         )
 
 
 def _asks_for_main(test: ast.expr) -> bool:
-    """Whether a condition, or a part of it, compares `__name__` with `"__main__"`."""
+    """Return whether a condition, or a part of it, compares `__name__` with `"__main__"`."""
     for part in ast.walk(test):
         if isinstance(part, ast.Compare):
             compared = {ast.unparse(side) for side in (part.left, *part.comparators)}

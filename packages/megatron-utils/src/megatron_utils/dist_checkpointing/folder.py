@@ -1,36 +1,43 @@
-"""A folder of checkpoints: what is complete, what is the latest, and how one becomes complete in a single step.
+"""A folder of checkpoints: which ones are complete, which one is the latest, and how a save completes one.
 
 checkpoints/
-  latest.json          {"step": 200}, replaced atomically, only after step-200 is complete
-  .next.json           what will replace it; counts as soon as the folder that it names has that name
+  latest.json          {"step": 200}, replaced atomically once step-200 is complete
+  .next.json           the next latest.json; counts as soon as the folder that it names exists
   step-100/            Megatron's files, state.json, manifest.json (name, bytes, CRC-32 of every other file)
   step-200/
-  .step-300.91c2e0f4.partial/   being written, or left by a run that was killed; the next save removes it
+  .step-300.91c2e0f4.partial/   a save under way, or the remains of a killed one, which the next save removes
+
+The process that writes a partial folder holds a lock on it, so a save never removes the folder of another living save.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MANIFEST, STATE, LATEST, NEXT = "manifest.json", "state.json", "latest.json", ".next.json"
 _BLOCK = 1 << 22
+# Partial folders that this process writes, and the open descriptor that holds the lock of each.
+_locks: dict[Path, int] = {}
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where a complete checkpoint lies."""
+    """Return the path of a complete checkpoint."""
     return root / f"step-{step}"
 
 
 def latest_step(root: str | Path) -> int | None:
-    """The step of the newest complete checkpoint in a folder; None when there is none."""
+    """Return the step of the newest complete checkpoint in a folder, or None if there is none."""
     root = Path(root)
-    # A run that was killed right after a folder got its name has left the pointer to it unmoved.
+    # A run that is killed after the rename of a folder has not yet moved the pointer to it.
     following = _step_in(root / NEXT)
     if following is not None and step_folder(root, following).is_dir():
         return following
@@ -42,13 +49,15 @@ def _step_in(pointer: Path) -> int | None:
         return int(read_json(pointer)["step"])
     except FileNotFoundError:
         return None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f'{pointer} is corrupt: it is not {{"step": N}}') from error
 
 
 def find(root: Path, step: int | None) -> tuple[int, Path]:
-    """A checkpoint's step and folder; without a step the latest's.
+    """Return the step and the folder of a checkpoint; by default of the latest.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no such checkpoint.
     """
     step = latest_step(root) if step is None else step
     if step is None:
@@ -60,34 +69,96 @@ def find(root: Path, step: int | None) -> tuple[int, Path]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Remove what killed saves have left, no complete checkpoint among it, and make the folder to write into.
+    """Make and lock the folder that a save writes into; remove the partial folders of killed saves.
 
-    Its name is new each time: a writing process that outlives a killed run finds its own folder gone, not this one.
+    Call `release` after an error; `commit` releases the lock itself.
 
     Raises:
-        ValueError: a checkpoint of that step exists, also where the run has gone back to one before it.
+        ValueError: A complete checkpoint of this step exists.
     """
+    _refuse_existing(root, step)
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        if (following := _step_in(root / NEXT)) is not None and following == latest_step(root):
+            _move_pointer(root)
+        for leftover in root.glob(".step-*.partial"):
+            if not _is_in_use(leftover):
+                shutil.rmtree(leftover)
+        # A random name: a writing process that outlives its killed run must not write into this folder.
+        folder = root / f".step-{step}.{secrets.token_hex(4)}.partial"
+        folder.mkdir()
+        _locks[folder] = _open(folder)
+        # Without locks (some network file systems) no folder counts as abandoned.
+        with contextlib.suppress(OSError):
+            fcntl.flock(_locks[folder], fcntl.LOCK_EX)
+    return folder
+
+
+def release(folder: Path) -> None:
+    """Give up the lock of a partial folder, so that the next save removes the folder."""
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def released_after_error(folder: Path) -> Iterator[None]:
+    """Release a partial folder if the block raises."""
+    try:
+        yield
+    except BaseException:
+        release(folder)
+        raise
+
+
+def commit(folder: Path, step: int) -> None:
+    """Make a written checkpoint the latest, by one rename; sync each of the three changes to the disk.
+
+    Raises:
+        ValueError: Another save has completed the same step in the meantime.
+    """
+    root = folder.parent
+    with released_after_error(folder), _locked(root):
+        _refuse_existing(root, step)
+        write_json(root / NEXT, {"step": step})
+        os.rename(folder, step_folder(root, step))
+        sync_folder(root)
+        _move_pointer(root)
+    release(folder)
+
+
+def _refuse_existing(root: Path, step: int) -> None:
     if (target := step_folder(root, step)).exists():
         raise ValueError(
             f"{target} exists; a complete checkpoint is never written over: to save step {step}, delete it"
         )
-    root.mkdir(parents=True, exist_ok=True)
-    if (following := _step_in(root / NEXT)) is not None and following == latest_step(root):
-        _move_pointer(root)
-    for leftover in root.glob(".step-*.partial"):
-        shutil.rmtree(leftover)
-    folder = root / f".step-{step}.{secrets.token_hex(4)}.partial"
-    folder.mkdir()
-    return folder
 
 
-def commit(folder: Path, step: int) -> None:
-    """Make a written checkpoint the latest, in the moment of one rename; each of the three steps is made durable."""
-    root = folder.parent
-    write_json(root / NEXT, {"step": step})
-    os.rename(folder, step_folder(root, step))
-    sync_folder(root)
-    _move_pointer(root)
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Return whether a living process holds the lock of a partial folder."""
+    lock = _open(folder)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keep other saves from moving the pointers of `root` meanwhile."""
+    lock = _open(root)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _move_pointer(root: Path) -> None:
@@ -96,7 +167,11 @@ def _move_pointer(root: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; raises ValueError, with its name, for one that is damaged."""
+    """Read a JSON file.
+
+    Raises:
+        ValueError: The file is damaged; the error names the file.
+    """
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -104,7 +179,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader finds the old or the new one, never a part."""
+    """Write a JSON file atomically: a reader finds the old file or the whole new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         json.dump(value, file, indent=1)
@@ -115,8 +190,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush the entries of a folder to the disk."""
+    descriptor = _open(folder)
     try:
         os.fsync(descriptor)
     finally:
@@ -124,28 +199,30 @@ def sync_folder(folder: Path) -> None:
 
 
 def describe_files(folder: Path, part: int, parts: int) -> dict[str, tuple[int, int]]:
-    """(bytes, CRC-32) of every `parts`-th file from number `part` on, by name."""
+    """Return (bytes, CRC-32) by name, for every `parts`-th file from number `part` on."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     return {path.name: (path.stat().st_size, _crc32(path)) for path in files[part::parts]}
 
 
 def check_files(folder: Path, part: int, parts: int, *, contents: bool) -> list[str]:
-    """What is wrong with this part of a checkpoint's files; nothing when it is whole.
+    """Compare files of a checkpoint with its manifest; return one sentence for each difference.
 
     Args:
-        folder: of a complete checkpoint.
-        part, parts: check every `parts`-th file from number `part` on.
-        contents: compare checksums, which reads every file, and not only sizes.
+        folder: The folder of a complete checkpoint.
+        part, parts: Check every `parts`-th file from number `part` on.
+        contents: Compare checksums, which reads every file; False compares sizes only.
     """
     path = folder / MANIFEST
     if not path.exists():
         return [f"{path} is missing; {folder} is not a complete checkpoint"]
     try:
-        listed = sorted(read_json(path).items())
+        listed = sorted((name, size, crc) for name, (size, crc) in read_json(path).items())
     except ValueError as error:
         return [str(error)]
+    except (AttributeError, TypeError):
+        return [f"{path} is corrupt: it is not a table of sizes and checksums by name"]
     wrong = []
-    for name, (size, crc) in listed[part::parts]:
+    for name, size, crc in listed[part::parts]:
         file = folder / name
         if not file.exists():
             wrong.append(f"{file} is missing")

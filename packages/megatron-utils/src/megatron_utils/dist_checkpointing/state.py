@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as Megatron's sharded tensors: model, masters and moments, random streams."""
+"""The contents of a checkpoint as Megatron's sharded tensors: model, master weights, moments, random streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
@@ -19,8 +20,8 @@ from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer import Optimizer
 from megatron_utils.optimizer.build import chained, counts_by_group, get_steps, set_steps
 
-# The one format of a distributed optimizer that any other grid can read. Layers are keyed by their global numbers, so
-# that dense and mixture layers may alternate.
+# The only format of a distributed optimizer that every other grid can read. The keys hold the global numbers of layers,
+# so dense and mixture layers may alternate.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -29,14 +30,14 @@ METADATA = {
 
 
 def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, same_grid: bool) -> dict[str, Any]:
-    """The tensors of a training run; random streams only where the grid is the one that saved them.
+    """Return the tensors of a training run; with random streams only if the same grid saves and loads.
 
-    Of the optimizer these are masters and moments alone. Its step and loss scale are numbers, kept in `state.json`
-    (`optimizer_numbers`); its parameter groups are made from the config and never saved, so that they may number
-    differently on another grid (experts are a chained optimizer of their own where ep > 1, and only there).
+    From the optimizer come master weights and moments. Its step and loss scale are numbers in `state.json`
+    (`optimizer_numbers`). Its parameter groups are made from the config and never saved, so another grid may number
+    them differently (with ep > 1, experts have a chained optimizer of their own).
     """
     model: dict[str, Any] = {
-        f"model{number}": chunk.module.sharded_state_dict(metadata=_metadata(grid))
+        f"model{number}": without_objects(chunk.module.sharded_state_dict(metadata=_metadata(grid)))
         for number, chunk in enumerate(optimizer.chunks)
     }
     state = dict(model)
@@ -47,17 +48,28 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
     return state
 
 
-def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Load masters, moments, step and loss scale, around what Megatron-Core 0.16 does with torch's AdamW.
+def without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Keep a module's objects (`_extra_state`) out of files: a load gives the module its own object back.
 
-    Its distributed optimizer copies every entry of a parameter's state, `step` among them, which it has not loaded; and
-    it gives all parameters one and the same `step` tensor, so that each parameter's update would advance all. So the
-    steps are set last, here.
+    Objects are pickles, which could run code when loaded. Outside of FP8 training they are empty.
+    """
+
+    def keep(value: Any) -> Any:
+        return LocalNonpersistentObject(value.data) if isinstance(value, ShardedObject) else value
+
+    return dict(dict_list_map_inplace(keep, state))
+
+
+def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Load master weights, moments, step and loss scale; correct two mistakes of Megatron-Core 0.16 with torch's AdamW.
+
+    The distributed optimizer copies the `step` of each parameter although it has not loaded any, and it gives all
+    parameters the same `step` tensor, so the update of each parameter would advance all steps. Set the steps last.
     """
     model = {f"model{i}": c.module.sharded_state_dict(metadata=_metadata(grid)) for i, c in enumerate(optimizer.chunks)}
     step = torch.tensor(float(numbers["step"]))
     for number, inner in enumerate(chained(optimizer.inner)):
-        state = _substituted(_described(inner, model, grid, loading=True), loaded[f"optimizer{number}"])
+        state = _substituted(_described(inner, model, grid, loading=True), loaded.get(f"optimizer{number}", {}))
         if isinstance(inner, DistributedOptimizer):
             for group in state["optimizer"]["param_groups"]:
                 group["step"] = numbers["step"]
@@ -75,9 +87,9 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
 
 
 def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """What of the optimizer's state is no tensor of the model's shape: its step, and the loss scale.
+    """Return the numbers of the optimizer's state: the step and the loss scale.
 
-    Collective over the default group: a rank whose parameters are all frozen knows no step.
+    Collective over the default group: a rank with frozen parameters only has no step of its own.
     """
     step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=torch.cuda.current_device())
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
@@ -85,12 +97,12 @@ def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _metadata(grid: MegatronGrid) -> dict[str, Any]:
-    # Modules tell replicas apart by the group that data parallelism replicates over.
+    # Modules number their replicas by the data-parallel group.
     return METADATA | {"dp_cp_group": grid.groups.dp_cp}
 
 
 def _described(inner: Any, model: dict[str, Any], grid: MegatronGrid, *, loading: bool) -> Any:
-    """What one of the chained optimizers says its state is."""
+    """Return the sharded state of one of the chained optimizers."""
     if not isinstance(inner, DistributedOptimizer):
         return inner.sharded_state_dict(model, is_loading=loading, metadata=_metadata(grid))
     with _padding_kept(inner), _step_known(inner):
@@ -99,11 +111,11 @@ def _described(inner: Any, model: dict[str, Any], grid: MegatronGrid, *, loading
 
 @contextlib.contextmanager
 def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Have buckets gathered with the padding at their ends.
+    """Gather buckets together with the padding at their ends.
 
-    Megatron-Core 0.16 leaves it out, and then takes parameters from where they lie with it: whatever follows a buffer's
-    first bucket would be saved as other parameters' numbers. (A buffer has several buckets where gradients are reduced
-    under the backward, and for embeddings that are tied over pipeline stages.)
+    Megatron-Core 0.16 gathers without the padding, but takes the parameters from their places with padding: behind the
+    first bucket of a buffer it would save numbers of other parameters. A buffer has several buckets if gradients are
+    reduced during the backward, or embeddings are tied over pipeline stages.
     """
     sizes = [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
     sizes += [(buffer, buffer.numel) for buffer in optimizer.buffers]
@@ -119,7 +131,7 @@ def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _step_known(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Have a count of steps also where this rank holds no parameter: Megatron-Core 0.16 asserts that there is one."""
+    """Give a rank without parameters a step count, because Megatron-Core 0.16 asserts that there is one."""
     state = optimizer.optimizer.state
     if state or counts_by_group(optimizer):
         yield
@@ -140,7 +152,7 @@ def _sharded_leaves(value: Any, path: str = "") -> Iterator[tuple[str, ShardedBa
 
 
 def _substituted(value: Any, loaded: dict[str, Any], path: str = "") -> Any:
-    """The same structure, with what was loaded in the place of each description."""
+    """Return the same structure with each sharded description replaced by its loaded tensor."""
     if isinstance(value, ShardedBase):
         return loaded[path]
     if isinstance(value, LocalNonpersistentObject):
@@ -153,7 +165,7 @@ def _substituted(value: Any, loaded: dict[str, Any], path: str = "") -> Any:
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter the state that its first step would, so that there is something to load into."""
+    """Create the optimizer state of every parameter, as the first step would, so that a load has tensors to fill."""
     for inner in chained(optimizer):
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
@@ -181,7 +193,7 @@ def _step_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
 
 
 def random_streams(grid: MegatronGrid) -> dict[str, ShardedTensor]:
-    """This rank's random states: torch's on the CPU and the device, and Megatron's named streams."""
+    """Return the random states of this rank: torch's on the CPU and the device, and Megatron's named streams."""
     states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state()}
     states |= {f"stream.{name}": state for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()}
     world = grid.groups.intra_dist_opt
@@ -194,7 +206,7 @@ def random_streams(grid: MegatronGrid) -> dict[str, ShardedTensor]:
 
 
 def load_random_streams(states: dict[str, Tensor]) -> None:
-    """Put this rank's random states back."""
+    """Restore the random states of this rank."""
     plain = {name: state[0].cpu() for name, state in states.items()}
     torch.set_rng_state(plain.pop("cpu"))
     torch.cuda.set_rng_state(plain.pop("device"))
