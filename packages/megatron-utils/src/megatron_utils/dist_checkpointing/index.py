@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 INDEX = ".metadata"
