@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from rl_models.cli import app
 from rl_models.quickstart.task import make_checkpoint
+from rl_models.score import open_result
 
 # What does the work of the commands.
 WORK = ("rl_models.quickstart.run.make_checkpoint", "rl_models.quickstart.run.run_on_ranks")
@@ -99,7 +101,7 @@ OCCUPIED: Sequence[tuple[str, str, str, str]] = [
     ("train", "options.json", "folder", "is a folder, and a file is to be written there; choose another"),
     ("train", "options.json", "file", "(char 0); remove it, or choose another out"),
     ("train", "metrics.jsonl", "folder", "is a folder, and a file is to be written there; choose another"),
-    ("train", "metrics.jsonl", "file", "is of no run, for it has no"),
+    ("score", "", "file", "exists and is no result of score; choose another file, or remove it"),
     ("train", "training", "file", "is a file, so"),
     ("train", "training/actor", "file", "exists and is no folder; choose another"),
     ("train", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
@@ -122,6 +124,65 @@ def test_something_else_in_its_place(
     assert f"{there} " in said
     assert message in said
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(("command", "mark"), [("train", "options.json"), ("quickstart", "start")])
+@pytest.mark.parametrize("held", ["thesis.txt", "metrics.jsonl", "a model"])
+def test_a_folder_with_other_files(
+    refused: Callable[[str, Path], str],
+    commands: dict[str, list[str]],
+    tmp_path: Path,
+    command: str,
+    mark: str,
+    held: str,
+) -> None:
+    out = tmp_path / "out"
+    if held == "a model":
+        shutil.copytree(commands["score"][1].removeprefix("--model="), out)
+    else:
+        out.mkdir()
+        (out / held).write_text("mine")
+    (out / f".{mark}.saving").touch()  # as a killed run may leave it
+    before = everything(tmp_path)
+    said = refused(command, out)
+    first = "config.json" if held == "a model" else held
+    assert f"{out} holds other files, ['{first}'" in said
+    assert f"and no {mark} of an earlier run; choose another out, or move them elsewhere" in said
+    assert everything(tmp_path) == before
+
+
+def test_scores_are_not_written_into_what_is_read(
+    refused: Callable[[str, Path], str], commands: dict[str, list[str]]
+) -> None:
+    model, data = (Path(given.partition("=")[2]) for given in commands["score"][1:3])
+    for out in (model / "scores.jsonl", model / "config.json", data):
+        before = everything(model.parent)
+        assert "which is read; choose another file" in refused("score", out)
+        assert everything(model.parent) == before
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_result_replaces_an_earlier_one_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+) -> None:
+    """Until then there is nothing to be seen of it, where files without a name are to be had."""
+    if not unnamed:
+        monkeypatch.setattr("rl_models.score._unnamed_file", lambda folder: None)
+    out = tmp_path / "scores.jsonl"
+    for text in (
+        '{"index": 0, "tokens": [], "log_probs": []}\n' * 2,
+        '{"index": 0, "tokens": [1], "log_probs": [0]}\n',
+    ):
+        there = set(tmp_path.iterdir())
+        with open_result(out) as file:
+            file.write(text)
+            assert (set(tmp_path.iterdir()) == there) == unnamed
+        assert out.read_text() == text
+        assert list(tmp_path.iterdir()) == [out]
+    with pytest.raises(ZeroDivisionError), open_result(out):
+        raise ZeroDivisionError
+    assert out.read_text() == text
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_scores_go_into_what_is_there_and_no_file(commands: dict[str, list[str]], tmp_path: Path) -> None:

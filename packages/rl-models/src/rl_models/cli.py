@@ -7,12 +7,11 @@ import dataclasses
 import inspect
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -87,7 +86,7 @@ def score(
         from parallel_layers import ParallelDims
         from rl_models.plan import parse_dtype
         from rl_models.prompts import read_prompts
-        from rl_models.score import ScoreOptions
+        from rl_models.score import ScoreOptions, open_result
         from rl_models.score import score as run
 
         if tp is not None and dims:
@@ -105,7 +104,9 @@ def score(
             dtype=parse_dtype(dtype),
         )
         console = Console(stderr=True)
-        with _output(out) as file, Progress(console=console, disable=not console.is_terminal) as progress:
+        inputs = [path for path in (data, model, critic) if path is not None]
+        result = nullcontext(sys.stdout) if out is None else open_result(out, *inputs)
+        with result as file, Progress(console=console, disable=not console.is_terminal) as progress:
             sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
             task = progress.add_task("scoring", total=len(sequences))
 
@@ -253,31 +254,6 @@ class _SwitchesInOneColumn(TyperCommand):
 train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
 train.__annotations__ = {parameter.name: parameter.annotation for parameter in _train_parameters()}
 app.command(cls=_SwitchesInOneColumn)(train)
-
-
-@contextmanager
-def _output(path: Path | None) -> Iterator[IO[str]]:
-    """Standard output, or the file of `--out`."""
-    if path is None:
-        yield sys.stdout
-        return
-    try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"--out {path} must be a file in a folder that exists")
-        # What is there and no file, such as a pipe, is written to; a file appears when it is complete.
-        in_place = path.exists() and not path.is_file()
-        target = path if in_place else path.with_name(f".{path.name}.{os.getpid()}")
-        file = open(target, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise ValueError(f"--out {path} cannot be written ({error.strerror}); choose another file") from None
-    try:
-        with file:
-            yield file
-        if not in_place:
-            os.replace(target, path)
-    finally:
-        if not in_place:
-            target.unlink(missing_ok=True)
 
 
 @contextmanager

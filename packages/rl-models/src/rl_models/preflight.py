@@ -38,9 +38,9 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
     """Refuse a folder for results before anything is computed for it; nothing is made.
 
     Args:
-        folder: where the results go; it is made when they come, if it is not there.
-        files: names in it that become files.
-        checkpoints: those that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
+        folder: Where the results go; it is made when they come, if it is not there.
+        files: Names in it that become files.
+        checkpoints: Names that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
 
     Raises:
         ValueError: something cannot be written, or something else is in its place; names it.
@@ -53,6 +53,17 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
             raise ValueError(f"{file} cannot be written to; choose another folder than {folder}")
     for name in checkpoints:
         check_target(folder / name)
+
+
+def check_foreign(folder: Path, *, mark: str) -> None:
+    """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
+    held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    # A kill may leave the temporary file or folder that becomes the mark.
+    if mark not in held and (others := [name for name in held if not name.startswith(f".{mark}.")]):
+        raise ValueError(
+            f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
+            "another out, or move them elsewhere"
+        )
 
 
 def check_writable(folder: Path) -> None:
@@ -71,6 +82,13 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         why = f"{existing} cannot be written to ({error.strerror})"
         raise ValueError(f"{why}; choose another folder than {folder}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step: a kill leaves the old one, and a temporary file that the next call replaces."""
+    temporary = path.with_name(f".{path.name}.saving")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _is_there(path: Path) -> bool:

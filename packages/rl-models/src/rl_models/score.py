@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from rl_models.batch import Batch
 from rl_models.critic import Critic
 from rl_models.launch import Devices, prepare, run_on_ranks
 from rl_models.preflight import check_native_model
+from rl_models.prompts import parse_json
 from rl_models.slow_imports import slow_imports
 from rl_models.spmd import WholeBatches
 from rl_models.worker import Worker
@@ -82,6 +85,67 @@ def score(
     groups = list(_groups(sequences))
     ranks = options.dims.world_size
     run_on_ranks(_score_on_rank, ranks, options, groups, devices=devices, on_event=on_event)
+
+
+@contextmanager
+def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
+    """Open the file of a result: a file appears when it is complete, a pipe or a device is written as the scores come.
+
+    Args:
+        out: The file.
+        *inputs: The data and the folders of models, which hold no result.
+
+    Raises:
+        ValueError: `out` cannot be written, is among the inputs, or is a file that no `score` has written.
+    """
+    temporary = out.with_name(f".{out.name}.saving")
+    try:
+        in_place = _check_result(out, inputs)
+        unnamed = None if in_place else _unnamed_file(out.absolute().parent)
+        file = unnamed or open(out if in_place else temporary, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}); choose another file") from None
+    try:
+        with file:
+            yield file
+            file.flush()
+            if unnamed is not None:
+                temporary.unlink(missing_ok=True)
+                # With a descriptor os.link follows the link in /proc to the file that has no name.
+                os.link(f"/proc/self/fd/{unnamed.fileno()}", temporary, src_dir_fd=unnamed.fileno())
+        if not in_place:
+            os.replace(temporary, out)
+    finally:
+        if not in_place:
+            temporary.unlink(missing_ok=True)
+
+
+def _unnamed_file(folder: Path) -> IO[str] | None:
+    """Open a file without a name, of which a kill leaves nothing; None where the file system has none (Linux has)."""
+    try:
+        return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "w", encoding="utf-8")
+    except (AttributeError, OSError):
+        return None
+
+
+def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
+    """Raise ValueError for a wrong `out`; return whether it is there and no file, such as a pipe."""
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} must be a file in a folder that exists")
+    for given in inputs:
+        if out.resolve().is_relative_to(given.resolve()):
+            raise ValueError(f"--out {out} is in {given}, which is read; choose another file")
+    if not out.is_file():
+        return out.exists()
+    with open(out, "rb") as file:
+        first = file.readline()
+    try:
+        known = not first or parse_json(first).keys() >= {"index", "tokens", "log_probs"}
+    except (ValueError, AttributeError):
+        known = False
+    if not known:
+        raise ValueError(f"--out {out} exists and is no result of score; choose another file, or remove it")
+    return False
 
 
 def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:

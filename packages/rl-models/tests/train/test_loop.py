@@ -18,7 +18,7 @@ from rl_models import Actor
 from rl_models.prompts import read_prompts
 from rl_models.spmd import WholeBatches
 from rl_models.train import loop as module
-from rl_models.train.folder import check_folder, write_options
+from rl_models.train.folder import check_folder, newest_step, write_options
 from rl_models.train.loop import Loop, mini_batches
 from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
@@ -140,6 +140,23 @@ def test_the_same_command_again_starts_anew_or_says_the_last_metrics(run: Run, s
     assert steps(again.options.out) == [1, 2]
     assert found["reward"] == first["reward"]
     assert (found == first) == bool(save_every), "the seconds tell whether the steps ran again"
+
+
+def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:
+    run(alternating(99), algorithm="reinforce++", steps=4, save_every=1).run()
+    root = run(alternating(99), algorithm="reinforce++", steps=4).options.out / "training" / "actor"
+    (root / "latest").write_text("step-00000002\n")
+    again = run(alternating(99), algorithm="reinforce++", steps=3, save_every=1)
+    events: list[Any] = []
+    again.tell = events.append
+    again.run()
+    assert events[0] == {"message": f"going on after step 2 of {root.parent}"}
+    assert steps(again.options.out) == [1, 2, 3]
+    assert newest_step(root.parent, ["actor"]) == 3
+    assert newest_step(root.parent, ["actor", "critic"]) == 0
+    (root / "latest").write_bytes(b"step-00000009")
+    with pytest.raises(ValueError, match="latest names 'step-00000009', which is no checkpoint"):
+        newest_step(root.parent, ["actor"])
 
 
 def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_models.launch import Devices, prepare, run_on_ranks
-from rl_models.preflight import check_output
+from rl_models.preflight import check_foreign, check_output
 from rl_models.quickstart.learn import Settings, learn, probe_batch
 from rl_models.quickstart.report import Display, save_curve
 from rl_models.quickstart.task import make_checkpoint
@@ -38,6 +38,7 @@ class QuickstartOptions:
         if self.steps < 10:
             raise ValueError(f"steps={self.steps} must be at least 10: the reward is compared between tenths")
         check_output(self.out, files=["reward.png"], checkpoints=["start", "actor", "critic"])
+        check_foreign(self.out, mark="start")
 
 
 def quickstart(options: QuickstartOptions, display: Display) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""The folder of a run, `--out`: what is written there, what may be there already, and what is never written over."""
+"""The folder of a run, `--out`: what is written there, what may be there already, and where a run goes on."""
 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterable
+from pathlib import Path
 
-from rl_models.preflight import check_output, check_writable
+import ckpt
+from rl_models.preflight import check_foreign, check_output, check_writable, replace_text
 from rl_models.prompts import read_json
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import read_metrics
@@ -28,7 +30,8 @@ def check_folder(options: TrainOptions) -> None:
     for name in folders:
         check_writable(options.out / name)
     _check_inputs(options)
-    before, metrics = options.out / "options.json", options.out / "metrics.jsonl"
+    check_foreign(options.out, mark="options.json")
+    before = options.out / "options.json"
     if before.is_file():
         try:
             found = read_json(before)
@@ -37,9 +40,7 @@ def check_folder(options: TrainOptions) -> None:
         except ValueError as error:
             raise ValueError(f"{error}; remove it, or choose another out") from None
         options.check_resumes(found)
-    elif metrics.is_file():
-        raise ValueError(f"{metrics} is of no run, for it has no {before}; remove it, or choose another out")
-    read_metrics(metrics)
+    read_metrics(options.out / "metrics.jsonl")
 
 
 def _check_inputs(options: TrainOptions) -> None:
@@ -58,6 +59,18 @@ def _check_inputs(options: TrainOptions) -> None:
 def write_options(options: TrainOptions) -> None:
     """Make the folder, with the options of the run that it belongs to."""
     options.out.mkdir(parents=True, exist_ok=True)
-    temporary = options.out / f".options.{os.getpid()}"
-    temporary.write_text(json.dumps(options.to_json(), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, options.out / "options.json")
+    replace_text(options.out / "options.json", json.dumps(options.to_json(), indent=2) + "\n")
+
+
+def newest_step(training: Path, models: Iterable[str]) -> int:
+    """Return the newest step at which all of these models have a training checkpoint; 0 without one.
+
+    Checkpoints after the one that `latest` names are left out: they belong to a line that the run has gone back from.
+
+    Raises:
+        ValueError: a model's `latest` is damaged; names it.
+    """
+    folders = [training / name for name in models]
+    latest = min(ckpt.latest_step(folder) or 0 for folder in folders)
+    common = set.intersection(*(set(ckpt.saved_steps(folder)) for folder in folders))
+    return max((step for step in common if step <= latest), default=0)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_models.prompts import Prompt, TextCodec
 from rl_models.train.derived import loss_rules
+from rl_models.train.folder import newest_step
 from rl_models.train.models import Models
 from rl_models.train.options import TrainOptions
 from rl_models.train.report import Metrics
@@ -135,14 +135,9 @@ class Loop:
         return TextCodec(self.options.model)
 
     def _resume(self, training: Path) -> int:
-        """Load the newest checkpoint that all models have; the number of steps done."""
+        """Load the newest checkpoint that all models have; return the number of steps done."""
         trained = self.models.trained
-
-        def newest() -> int:
-            common = set.intersection(*(set(ckpt.saved_steps(training / name)) for name in trained))
-            return max(common, default=0)
-
-        step = int(self.once(newest))
+        step = int(self.once(lambda: newest_step(training, trained)))
         if step:
             for name, model in trained.items():
                 found = model.load_training(training / name, step=step)

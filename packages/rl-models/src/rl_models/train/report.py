@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rl_models.preflight import replace_text
 from rl_models.prompts import parse_json
 
 
@@ -38,9 +38,7 @@ class Metrics:
     def _keep(self, done: int) -> dict[str, float]:
         """Drop the lines of later steps; returns the last one that is left."""
         kept = [record for record in read_metrics(self.path) if record["step"] <= done]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
