@@ -17,8 +17,8 @@ from parallel_layers import (
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
+    VocabParallelHead,
     clip_grad_norm_,
-    linear_log_probs,
     next_token_labels,
 )
 
@@ -31,12 +31,12 @@ class Model(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group = group
         options = {"group": group, "sequence_parallel": True}
         self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN, **options)
         self.layers = nn.ModuleList(DecoderLayer(CONFIG, **options) for _ in range(2))
         self.norm = RMSNorm(HIDDEN, **options)
         self.rotary = RotaryEmbedding(16)
+        self.head = VocabParallelHead(HIDDEN, VOCAB, allocate_weight=False, **options)  # tied to the embedding
 
     def forward(self, packed: PackedSequence) -> Tensor:
         """Log-probability of each token's successor, `[T]`; 0 at the end of a sequence."""
@@ -44,12 +44,8 @@ class Model(nn.Module):
         hidden = self.embedding(packed.input_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen)
-        # The head is the embedding; the logits [T, V] never exist.
-        labels = next_token_labels(packed)
-        weight, norm = self.embedding.weight, self.norm(hidden)
-        return linear_log_probs(
-            norm, weight, labels, group=self.group, sequence_parallel=True, vocab_size=VOCAB, entropy=False
-        ).log_probs
+        # The logits [T, V] never exist.
+        return self.head(self.norm(hidden), next_token_labels(packed), self.embedding.weight, entropy=False).log_probs
 
 
 def main(steps: int = 30) -> None:

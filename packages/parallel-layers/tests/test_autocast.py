@@ -38,7 +38,7 @@ def head_results(
     labels = torch.arange(TOKENS) * 5
     inputs = (x.to(dtype) for x, dtype in zip((hidden, weight), dtypes, strict=True))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where != "nowhere"):
-        out = function(*inputs, labels, group=group)
+        out = function(*inputs, labels, group=group, vocab_size=VOCABULARY)
         if where == "in both":
             (out[0].sum() + out[1].sum()).backward()
     if where != "in both":

@@ -87,7 +87,8 @@ def one_kv_head(bias: bool) -> Case:
 def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
     def run(group: ProcessGroup, sp: bool) -> Any:
         weight = torch.randn(VOCAB // group.size(), HIDDEN, requires_grad=True)
-        return log_probs(tokens(group, sp), weight, torch.arange(TOKENS), group=group, sequence_parallel=sp)
+        options = {"group": group, "sequence_parallel": sp, "vocab_size": VOCAB}
+        return log_probs(tokens(group, sp), weight, torch.arange(TOKENS), **options)
 
     return {"": lambda group: run(group, False), "sp": lambda group: run(group, True)}
 
@@ -97,7 +98,7 @@ def policy_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) 
 
 
 def loss(function: Callable[..., Tensor], *labels: Tensor) -> dict[str, Case]:
-    return {"": lambda group: function(numbers(TOKENS, VOCAB // group.size()), *labels, group=group)}
+    return {"": lambda group: function(numbers(TOKENS, VOCAB // group.size()), *labels, group=group, vocab_size=VOCAB)}
 
 
 def attention(attend: Callable[..., Tensor], **options: Any) -> Case:
@@ -217,6 +218,9 @@ CASES: dict[str, dict[str, Case]] = {
     "sequence_balance_loss": auxiliary(moe.sequence_balance_loss, CHOSEN, CHOSEN[:, 0] * 0, 1),
     "router_z_loss": auxiliary(moe.router_z_loss),
     "linear_log_probs": head(pl.linear_log_probs),
+    "VocabParallelHead": layer(
+        lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
+    ),
     "linear_policy_loss": head(policy_loss),
     "vocab_parallel_log_probs": loss(pl.vocab_parallel_log_probs, LABELS),
     "vocab_parallel_entropy": loss(pl.vocab_parallel_entropy),
@@ -248,6 +252,7 @@ CASES: dict[str, dict[str, Case]] = {
 def sent(group: ProcessGroup, name: str, label: str) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of the forward and of the backward."""
     forward, backward = Counter[str](), Counter[str]()
+    CASES[name][label](group)  # heads compare their ranks' numbers of rows once
     with collectives_in(forward):
         out = CASES[name][label](group)
     out = out.log_probs + out.entropy if isinstance(out, pl.LogProbs) else getattr(out, "weights", out)

@@ -75,7 +75,8 @@ def build(group: ProcessGroup | None, overlap: str, num_tokens: int) -> Callable
 
     def step() -> None:
         hidden = layer(x, rotary, packed.cu_seqlens, packed.max_seqlen)
-        linear_log_probs(hidden, head, labels, group=group, sequence_parallel=sp).log_probs.sum().backward()
+        options = {"group": group, "sequence_parallel": sp, "vocab_size": VOCABULARY}
+        linear_log_probs(hidden, head, labels, **options).log_probs.sum().backward()
 
     return step
 

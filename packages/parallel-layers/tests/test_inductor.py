@@ -29,10 +29,11 @@ def two_lengths(group: ProcessGroup, sp: bool) -> list[tuple[list[Tensor], list[
 
     def loss(x: Tensor, labels: Tensor) -> Tensor:
         hidden = down(F.gelu(up(x)))
-        log_probs = linear_log_probs(hidden, head, labels, group=group, sequence_parallel=sp).log_probs
+        options = {"group": group, "vocab_size": 10}
+        log_probs = linear_log_probs(hidden, head, labels, sequence_parallel=sp, **options).log_probs
         if sp:
             hidden = gather_from_sequence_parallel(hidden, group)
-        return log_probs.sum() + vocab_parallel_cross_entropy(hidden @ head.T, labels, group=group)
+        return log_probs.sum() + vocab_parallel_cross_entropy(hidden @ head.T, labels, **options)
 
     compiled = torch.compile(loss, fullgraph=True)
     results = []

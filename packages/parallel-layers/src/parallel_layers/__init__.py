@@ -23,6 +23,7 @@ from parallel_layers.linear import (
 from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
 from parallel_layers.losses import (
     LogProbs,
+    VocabParallelHead,
     linear_log_probs,
     linear_policy_loss,
     vocab_parallel_cross_entropy,
@@ -55,6 +56,7 @@ __all__ = [
     "RotaryEmbedding",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
     "apply_rotary",
     "available_backends",
     "available_overlaps",

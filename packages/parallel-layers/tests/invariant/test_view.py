@@ -223,7 +223,7 @@ def _refusals(group: ProcessGroup) -> None:
     with pytest.raises(ValueError, match=undivided):
         tp_invariant(RowParallelLinear(24, 8, group=group))
     with pytest.raises(ValueError, match=undivided):
-        invariant.linear_log_probs(hidden, torch.zeros(86, 8), labels, group=group)
+        invariant.linear_log_probs(hidden, torch.zeros(86, 8), labels, group=group, vocab_size=256)
     with pytest.raises(ValueError, match="blocks=3 must be a power of two"):
         tp_invariant(ColumnParallelLinear(24, 24, group=group), blocks=3)
 

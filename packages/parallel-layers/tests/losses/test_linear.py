@@ -454,7 +454,7 @@ def test_any_shape_dtype_and_group(
 
 def _sharded_compiled(group: ProcessGroup, sequence_parallel: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        out = linear_log_probs(hidden, weight, labels, group=group, sequence_parallel=sequence_parallel)
+        out = linear_log_probs(hidden, weight, labels, group=group, sequence_parallel=sequence_parallel, vocab_size=34)
         return out.entropy.sum() + out.log_probs.square().sum()
 
     torch._dynamo.reset()
@@ -479,7 +479,8 @@ def _communication(group: ProcessGroup, sequence_parallel: bool) -> list[list[st
     hidden, weight, labels, *_ = problem(8, 4, 10)
     hidden = (hidden.chunk(group.size())[group.rank()] if sequence_parallel else hidden).clone().requires_grad_()
     weight = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
-    options = {"group": group, "sequence_parallel": sequence_parallel}
+    options = {"group": group, "sequence_parallel": sequence_parallel, "vocab_size": 10}
+    linear_log_probs(hidden, weight, labels, **options)  # the ranks compare their numbers of rows once
     out: list[Tensor] = []
     counts = []
     for step in (
@@ -511,7 +512,7 @@ def _bad_label(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:
     hidden, weight, labels, *_ = inputs
     labels[3] = 77
     with pytest.raises(ValueError, match="outside the vocabulary") as error:
-        linear_log_probs(hidden, weight.chunk(group.size())[group.rank()], labels, group=group)
+        linear_log_probs(hidden, weight.chunk(group.size())[group.rank()], labels, group=group, vocab_size=34)
     return str(error.value)
 
 
@@ -525,7 +526,7 @@ def _unequal_tokens(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:
     hidden, weight, labels, *_ = inputs
     mine, rows = hidden.split([2, 6])[group.rank()], weight.chunk(group.size())[group.rank()]
     with pytest.raises(ValueError, match="one for each token of the whole sequence") as error:
-        linear_log_probs(mine, rows, labels, group=group, sequence_parallel=True)
+        linear_log_probs(mine, rows, labels, group=group, sequence_parallel=True, vocab_size=34)
     return str(error.value)
 
 

@@ -315,7 +315,7 @@ def test_logits_of_minus_infinity_are_entries_of_probability_zero(sharding: Rank
 def _collectives(group: ProcessGroup, logits: Tensor, labels: Tensor, name: str) -> tuple[list[str], list[str]]:
     local = _columns(logits, group.rank(), group.size()).clone().requires_grad_()
     counts = []
-    value = torch.zeros(())
+    value = LOSSES[name][0](local, labels, group=group, vocab_size=logits.shape[-1]).sum()
 
     def forward() -> None:
         nonlocal value
@@ -351,9 +351,11 @@ def _compiled(group: ProcessGroup | None, lengths: tuple[int, ...]) -> list[tupl
     """(compiled, eager) losses and gradients at each length."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        cross_entropy = vocab_parallel_cross_entropy(logits * 2, labels, label_smoothing=0.1, group=group)
-        log_probs = vocab_parallel_log_probs(logits, labels, group=group)
-        return cross_entropy + log_probs.sum() - vocab_parallel_entropy(logits, group=group).sum()
+        cross_entropy = vocab_parallel_cross_entropy(
+            logits * 2, labels, label_smoothing=0.1, group=group, vocab_size=16
+        )
+        log_probs = vocab_parallel_log_probs(logits, labels, group=group, vocab_size=16)
+        return cross_entropy + log_probs.sum() - vocab_parallel_entropy(logits, group=group, vocab_size=16).sum()
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

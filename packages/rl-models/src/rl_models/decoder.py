@@ -17,12 +17,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import DecoderLayer, PackedSequence, RMSNorm, VocabParallelEmbedding
 from parallel_layers.context_parallel import Layout, split_sequence
-from parallel_layers.embedding import vocab_range
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.moe import RoutingContext
 from parallel_layers.recompute import checkpoint
-from parallel_layers.sharding import Block, Sharding, set_sharding
 from rl_models.config import ModelConfig
 
 Recompute = Literal["full", "selective"] | Collection[int] | None
@@ -193,28 +191,3 @@ def _recompute(layer: nn.Module, number: int, recompute: Recompute) -> None:
     elif recompute != "full" and number not in recompute:
         return
     layer.forward = partial(checkpoint, layer.forward)
-
-
-class VocabParallelHead(nn.Module):
-    """The rows of the output embedding that this rank holds: `weight [ceil(V/tp), H]`, zero beyond V.
-
-    `counted` is False for the last pipeline stage's copy of a tied embedding, which counts in the gradient norm where
-    the first stage has it.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        group: ProcessGroup | None,
-        counted: bool = True,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        rows = -(-vocab_size // (1 if group is None else group.size()))
-        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=dtype, device=device))
-        if group is not None or not counted:
-            first, last = vocab_range(vocab_size, group)
-            set_sharding(self, "weight", Sharding(group, 0, vocab_size, (Block(first, last, counted),)))

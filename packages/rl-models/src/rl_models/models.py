@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.config import classifies_sequences
-from parallel_layers import DecoderLayer, LogProbs, PackedSequence, invariant, linear_log_probs, next_token_labels
+from parallel_layers import (
+    DecoderLayer,
+    LogProbs,
+    PackedSequence,
+    VocabParallelHead,
+    invariant,
+    linear_log_probs,
+    next_token_labels,
+)
 from parallel_layers.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -25,7 +33,7 @@ from parallel_layers.context_parallel import gather_sequence
 from parallel_layers.inference import KVCache, SequenceCache
 from parallel_layers.moe import RoutingContext
 from rl_models.config import ModelConfig
-from rl_models.decoder import Chunk, Decoder, ModelOptions, VocabParallelHead
+from rl_models.decoder import Chunk, Decoder, ModelOptions
 
 
 class PackedModel(nn.Module):
@@ -128,8 +136,8 @@ class CausalLM(PackedModel):
         tied = self.config.tie_word_embeddings
         if not (tied and hasattr(self.model, "embed_tokens")):
             self.lm_head = VocabParallelHead(
-                self.config.vocab_size,
                 self.config.decoder.hidden_size,
+                self.config.vocab_size,
                 group=self.group,
                 counted=not tied,
                 dtype=dtype,

@@ -21,7 +21,15 @@ from parallel_layers.losses import fused, linear_op
 from parallel_layers.losses.linear import LogProbs, _validate
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import NEGLIGIBLE
-from parallel_layers.losses.vocabulary import LocalLabels, LocalVocabulary, check_labels, gather_rows, group_name
+from parallel_layers.losses.vocabulary import (
+    LocalLabels,
+    LocalVocabulary,
+    check_labels,
+    check_rows,
+    gather_rows,
+    group_name,
+    true_vocab_size,
+)
 
 _TILE_LOGITS = 1 << 22
 # Triton lays a tile out by whether the number of tokens is a multiple of 16, and the layout orders a sum.
@@ -61,10 +69,9 @@ def linear_log_probs(
     tp = 1 if group is None else group.size()
     check_blocks(blocks, tp)
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
-    vocab_size = len(weight_VH) * tp if vocab_size is None else vocab_size
-    _validate(
-        hidden_TH, weight_VH, labels_T, temperature, vocab_size, tp, sequence_parallel, logit_scale, logit_softcap
-    )
+    vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
+    check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
+    _validate(hidden_TH, weight_VH, labels_T, temperature, tp, sequence_parallel, logit_scale, logit_softcap)
     cuts = _cuts(vocab_size, blocks)
     if wrong := [r for r in range(tp) if min(r * len(weight_VH), vocab_size) not in cuts]:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Losses over a vocabulary that is sharded, or whose logits are too large to keep."""
 
+from parallel_layers.losses.head import VocabParallelHead
 from parallel_layers.losses.linear import LogProbs, linear_log_probs, linear_policy_loss
 from parallel_layers.losses.vocab_parallel import (
     vocab_parallel_cross_entropy,
@@ -9,6 +10,7 @@ from parallel_layers.losses.vocab_parallel import (
 
 __all__ = [
     "LogProbs",
+    "VocabParallelHead",
     "linear_log_probs",
     "linear_policy_loss",
     "vocab_parallel_cross_entropy",

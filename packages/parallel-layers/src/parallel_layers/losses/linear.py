@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import as_operand
 from parallel_layers.losses.linear_op import linear_log_probs_op
-from parallel_layers.losses.vocabulary import group_name
+from parallel_layers.losses.vocabulary import group_name, true_vocab_size
 from parallel_layers.products import wide
 
 
@@ -72,7 +72,8 @@ def linear_log_probs(
         temperature: positive number, or a tensor `[T]` of them. A constant: it gets no gradient.
         entropy: whether to return the entropy.
         sequence_parallel: whether hidden states are sharded over `group` along the tokens.
-        vocab_size: the true vocabulary; rows beyond it are padding, invisible in results and gradients (default: all).
+        vocab_size: the true vocabulary; rows beyond it are padding, invisible in results and gradients. Default: all
+            rows; required with several ranks, which do not know how many of their rows are padding.
         ignore_index: the label that means "no label": log-prob 0, no gradient from it.
         logit_scale: factor on the product.
         logit_softcap: soft-cap of the scaled product (Gemma 2, arXiv:2408.00118); None for none.
@@ -89,7 +90,8 @@ def linear_log_probs(
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a vocabulary that the rows cannot hold, a temperature, scale or
-            cap that is not positive, or (on every rank alike, before any communication) a label outside the vocabulary.
+            cap that is not positive, ranks with unequal rows or vocabularies (on every rank alike; they compare both
+            once for each group and size), or (on every rank alike) a label outside the vocabulary.
     """
     main_grad = getattr(weight_VH, "main_grad", None) if accumulate_main_grad else None
     if accumulate_main_grad and not _can_accumulate(main_grad, weight_VH):
@@ -100,10 +102,8 @@ def linear_log_probs(
         )
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
-    vocab_size = len(weight_VH) * size if vocab_size is None else vocab_size
-    _validate(
-        hidden_TH, weight_VH, labels_T, temperature, vocab_size, size, sequence_parallel, logit_scale, logit_softcap
-    )
+    vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
+    _validate(hidden_TH, weight_VH, labels_T, temperature, size, sequence_parallel, logit_scale, logit_softcap)
     # A one-element tensor is spread over the tokens: reading it on the host would wait for the device.
     temperatures_T = temperature.detach().expand(len(labels_T)) if isinstance(temperature, Tensor) else None
     log_probs, entropy_T, *_ = linear_log_probs_op(
@@ -164,7 +164,6 @@ def _validate(
     weight_VH: Tensor,
     labels_T: Tensor,
     temperature: float | Tensor,
-    vocab_size: int,
     group_size: int,
     sequence_parallel: bool,
     logit_scale: float,
@@ -187,11 +186,6 @@ def _validate(
             f"labels must be int64 [{num_tokens}], one for each token of the whole sequence "
             f"(hidden states {list(hidden_TH.shape)}, sequence_parallel={sequence_parallel}, group of {group_size}), "
             f"got {labels_T.dtype} {list(labels_T.shape)}"
-        )
-    rows = len(weight_VH) * group_size
-    if not 0 < vocab_size <= rows:
-        raise ValueError(
-            f"vocab_size={vocab_size} must be in 1..{rows}, the rows that {group_size} rank(s) of {len(weight_VH)} hold"
         )
     if not isinstance(temperature, Tensor):
         if not temperature > 0:

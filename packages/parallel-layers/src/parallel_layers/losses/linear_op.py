@@ -23,7 +23,14 @@ from parallel_layers.losses import chunked, fused
 from parallel_layers.losses.chunked import accumulation_dtype
 from parallel_layers.losses.logits import LogitTransform
 from parallel_layers.losses.softmax import UpstreamGradients, finish_statistics, merge_statistics
-from parallel_layers.losses.vocabulary import LocalLabels, LocalVocabulary, check_labels, gather_rows, group_of
+from parallel_layers.losses.vocabulary import (
+    LocalLabels,
+    LocalVocabulary,
+    check_labels,
+    check_rows,
+    gather_rows,
+    group_of,
+)
 
 
 def _transform(
@@ -55,6 +62,7 @@ def linear_log_probs_op(
     The arguments are those of `linear_log_probs`.
     """
     group = group_of(group_name)
+    check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
     if check:
         check_labels(labels_T, vocab_size, ignore_index)
     vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)

@@ -21,7 +21,14 @@ from parallel_layers.losses.softmax import (
     merge_statistics,
     tile_statistics,
 )
-from parallel_layers.losses.vocabulary import LocalLabels, LocalVocabulary, check_labels, gather_rows, group_of
+from parallel_layers.losses.vocabulary import (
+    LocalLabels,
+    LocalVocabulary,
+    check_labels,
+    check_rows,
+    gather_rows,
+    group_of,
+)
 
 
 def _tiles(logits_TV: Tensor) -> list[slice]:
@@ -37,6 +44,7 @@ def logit_statistics_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(log_probs, entropy, logsumexp, mean_logit)`, each `[T]`, over the whole vocabulary."""
     group = group_of(group_name)
+    check_rows(logits_TV.shape[1], vocab_size, group, logits_TV.device)
     if check:
         check_labels(labels_T, vocab_size, ignore_index)
     vocabulary = LocalVocabulary.of(logits_TV.shape[1], vocab_size, group)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.losses.logits_op import logit_statistics_op
-from parallel_layers.losses.vocabulary import group_name
+from parallel_layers.losses.vocabulary import group_name, true_vocab_size
 
 Reduction = Literal["none", "mean", "sum"]
 Smoothing = Literal["torch", "megatron"]
@@ -38,7 +38,8 @@ def vocab_parallel_log_probs(
         logits: `[..., V]`, this rank's columns.
         labels: `[...]`, integer, of the whole vocabulary; the same on all ranks.
         group: the tensor-parallel group; None when the logits are whole.
-        vocab_size: the true vocabulary; columns beyond it are padding, invisible here (default: all).
+        vocab_size: the true vocabulary; columns beyond it are padding, invisible here. Default: all columns; required
+            with several ranks, which do not know how much of them is padding.
         ignore_index: the label that means "no label".
         check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
             on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
@@ -47,8 +48,9 @@ def vocab_parallel_log_probs(
         `[...]`, fp32.
 
     Raises:
-        ValueError: shapes that do not fit, a vocabulary that the columns cannot hold, or (on every rank alike, before
-            any communication) a label outside the vocabulary.
+        ValueError: shapes that do not fit, a vocabulary that the columns cannot hold, ranks with unequal columns or
+            vocabularies (on every rank alike; compared once for each group and size), or (on every rank alike) a label
+            outside the vocabulary.
     """
     return _statistics(logits, labels, group, vocab_size, ignore_index, check_labels)[0]
 
@@ -88,7 +90,8 @@ def vocab_parallel_cross_entropy(
         logits: `[..., V]`, this rank's columns.
         labels: `[...]`, integer, of the whole vocabulary; the same on all ranks.
         group: the tensor-parallel group; None when the logits are whole.
-        vocab_size: the true vocabulary; columns beyond it are padding, invisible here (default: all).
+        vocab_size: the true vocabulary; columns beyond it are padding, invisible here. Default: all columns; required
+            with several ranks, which do not know how much of them is padding.
         ignore_index: the label that means "no label".
         label_smoothing: in [0, 1).
         smoothing: the convention of `label_smoothing`.
@@ -111,7 +114,7 @@ def vocab_parallel_cross_entropy(
     losses = -log_probs
     kept = labels != ignore_index
     if label_smoothing:
-        num_entries = _vocab_size(logits, group, vocab_size)
+        num_entries = true_vocab_size(logits.shape[-1], vocab_size, group)
         if smoothing == "megatron":
             label_smoothing *= num_entries / max(num_entries - 1, 1)
         uniform = torch.where(kept, logsumexp - mean_logit, 0.0)
@@ -120,17 +123,6 @@ def vocab_parallel_cross_entropy(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / kept.sum()
-
-
-def _vocab_size(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None) -> int:
-    columns = logits.shape[-1] * (1 if group is None else group.size())
-    if vocab_size is None:
-        return columns
-    if not 0 < vocab_size <= columns:
-        raise ValueError(
-            f"vocab_size={vocab_size} must be in 1..{columns}, the columns that all ranks of the group hold together"
-        )
-    return vocab_size
 
 
 def _statistics(
@@ -151,7 +143,7 @@ def _statistics(
     outputs = logit_statistics_op(
         logits.reshape(-1, logits.shape[-1]),
         labels.reshape(-1),
-        _vocab_size(logits, group, vocab_size),
+        true_vocab_size(logits.shape[-1], vocab_size, group),
         ignore_index,
         check_labels,
         group_name(group),

@@ -5,6 +5,7 @@ Shape suffix: T tokens.
 
 import math
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,52 @@ def group_of(name: str) -> dist.ProcessGroup | None:
 def gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The ranks' `x`, concatenated along the first dimension."""
     return comm.all_gather(x, group) if group is not None and comm.is_sharded(group) else x
+
+
+def true_vocab_size(rows: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> int:
+    """Return the vocabulary's size; without a group of several ranks it may be left out.
+
+    Raises:
+        ValueError: The size is left out for a group of several ranks, or is not positive, or is larger than the rows
+            of the only rank. (`check_rows` checks the rows of several ranks.)
+    """
+    size = 1 if group is None else group.size()
+    if vocab_size is None and size > 1:
+        raise ValueError(
+            f"vocab_size is left out, but {size} ranks of {rows} rows each may hold a vocabulary of "
+            f"{(rows - 1) * size + 1} to {rows * size} entries and padding; pass vocab_size, or use VocabParallelHead"
+        )
+    if vocab_size is None:
+        return rows
+    if vocab_size < 1 or (size == 1 and vocab_size > rows):
+        raise ValueError(f"vocab_size={vocab_size} must be in 1..{rows * size}, the rows that {size} rank(s) hold")
+    return vocab_size
+
+
+# The rows and vocabulary sizes that the ranks of each group have already compared.
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = WeakKeyDictionary()
+
+
+def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise ValueError, on every rank alike, unless all ranks hold equally many rows, enough for one vocabulary.
+
+    The ranks exchange their numbers once for each group and pair of numbers; further calls neither send nor wait.
+    """
+    if group is None or not comm.is_sharded(group) or (rows, vocab_size) in _compared.setdefault(group, set()):
+        return
+    told = comm.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
+    if any(pair != told[0] for pair in told):
+        listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
+        raise ValueError(
+            f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
+            "last ones padded, as VocabParallelHead does"
+        )
+    if vocab_size > rows * group.size():
+        raise ValueError(
+            f"vocab_size={vocab_size} must be in 1..{rows * group.size()}, the rows that {group.size()} rank(s) of "
+            f"{rows} hold"
+        )
+    _compared[group].add((rows, vocab_size))
 
 
 class LocalVocabulary(NamedTuple):
