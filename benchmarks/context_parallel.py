@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.attention import packed_attention
-from parallel_layers.context_parallel import ring_attention, split_sequence, ulysses_attention
+from parallel_layers.attention.context_parallel import ring_attention, split_sequence, ulysses_attention
 
 ONE_DEVICE = "one device"
 Parts = tuple[Tensor, ...]

@@ -18,11 +18,11 @@ import torch
 from measure import Call, ceilings, machine, side_by_side, table, write_json
 from torch import Tensor
 
+from parallel_layers.head import fused
+from parallel_layers.head.logit_transform import LogitTransform
+from parallel_layers.head.softmax_statistics import UpstreamGradients, finish_statistics
 from parallel_layers.kernels import head
 from parallel_layers.kernels.runtime import num_multiprocessors
-from parallel_layers.losses import fused
-from parallel_layers.losses.logits import LogitTransform
-from parallel_layers.losses.softmax import UpstreamGradients, finish_statistics
 
 SHAPE = (8192, 4096, 128256)
 TRANSFORM, NUMBERS = LogitTransform(1.0, 0.0, 1.0), head.Numbers(1.0, 0.0, 1.0)

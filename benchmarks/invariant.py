@@ -23,8 +23,8 @@ from torch import Tensor
 from parallel_layers import PackedSequence
 from parallel_layers.invariant import BLOCKS, tp_invariant
 from parallel_layers.invariant.product import product
-from rl_models.config import ModelConfig
-from rl_models.models import CausalLM
+from rl_models.models.config import ModelConfig
+from rl_models.models.language_models import CausalLM
 
 
 def build(task: Task) -> dict[str, CausalLM]:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    # As `rl_models.determinism` has it: what deterministic products ask for, and fresh memory as it is.
+    # As `rl_models.workers.determinism` has it: what deterministic products ask for, and fresh memory as it is.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()

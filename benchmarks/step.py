@@ -54,9 +54,9 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
-from parallel_layers.views import view_of
-from rl_models.config import ModelConfig
-from rl_models.models import CausalLM
+from parallel_layers.shared_weights import view_of
+from rl_models.models.config import ModelConfig
+from rl_models.models.language_models import CausalLM
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, Critic, OptimizerOptions, Placement, RankDied, RayModelGroup, Resources, losses
-from rl_models.quickstart.task import correct, make_checkpoint, make_prompts
+from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_train import Placement, RankDied, RayModelGroup, Resources
+from rl_train.quickstart.task import correct, make_checkpoint, make_prompts
 
 RESPONSE_LENGTH = 8
 

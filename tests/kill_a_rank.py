@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import Any
 
-from rl_models import RayModelGroup
-from rl_models.cluster.future import Future
+from rl_train import RayModelGroup
+from rl_train.cluster.future import Future
 
 program, group, method, number = sys.argv[1:]
 submit = RayModelGroup.submit

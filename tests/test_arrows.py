@@ -18,6 +18,7 @@ MODULES = {
     "hf-patches": "hf_patches",
     "ckpt": "ckpt",
     "rl-models": "rl_models",
+    "rl-train": "rl_train",
 }
 # What each package may import of the workspace; everything else among MODULES is refused by ruff.
 ARROWS = {
@@ -26,6 +27,7 @@ ARROWS = {
     "hf-patches": {"parallel_layers"},
     "ckpt": set(),
     "rl-models": {"parallel_layers", "megatron_utils", "hf_patches", "ckpt"},
+    "rl-train": {"parallel_layers", "ckpt", "rl_models"},
 }
 FORBIDDEN = [
     (package, module)

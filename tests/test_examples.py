@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_models.quickstart.task import make_checkpoint
+from rl_train.quickstart.task import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ckpt.families import FAMILIES as LAYOUTS
+from ckpt.layout.families import FAMILIES as LAYOUTS
 from hf_patches import supported_model_types
 from hf_patches.testing import one_by_one, random_sequences, tiny_model
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
 from megatron_utils.testing import cpu_stand_in
 from rl_models import Actor, Batch
-from rl_models.backends import BACKENDS
-from rl_models.families import FAMILIES
+from rl_models.engines import BACKENDS
+from rl_models.models.families import FAMILIES
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 # Families with images are patched by hf-patches, but the actor loads text models alone.

@@ -24,8 +24,8 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, PipelineOptions
 from rl_models.losses import LossTerms
-from rl_models.passes import accumulate
-from rl_models.worker import Worker
+from rl_models.workers.passes import accumulate
+from rl_models.workers.worker import Worker
 
 LENGTHS = (11, 1, 17, 6)
 VOCAB = 97

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ckpt.atomic
+import ckpt.files.atomic
 from ckpt import Place, layout_for, load_hf, save_hf
-from ckpt.atomic import FolderWriter
+from ckpt.files.atomic import FolderWriter
 
 Checkpoints = Callable[..., Path]
 
@@ -172,7 +172,7 @@ def test_a_folder_is_replaced_with_or_without_the_exchange_call(
     exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(ckpt.files.atomic, "_exchange", lambda a, b: False)
     for text in ("1", "2", "3"):
         write(tmp_path / "x", text)
         assert (tmp_path / "x" / "config.json").read_text() == text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import FolderWriter, Grid, Place, copy_companions, layout_for, load_hf, merge, reshard, save_hf, save_training
-from ckpt.atomic import check_target
+from ckpt.files.atomic import check_target
 
 Checkpoints = Callable[..., Path]
 

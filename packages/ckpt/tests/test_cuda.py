@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import ckpt.reading
+import ckpt.transfer.parallel_reads
 from ckpt import (
     Place,
     layout_for,
@@ -25,7 +25,7 @@ from ckpt import (
     stream_hf,
     verify_live,
 )
-from ckpt.boxio import Staging
+from ckpt.files.boxio import Staging
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -45,8 +45,8 @@ def test_load_and_save_on_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckpt.boxio.STAGING_BYTES", staging)
-    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 1000)
+    monkeypatch.setattr("ckpt.files.boxio.STAGING_BYTES", staging)
+    monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 1000)
     source = checkpoint(name)
     layout = layout_for(source)
     places = [Place(tp=(rank, 2)) for rank in range(2)]
@@ -66,7 +66,7 @@ def test_parameters_are_filled_through_one_pinned_buffer_a_thread(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on a stream of the caller's, which may not have come to the parameters' memory yet."""
-    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 1000)
     buffers: set[int] = set()
     view = Staging.view
 

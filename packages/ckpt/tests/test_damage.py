@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt import Grid, Place, layout_for, load_hf, load_shards, load_training, reshard, save_training, verify
-from ckpt.contents import INDEX
+from ckpt.files.contents import INDEX
 
 Checkpoints = Callable[..., Path]
 NORM, HEAD = "model.norm.weight", "lm_head.weight"

@@ -26,7 +26,7 @@ from ckpt import (
     stream_hf,
     verify_live,
 )
-from ckpt.parts import on_this_rank
+from ckpt.layout.overlaps import on_this_rank
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt import Grid, IOCounter, Layout, Place, layout_for, load_hf, merge, reshard, save_hf, verify
-from ckpt.families import FAMILIES, Family
-from ckpt.families.rows import ATTENTION, ENDS, GATED_MLP, SIZES, norms
+from ckpt.layout.families import FAMILIES, Family
+from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, SIZES, norms
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

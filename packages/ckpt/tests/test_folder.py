@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt import Grid, open_checkpoint, reshard
-from ckpt.contents import INDEX
+from ckpt.files.contents import INDEX
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import ckpt.atomic
-import ckpt.save
+import ckpt.files.atomic
+import ckpt.transfer.save
 from ckpt import (
     Grid,
     Place,
@@ -114,10 +114,10 @@ def fill(monkeypatch: pytest.MonkeyPatch, failing: str, at: int) -> Disk:
         # What gives a file its size where the file system cannot reserve blocks.
         monkeypatch.setattr(os, "posix_fallocate", no_such_call)
     if failing == "rename":
-        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(ckpt.files.atomic, "_exchange", lambda a, b: False)
     # A disk that is full may take a name back to where it was.
     once = failing in ("rename", "_exchange")
-    return Disk(monkeypatch, ckpt.atomic if failing == "_exchange" else os, failing, at, once=once)
+    return Disk(monkeypatch, ckpt.files.atomic if failing == "_exchange" else os, failing, at, once=once)
 
 
 EVERYWHERE = ["posix_fallocate", "ftruncate", "pwrite", "pwritev", "fsync", "rename"]
@@ -221,7 +221,7 @@ def save_on_two(group: Any, source: Path, folder: Path, kind: str, failing: str)
     if group.rank() == (1 if failing == "pwritev" and kind != "hf from afar" else 0):
         fill(patch, failing, 0)
     if kind == "hf from afar":
-        patch.setattr(ckpt.save, "_can_write", lambda *_: group.rank() == 0)
+        patch.setattr(ckpt.transfer.save, "_can_write", lambda *_: group.rank() == 0)
     try:
         if kind.startswith("hf"):
             save_hf(folder / "saved", tensors, layout, place, group=group)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckpt.header import build_header, parse_header, read_header
+from ckpt.files.header import build_header, parse_header, read_header
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 

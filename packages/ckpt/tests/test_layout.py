@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt import Block, Grid, Place, layout_for
-from ckpt.blocks import local_block
+from ckpt.layout.blocks import local_block
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -207,7 +207,7 @@ def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
                 yield name, block
 
     layout_for(config, target).at(Place(tp=(0, 2)))
-    monkeypatch.setattr("ckpt.layout.local_block", incomplete)
+    monkeypatch.setattr("ckpt.layout.model_layout.local_block", incomplete)
     # The whole block goes, and with it the experts that are stacked with this one; the first of them is named.
     first = missing.replace("experts.3", "experts.0") if target == "parallel" else missing
     with pytest.raises(ValueError, match=rf"not hold every element of {re.escape(first)} \(.* is covered 0 times"):
@@ -219,6 +219,6 @@ def test_a_tensor_that_the_row_does_not_name_is_refused(monkeypatch: pytest.Monk
         for name, block in local_block(row, model, place):
             yield name, Block.whole("odd", block.shape) if name == "model.norm.weight" else block
 
-    monkeypatch.setattr("ckpt.layout.local_block", odd)
+    monkeypatch.setattr("ckpt.layout.model_layout.local_block", odd)
     with pytest.raises(ValueError, match=r"holds odd, which is none of the tensors of its row \['model.norm.weight'\]"):
         layout_for(LLAMA).at(Place())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt import Grid, IOCounter, Place, layout_for, load_hf, save_hf
-from ckpt.boxio import Staging
+from ckpt.files.boxio import Staging
 
 Checkpoints = Callable[..., Path]
 
@@ -130,7 +130,7 @@ def test_a_tensor_larger_than_the_staging_buffer_is_cast_in_parts(
 ) -> None:
     folder = checkpoint("llama")
     plain = load_hf(folder, layout_for(folder), Place(tp=(1, 2)))
-    monkeypatch.setattr("ckpt.boxio.STAGING_BYTES", 100)
+    monkeypatch.setattr("ckpt.files.boxio.STAGING_BYTES", 100)
     for name, tensor in load_hf(folder, layout_for(folder), Place(tp=(1, 2)), dtype=torch.float64).items():
         assert torch.equal(tensor, plain[name].double())
 

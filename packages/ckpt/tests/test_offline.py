@@ -41,7 +41,7 @@ def test_files_go_from_grid_to_grid_and_come_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckpt.boxio.STAGING_BYTES", staging)
+    monkeypatch.setattr("ckpt.files.boxio.STAGING_BYTES", staging)
     source = checkpoint(name)
     steps = []
     reshard(source, tmp_path / "a", first, target="megatron", vocab_multiple=8, progress=lambda *at: steps.append(at))

@@ -26,7 +26,7 @@ from ckpt import (
     save_training,
     stream_hf,
 )
-from ckpt.dtypes import refuse_overflow
+from ckpt.files.dtypes import refuse_overflow
 
 Checkpoints = Callable[..., Path]
 DOWN = "model.layers.1.mlp.down_proj.weight"

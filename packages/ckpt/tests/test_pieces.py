@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.pieces import Block, Box, Piece, cover_problem, full_box, intersect
+from ckpt.layout.pieces import Block, Box, Piece, cover_problem, full_box, intersect
 
 
 def test_a_block_refuses_a_gap_and_an_overlap() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt import Grid, Place, layout_for, load_hf
-from ckpt.place import place_layers
+from ckpt.layout.place import place_layers
 
 
 def test_a_rank_outside_its_axis_is_refused() -> None:

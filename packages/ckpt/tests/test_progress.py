@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt.compare
-import ckpt.save
+import ckpt.transfer.save
+import ckpt.verify.compare
 from ckpt import Grid, IOCounter, Place, layout_for, load_hf, merge, reshard, save_hf, save_shards, verify
 
 Checkpoints = Callable[..., Path]
@@ -39,7 +39,7 @@ def test_loading_and_saving(
     dtype: torch.dtype | None, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes that are read are those of the files, whatever they are cast to; those written are the result's."""
-    monkeypatch.setattr("ckpt.reading.BATCH_BYTES", 1000)
+    monkeypatch.setattr("ckpt.transfer.parallel_reads.BATCH_BYTES", 1000)
     source = checkpoint("llama", "20KB")
     layout, places = layout_for(source), [Place(tp=(rank, 2)) for rank in range(2)]
     loading, saving = Watch(), Watch()
@@ -54,7 +54,7 @@ def save_and_watch(group: Any, source: str, target: str, writers: list[int]) -> 
     layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2))
     tensors, saving, counter = load_hf(source, layout, place), Watch(), IOCounter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ckpt.save, "_can_write", lambda *_: group.rank() in writers)
+        patch.setattr(ckpt.transfer.save, "_can_write", lambda *_: group.rank() in writers)
         save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", progress=saving, counter=counter)
     return saving, counter.data_bytes
 
@@ -72,7 +72,7 @@ def test_the_first_rank_alone_shows_what_it_writes(
 
 def test_files_to_files(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an optimizer's moments and counts; copies on several ranks count, a vocabulary's padding does not."""
-    monkeypatch.setattr("ckpt.compare._CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("ckpt.verify.compare._CHUNK_ELEMENTS", 1000)
     source = checkpoint("llama", vocab_size=51)
     layout = layout_for(source)
     tensors = load_hf(source, layout)

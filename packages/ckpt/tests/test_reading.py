@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt.reading
+import ckpt.transfer.parallel_reads
 from ckpt import IOCounter, Place, layout_for, load_hf
-from ckpt.boxio import Staging
-from ckpt.header import TensorInfo
-from ckpt.reading import Read, read_all
+from ckpt.files.boxio import Staging
+from ckpt.files.header import TensorInfo
+from ckpt.transfer.parallel_reads import Read, read_all
 
 Checkpoints = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def test_any_number_of_threads_reads_the_same(
     layout, place = layout_for(folder), Place(tp=(1, 2))
     expected = load_hf(folder, layout, place, dtype=dtype)
     # Batches smaller than a row, so that reads are cut in every dimension.
-    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 100)
+    monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 100)
     seen: list[tuple[int, int]] = []
     counter = IOCounter()
     tensors = load_hf(
@@ -56,7 +56,7 @@ def test_the_first_rank_alone_shows_progress(checkpoint: Checkpoints, ranks: Any
 
 def test_a_thread_has_one_buffer_at_most(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint("llama")
-    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 100)
+    monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 100)
     buffers = 0
     made = Staging.__init__
 
@@ -72,7 +72,7 @@ def test_a_thread_has_one_buffer_at_most(checkpoint: Checkpoints, monkeypatch: p
 
 def test_an_error_in_a_thread_ends_the_load(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint("llama")
-    monkeypatch.setattr(ckpt.reading, "BATCH_BYTES", 100)
+    monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 100)
     calls, preadv = 0, os.preadv
 
     def failing(*args: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt import layout_for
-from ckpt.config import NEUTRAL_VALUES
+from ckpt.layout.config import NEUTRAL_VALUES
 
 Checkpoints = Callable[..., Path]
 

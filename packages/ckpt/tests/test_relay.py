@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import ckpt.relay
+import ckpt.transfer.relay
 from ckpt import (
     IOCounter,
     Place,
@@ -34,7 +34,7 @@ def save_from_afar(group: Any, source: str, target: str, kind: str, writers: lis
     layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2))
     tensors, counter = load_hf(source, layout, place), IOCounter()
     options = {"optimizer": optimizer_state(tensors), "group": group, "counter": counter}
-    reaches, create_files = ckpt.relay.reaches, ckpt.relay.create_files
+    reaches, create_files = ckpt.transfer.relay.reaches, ckpt.transfer.relay.create_files
     written: list[str] = []
 
     def create(folder: Path, plan: Any) -> None:
@@ -43,9 +43,9 @@ def save_from_afar(group: Any, source: str, target: str, kind: str, writers: lis
             raise OSError(errno.ENOSPC, "no space left")
         create_files(folder, plan)
 
-    ckpt.relay.reaches = lambda folder: group.rank() in writers and reaches(folder)
-    ckpt.relay.create_files = create
-    ckpt.relay.BUCKET_BYTES = 1000
+    ckpt.transfer.relay.reaches = lambda folder: group.rank() in writers and reaches(folder)
+    ckpt.transfer.relay.create_files = create
+    ckpt.transfer.relay.BUCKET_BYTES = 1000
     try:
         if kind == "shards":
             save_shards(target, tensors, layout, place, **options)
@@ -54,8 +54,8 @@ def save_from_afar(group: Any, source: str, target: str, kind: str, writers: lis
     except OSError as error:
         return str(error)
     finally:
-        ckpt.relay.reaches, ckpt.relay.create_files = reaches, create_files
-        ckpt.relay.BUCKET_BYTES = 64 << 20
+        ckpt.transfer.relay.reaches, ckpt.transfer.relay.create_files = reaches, create_files
+        ckpt.transfer.relay.BUCKET_BYTES = 64 << 20
     return written, counter.data_bytes
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
-from ckpt.files import parse_size
+from ckpt.files.written_files import parse_size
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

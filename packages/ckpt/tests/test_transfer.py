@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ckpt.save
+import ckpt.transfer.save
 from ckpt import (
     Layout,
     Place,
@@ -26,8 +26,8 @@ from ckpt import (
     save_hf,
     stream_hf,
 )
-from ckpt.boxio import FileForWriting
-from ckpt.transfer import exchange
+from ckpt.files.boxio import FileForWriting
+from ckpt.transfer.exchange import exchange
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -197,14 +197,14 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> 
     """Save while only some ranks reach the files; returns the bytes this rank wrote."""
     layout: Layout = layout_for(source)
     place = Place(tp=(group.rank(), 4))
-    original = ckpt.save._can_write
-    ckpt.save._can_write = lambda folder, plan: group.rank() in writers and original(folder, plan)
+    original = ckpt.transfer.save._can_write
+    ckpt.transfer.save._can_write = lambda folder, plan: group.rank() in writers and original(folder, plan)
     counter = ckpt.IOCounter()
     try:
         tensors = load_hf(source, layout, place)
         save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", checksums=True, counter=counter)
     finally:
-        ckpt.save._can_write = original
+        ckpt.transfer.save._can_write = original
     return counter.data_bytes
 
 
@@ -250,9 +250,9 @@ def save_in_buckets(
         raise AssertionError("a tensor travels by another call")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.save._can_write", lambda folder, plan: group.rank() in writers)
-        patch.setattr("ckpt.save.exchange", functools.partial(exchange, bucket_bytes=bucket_bytes))
-        patch.setattr("ckpt.save.FileForWriting", Recorded)
+        patch.setattr("ckpt.transfer.save._can_write", lambda folder, plan: group.rank() in writers)
+        patch.setattr("ckpt.transfer.save.exchange", functools.partial(exchange, bucket_bytes=bucket_bytes))
+        patch.setattr("ckpt.transfer.save.FileForWriting", Recorded)
         patch.setattr(dist, "all_to_all_single", recording)
         for name in ("send", "isend", "broadcast", "gather", "all_gather_into_tensor"):
             patch.setattr(dist, name, refused)

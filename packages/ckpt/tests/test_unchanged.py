@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-import ckpt.compare
-import ckpt.load
-import ckpt.offline
-import ckpt.shards
-import ckpt.training
+import ckpt.training.checkpoint
+import ckpt.transfer.load
+import ckpt.transfer.offline
+import ckpt.transfer.shards
+import ckpt.verify.compare
 from ckpt import (
     Grid,
     Place,
@@ -61,15 +61,15 @@ def compare_live(folder: Path, source: Path) -> object:
 
 # How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
-    ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.load, "read_all"),
-    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.load, "check_share"),
-    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.compare, "read_box"),
-    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.compare, "read_box"),
-    ("verify_live", as_hf, compare_live, ckpt.compare, "read_box"),
-    ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.offline, "read_box"),
-    ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.offline, "read_box"),
-    ("load_shards", as_shards, lambda a, b: load_shards(a, Place()), ckpt.shards, "read_box"),
-    ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training, "load"),
+    ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
+    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.load, "check_share"),
+    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.verify.compare, "read_box"),
+    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.verify.compare, "read_box"),
+    ("verify_live", as_hf, compare_live, ckpt.verify.compare, "read_box"),
+    ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
+    ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
+    ("load_shards", as_shards, lambda a, b: load_shards(a, Place()), ckpt.transfer.shards, "read_box"),
+    ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training.checkpoint, "load"),
 ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_is_gone_or_written_to(
 ) -> None:
     """The error is what it comes from, not what comes of it."""
     source, folder = checkpoint("llama"), tmp_path / "saved"
-    layout, read_all = layout_for(source), ckpt.load.read_all
+    layout, read_all = layout_for(source), ckpt.transfer.load.read_all
     as_hf(folder, load_hf(source, layout), source)
     age(folder)
     last = sorted(folder.glob("*.safetensors"))[-1]
@@ -116,14 +116,14 @@ def test_a_file_that_is_gone_or_written_to(
         read_all(*args, **kwargs)
 
     with (
-        mock.patch.object(ckpt.load, "read_all", change_then_read),
+        mock.patch.object(ckpt.transfer.load, "read_all", change_then_read),
         pytest.raises(ValueError, match=f"{last.name} was replaced while it was read"),
     ):
         load_hf(folder, layout)
 
 
 def load_while_the_second_saves(group: Any, source: str, folder: str) -> None:
-    layout, read_all = layout_for(source), ckpt.load.read_all
+    layout, read_all = layout_for(source), ckpt.transfer.load.read_all
     tensors = load_hf(source, layout)
 
     def read_then_replace(*args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ def load_while_the_second_saves(group: Any, source: str, folder: str) -> None:
             as_hf(Path(folder), tensors, Path(source))
 
     with (
-        mock.patch.object(ckpt.load, "read_all", read_then_replace),
+        mock.patch.object(ckpt.transfer.load, "read_all", read_then_replace),
         pytest.raises(ValueError, match="was replaced while it was read"),
     ):
         load_hf(folder, layout, Place(tp=(group.rank(), 2)), group=group)

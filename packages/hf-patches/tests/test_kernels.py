@@ -25,9 +25,10 @@ from hf_patches.testing import (
     scalar_loss,
     tiny_model,
 )
-from parallel_layers import PackedSequence, mlp
+from parallel_layers import PackedSequence
 from parallel_layers.kernels import rms_norm
 from parallel_layers.kernels.runtime import HAS_TRITON
+from parallel_layers.mlp import layer as mlp
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import rotation
 

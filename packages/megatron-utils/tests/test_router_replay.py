@@ -42,10 +42,11 @@ def run_on(
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
-    from megatron_utils.pipeline_parallel import restore_order, run_schedule
+    from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
     from megatron_utils.testing import device_of
     from megatron_utils.testing.weights import load_transformers_state
+    from parallel_layers.data.micro_batches import restore_order
 
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in LENGTHS]

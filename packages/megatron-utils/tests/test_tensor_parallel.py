@@ -165,10 +165,10 @@ def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from parallel_layers.losses import logits_op
+    from parallel_layers.head import logits_operators
 
     chunk = 1 << 12
-    monkeypatch.setitem(logits_op.TILE_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(logits_operators.TILE_ELEMENTS, "cpu", chunk)
     logits, labels = torch.randn(64, 512).to(dtype).requires_grad_(), torch.arange(64)
     result, forward = allocations(lambda: log_probs_from_logits(logits, labels, group=None))
     # A chunk is computed with in fp32.

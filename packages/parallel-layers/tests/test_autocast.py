@@ -16,7 +16,7 @@ from parallel_layers import (
     linear_log_probs,
     linear_policy_loss,
 )
-from parallel_layers.context_parallel import ring_attention
+from parallel_layers.attention.context_parallel import ring_attention
 from parallel_layers.invariant import linear_log_probs as invariant_log_probs
 from parallel_layers.testing import RankPool
 

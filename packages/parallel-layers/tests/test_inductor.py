@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import DecoderConfig, DecoderLayer, ParallelMLP, RMSNorm, RotaryEmbedding
-from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.head import linear_log_probs, vocab_parallel_cross_entropy
 from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_layers.losses import linear_log_probs, vocab_parallel_cross_entropy
 from parallel_layers.testing import RankPool
 
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention import LatentConfig
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.head.embedding import VocabParallelEmbedding
 from parallel_layers.initialization import draw, initialize_, normal, uniform
 from parallel_layers.linear import (
     ColumnParallelLinear,
@@ -21,7 +21,7 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel_layers.mlp import ParallelMLP
+from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoEConfig
 from parallel_layers.sharding import blocks_of, full_shape
 from parallel_layers.testing import RankPool

@@ -8,20 +8,12 @@ import sys
 from pathlib import Path
 
 import parallel_layers
-from parallel_layers import (
-    attention,
-    collectives,
-    context_parallel,
-    inference,
-    invariant,
-    moe,
-    random,
-    rotary,
-    split,
-    testing,
-)
-from parallel_layers.embedding import check_token_ids, vocab_range
-from parallel_layers.norm_backends import available_norm_backends
+from parallel_layers import attention, inference, invariant, moe, rotary, split, testing
+from parallel_layers.attention import context_parallel
+from parallel_layers.distributed import collectives
+from parallel_layers.head.embedding import check_token_ids, vocab_range
+from parallel_layers.memory import random_states
+from parallel_layers.norm.backends import available_norm_backends
 from parallel_layers.sharding import load_full_
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -72,7 +64,7 @@ def test_the_table_lists_every_public_name() -> None:
         *inference.__all__,
         *invariant.__all__,
         *moe.__all__,
-        *random.__all__,
+        *random_states.__all__,
         *rotary.__all__,
         *(one.__name__ for one in (available_norm_backends, check_token_ids, load_full_, vocab_range)),
         *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),

@@ -6,28 +6,25 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
-from rl_models.launch import prepare
-from rl_models.slow_imports import slow_imports
 
 settings.register_profile("shared-machine", deadline=None, max_examples=50)
 settings.load_profile("shared-machine")
 
 
-EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2), saves=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def server_of_command_ranks() -> None:
-    """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
-    prepare("rl_models.score", "rl_models.train.run", "rl_models.backends.huggingface", *EVERYTHING)
+# What these ranks import and what takes a second or more: imported once, before the ranks are forked.
+SLOW_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
-    for name in EVERYTHING:
+    for name in SLOW_IMPORTS:
         importlib.import_module(name)
     return shared_pool()
 

@@ -29,10 +29,10 @@ import ckpt
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, CausalLMWithValue, Critic, ModelConfig, OptimizerOptions
-from rl_models.backends import PipelineOptions, RouterLosses
+from rl_models.engines import PipelineOptions, RouterLosses
 from rl_models.losses import LossTerms
-from rl_models.passes import accumulate
-from rl_models.worker import Worker
+from rl_models.workers.passes import accumulate
+from rl_models.workers.worker import Worker
 
 VOCAB, HIDDEN = 53, 16
 SIZES: dict[str, Any] = {

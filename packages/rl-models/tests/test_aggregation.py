@@ -5,8 +5,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankPool
-from rl_models.aggregation import token_weights
 from rl_models.batch import Batch
+from rl_models.losses.aggregation import token_weights
 
 
 def make() -> Batch:

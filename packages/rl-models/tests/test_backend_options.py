@@ -12,7 +12,7 @@ import ckpt
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
-from rl_models.backends import BACKENDS, RouterLosses
+from rl_models.engines import BACKENDS, RouterLosses
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import ckpt
 from parallel_layers import PackedSequence, RotaryEmbedding
 from parallel_layers.moe import MoEConfig
 from rl_models import CausalLM, ModelConfig, ValueModel
-from rl_models.families import FAMILIES
+from rl_models.models.families import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

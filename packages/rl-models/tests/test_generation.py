@@ -27,8 +27,8 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
-from rl_models.backends import BACKENDS
-from rl_models.backends.positions import max_positions
+from rl_models.engines import BACKENDS
+from rl_models.engines.positions import max_positions
 from rl_models.losses import LossTerms
 
 SIZES: dict[str, Any] = {

@@ -24,10 +24,10 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
-from rl_models.backends import PipelineOptions, RouterLosses
-from rl_models.backends.pipeline import why_no_zero_bubble
+from rl_models.engines import PipelineOptions, RouterLosses
+from rl_models.engines.parallel.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
-from rl_models.worker import Worker
+from rl_models.workers.worker import Worker
 
 VOCAB = 61
 SIZES: dict[str, Any] = {

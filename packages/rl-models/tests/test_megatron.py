@@ -18,7 +18,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
-from rl_models.backends.options import EngineOptions, PipelineOptions, RouterLosses
+from rl_models.engines.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
 
@@ -210,7 +210,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
 
 
 def refused_on(group: ProcessGroup, path: Path) -> list[str]:
-    from rl_models.backends.megatron import load
+    from rl_models.engines.megatron import load
 
     grid = Grid.build(ParallelDims(), device="cpu")
     messages = []

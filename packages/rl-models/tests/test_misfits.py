@@ -17,7 +17,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
-from rl_models.backends import PipelineOptions
+from rl_models.engines import PipelineOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from parallel_layers.testing import RankPool
-from rl_models.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizer import AdamW, OptimizerOptions
 
 OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
 STEPS = 30

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
-from rl_models.backends import PipelineOptions
-from rl_models.backends.options import Schedule
-from rl_models.backends.padding import pad_to
-from rl_models.backends.pipeline import why_no_zero_bubble
+from rl_models.engines import PipelineOptions
+from rl_models.engines.options import Schedule
+from rl_models.engines.padding import pad_to
+from rl_models.engines.parallel.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
 
 VOCAB = 53

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
-from rl_models.backends import PipelineOptions
+from rl_models.engines import PipelineOptions
 from rl_models.losses import LossTerms
 
 VOCAB = 53

@@ -1,13 +1,8 @@
-"""The package's public names, and what is not imported for them and for the command line."""
-
-import subprocess
-import sys
+"""The package's public names."""
 
 import pytest
 
 import rl_models
-from parallel_layers import ParallelDims
-from rl_models.slow_imports import slow_imports
 
 
 def test_every_public_name_is_there() -> None:
@@ -16,23 +11,3 @@ def test_every_public_name_is_there() -> None:
         assert getattr(rl_models, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Policy'"):
         rl_models.Policy  # noqa: B018
-
-
-def test_help_is_printed_without_torch() -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from rl_models.cli import app; "
-        "result = CliRunner().invoke(app, ['--help']); print(result.exit_code, 'torch' in sys.modules, result.output)"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.startswith("0 False")
-    assert "quickstart" in output
-    assert "score" in output
-
-
-def test_only_who_needs_them_imports_what_takes_a_second() -> None:
-    slow = {*slow_imports(ParallelDims(dp=2, pp=2), saves=True), "torch.distributed.tensor"}
-    assert len(slow) == 5
-    assert slow_imports(ParallelDims(tp=2)) == ["torch._dynamo"]
-    code = "import sys, rl_models.score, rl_models.train.run; print(*sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not slow & set(output.split())

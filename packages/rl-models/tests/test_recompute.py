@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_layers import PackedSequence
 from rl_models import CausalLM, ModelConfig
-from rl_models.backends import EngineOptions
+from rl_models.engines import EngineOptions
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

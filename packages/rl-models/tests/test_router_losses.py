@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
-from rl_models.backends import RouterLosses
+from rl_models.engines import RouterLosses
 from rl_models.losses import LossTerms
 
 EXPERTS, TOP_K = 4, 2

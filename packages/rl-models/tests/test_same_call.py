@@ -17,8 +17,8 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
-from rl_models.same_call import described
-from rl_models.spmd import WholeBatches
+from rl_models.workers.agreement import described
+from rl_models.workers.whole_batches import WholeBatches
 
 
 @pytest.fixture(scope="module")

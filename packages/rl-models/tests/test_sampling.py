@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_models.sampling import MIN_TEMPERATURE, sample, truncate
+from rl_models.workers.sampling import MIN_TEMPERATURE, sample, truncate
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0))

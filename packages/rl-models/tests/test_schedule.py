@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rl_models import OptimizerOptions
-from rl_models.schedule import SCHEDULES, Schedule
+from rl_models.engines.learning_rate import SCHEDULES, Schedule
 
 HALF = math.sqrt(0.5)
 

@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ckpt
-from ckpt import training
+from ckpt.training import checkpoint
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.backends import PipelineOptions
-from rl_models.backends.fsdp import release
-from rl_models.schedule import Schedule
+from rl_models.engines import PipelineOptions
+from rl_models.engines.fsdp import release
+from rl_models.engines.learning_rate import Schedule
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -171,13 +171,13 @@ def test_a_mixture_of_experts_is_saved_under_its_checkpoints_names(moe: Path, tm
 def save_behind(group: ProcessGroup, path: Path, root: Path) -> tuple[float, float, Any, Any]:
     """Saves in the background go on while the next steps run, and keep what they were given."""
     worker = make_worker(group, path, "actor", "parallel", TP2, dtype=torch.bfloat16)
-    write = training._write
+    write = checkpoint._write
 
     def slowly(*args: Any) -> None:
         time.sleep(0.5)
         write(*args)
 
-    training._write = slowly
+    checkpoint._write = slowly
     try:
         update(worker, 0)
         began = time.monotonic()
@@ -192,7 +192,7 @@ def save_behind(group: ProcessGroup, path: Path, root: Path) -> tuple[float, flo
         worker.load_training(root, step=2)
         from_two = update(worker, 2)
     finally:
-        training._write = write
+        checkpoint._write = write
     assert from_two["learning_rate"] == OPTIMIZER.learning_rate_at(2)
     return stall, whole, expected, sorted(ckpt.saved_steps(root))
 

@@ -26,7 +26,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import LogProbs, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.backends import BACKENDS
+from rl_models.engines import BACKENDS
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
 SIZES: dict[str, Any] = {
@@ -434,7 +434,7 @@ def test_the_head_is_told_whether_to_keep_its_probabilities(
     model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What keeping does is the head's; on a CPU it changes nothing."""
-    module = {"parallel": "rl_models.models", "transformers": "hf_patches.head"}[backend]
+    module = {"parallel": "rl_models.models.language_models", "transformers": "hf_patches.head"}[backend]
     kept: list[bool] = []
 
     def head(*args: Any, keep_probabilities: bool, **options: Any) -> LogProbs:

@@ -4,26 +4,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.agreement import agree, all_gather_json
-    from ckpt.atomic import FolderWriter
-    from ckpt.boxio import IOCounter
-    from ckpt.compare import verify, verify_live
-    from ckpt.families import Role
-    from ckpt.files import copy_companions
-    from ckpt.folder import Checkpoint, open_checkpoint
-    from ckpt.layout import Canonical, Layout, layout_for
-    from ckpt.live import redistribute, redistribute_optimizer
-    from ckpt.load import load_hf
-    from ckpt.offline import merge, reshard
-    from ckpt.pieces import Block, Piece
-    from ckpt.place import Grid, Place
-    from ckpt.report import Difference, Report
-    from ckpt.rng import capture_rng, restore_rng
-    from ckpt.runs import latest_step, saved_steps
-    from ckpt.save import save_hf
-    from ckpt.shards import Shards, load_shards, open_shards, save_shards
-    from ckpt.stream import stream_hf
-    from ckpt.training import PendingSave, TrainingState, load_training, save_training
+    from ckpt.files.atomic import FolderWriter
+    from ckpt.files.boxio import IOCounter
+    from ckpt.files.folder import Checkpoint, open_checkpoint
+    from ckpt.files.written_files import copy_companions
+    from ckpt.layout.families import Role
+    from ckpt.layout.model_layout import Canonical, Layout, layout_for
+    from ckpt.layout.pieces import Block, Piece
+    from ckpt.layout.place import Grid, Place
+    from ckpt.training.checkpoint import PendingSave, TrainingState, load_training, save_training
+    from ckpt.training.rng import capture_rng, restore_rng
+    from ckpt.training.runs import latest_step, saved_steps
+    from ckpt.transfer.agreement import agree, all_gather_json
+    from ckpt.transfer.load import load_hf
+    from ckpt.transfer.offline import merge, reshard
+    from ckpt.transfer.redistribute import redistribute, redistribute_optimizer
+    from ckpt.transfer.save import save_hf
+    from ckpt.transfer.shards import Shards, load_shards, open_shards, save_shards
+    from ckpt.transfer.stream import stream_hf
+    from ckpt.verify.compare import verify, verify_live
+    from ckpt.verify.report import Difference, Report
 
 __all__ = [
     "Block",
@@ -69,44 +69,44 @@ __all__ = [
 # Where each name lives. Imported when it is first asked for: `ckpt --help` need not wait for torch, and only training
 # checkpoints for torch.distributed.checkpoint, which takes about as long to import as torch itself.
 _HOME = {
-    "Block": "ckpt.pieces",
-    "Canonical": "ckpt.layout",
-    "Checkpoint": "ckpt.folder",
-    "Difference": "ckpt.report",
-    "FolderWriter": "ckpt.atomic",
-    "Grid": "ckpt.place",
-    "IOCounter": "ckpt.boxio",
-    "Layout": "ckpt.layout",
-    "PendingSave": "ckpt.training",
-    "Piece": "ckpt.pieces",
-    "Place": "ckpt.place",
-    "Report": "ckpt.report",
-    "Role": "ckpt.families",
-    "Shards": "ckpt.shards",
-    "TrainingState": "ckpt.training",
-    "agree": "ckpt.agreement",
-    "all_gather_json": "ckpt.agreement",
-    "capture_rng": "ckpt.rng",
-    "copy_companions": "ckpt.files",
-    "latest_step": "ckpt.runs",
-    "layout_for": "ckpt.layout",
-    "load_hf": "ckpt.load",
-    "load_shards": "ckpt.shards",
-    "load_training": "ckpt.training",
-    "merge": "ckpt.offline",
-    "open_checkpoint": "ckpt.folder",
-    "open_shards": "ckpt.shards",
-    "redistribute": "ckpt.live",
-    "redistribute_optimizer": "ckpt.live",
-    "reshard": "ckpt.offline",
-    "restore_rng": "ckpt.rng",
-    "save_hf": "ckpt.save",
-    "save_shards": "ckpt.shards",
-    "save_training": "ckpt.training",
-    "saved_steps": "ckpt.runs",
-    "stream_hf": "ckpt.stream",
-    "verify": "ckpt.compare",
-    "verify_live": "ckpt.compare",
+    "Block": "ckpt.layout.pieces",
+    "Canonical": "ckpt.layout.model_layout",
+    "Checkpoint": "ckpt.files.folder",
+    "Difference": "ckpt.verify.report",
+    "FolderWriter": "ckpt.files.atomic",
+    "Grid": "ckpt.layout.place",
+    "IOCounter": "ckpt.files.boxio",
+    "Layout": "ckpt.layout.model_layout",
+    "PendingSave": "ckpt.training.checkpoint",
+    "Piece": "ckpt.layout.pieces",
+    "Place": "ckpt.layout.place",
+    "Report": "ckpt.verify.report",
+    "Role": "ckpt.layout.families",
+    "Shards": "ckpt.transfer.shards",
+    "TrainingState": "ckpt.training.checkpoint",
+    "agree": "ckpt.transfer.agreement",
+    "all_gather_json": "ckpt.transfer.agreement",
+    "capture_rng": "ckpt.training.rng",
+    "copy_companions": "ckpt.files.written_files",
+    "latest_step": "ckpt.training.runs",
+    "layout_for": "ckpt.layout.model_layout",
+    "load_hf": "ckpt.transfer.load",
+    "load_shards": "ckpt.transfer.shards",
+    "load_training": "ckpt.training.checkpoint",
+    "merge": "ckpt.transfer.offline",
+    "open_checkpoint": "ckpt.files.folder",
+    "open_shards": "ckpt.transfer.shards",
+    "redistribute": "ckpt.transfer.redistribute",
+    "redistribute_optimizer": "ckpt.transfer.redistribute",
+    "reshard": "ckpt.transfer.offline",
+    "restore_rng": "ckpt.training.rng",
+    "save_hf": "ckpt.transfer.save",
+    "save_shards": "ckpt.transfer.shards",
+    "save_training": "ckpt.training.checkpoint",
+    "saved_steps": "ckpt.training.runs",
+    "stream_hf": "ckpt.transfer.stream",
+    "verify": "ckpt.verify.compare",
+    "verify_live": "ckpt.verify.compare",
 }
 
 

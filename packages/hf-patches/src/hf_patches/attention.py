@@ -12,9 +12,9 @@ from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
 from hf_patches.npu import npu_attention
 from hf_patches.report import KeyValues
 from parallel_layers.attention import packed_attention
+from parallel_layers.attention.context_parallel import exchange_heads
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.autocast import as_operand
-from parallel_layers.context_parallel import exchange_heads
 
 # transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
 ATTENTION_NAME = "hf_patches_packed"

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
-from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_patches.batch import BatchPlan
 from parallel_layers import PackedSequence
-from parallel_layers.collectives import gather_from_sequence_parallel
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 
 
 @dataclass(frozen=True)

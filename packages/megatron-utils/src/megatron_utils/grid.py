@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
-from parallel_layers.dims import default_timeout
+from parallel_layers.distributed.parallel_dims import default_timeout
 
 # Which axes vary inside each group. Both grids have the order of Megatron's "tp-cp-ep-dp-pp", here outermost first.
 _DENSE_AXES = ("pp", "dp", "cp", "tp")

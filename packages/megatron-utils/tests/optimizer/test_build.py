@@ -40,10 +40,10 @@ def loss(output: Any, _: int) -> Tensor:
 
 def adamw_on(group: ProcessGroup, distributed: bool) -> None:
     from megatron_utils import megatron_grid
-    from megatron_utils.memory import HostOffload
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import device_of
+    from parallel_layers.memory import HostOffload
 
     dp = group.size()
     # NCCL and CUDA kernels add in another order, and the optimizer may be Transformer Engine's.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
-from megatron_utils.pipeline_parallel import SequenceCost, restore_order, split_micro_batches
+from parallel_layers.data.micro_batches import SequenceCost, restore_order, split_micro_batches
 from parallel_layers.testing import RankPool
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)

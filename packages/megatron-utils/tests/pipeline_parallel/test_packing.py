@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_utils.pipeline_parallel import pack_micro_batches, pack_zigzag, pad_to, unpack_zigzag
 from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers.data.micro_batch_packing import pack_micro_batches, pack_zigzag, pad_to, unpack_zigzag
 
 
 def test_micro_batches_are_packed_and_dummies_hold_padding_alone() -> None:

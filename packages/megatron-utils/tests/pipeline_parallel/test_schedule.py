@@ -26,8 +26,9 @@ def following(tokens: list[Tensor], lengths: list[int], multiple_of: int) -> Pac
 def decoded_on(group: ProcessGroup, hf: dict[str, Any], dims: ParallelDims, virtual_stages: int | None) -> None:
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
-    from megatron_utils.pipeline_parallel import pack_micro_batches, run_schedule
+    from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
+    from parallel_layers.data.micro_batch_packing import pack_micro_batches
 
     generator = torch.Generator().manual_seed(0)
     totals = torch.tensor(STEPS).sum(0).tolist()
@@ -95,9 +96,10 @@ def dummies_on(
     """Gradients with and without micro-batches that hold no sequence; on the second replica there are no others."""
     from megatron_utils import megatron_grid
     from megatron_utils.optimizer import wrap_data_parallel
-    from megatron_utils.pipeline_parallel import pack_micro_batches, run_schedule
+    from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
     from parallel_layers import next_token_labels
+    from parallel_layers.data.micro_batch_packing import pack_micro_batches
 
     rows = [torch.arange(n) % 7 for n in (5, 3, 6, 2)]
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid:

@@ -7,21 +7,13 @@ from parallel_layers.attention import (
     available_backends,
     packed_attention,
 )
-from parallel_layers.data import broadcast_data
+from parallel_layers.data.broadcast import broadcast_data
+from parallel_layers.data.packing import PackedSequence, next_token_labels, pack, unpack
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.dims import ParallelDims
-from parallel_layers.embedding import VocabParallelEmbedding
+from parallel_layers.distributed.gradient_norm import clip_grad_norm_
+from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.float8 import Float8Config, with_float8
-from parallel_layers.gradients import clip_grad_norm_
-from parallel_layers.initialization import initialize_
-from parallel_layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
-from parallel_layers.losses import (
+from parallel_layers.head import (
     LogProbs,
     VocabParallelHead,
     linear_log_probs,
@@ -30,11 +22,19 @@ from parallel_layers.losses import (
     vocab_parallel_entropy,
     vocab_parallel_log_probs,
 )
-from parallel_layers.mlp import ParallelMLP
-from parallel_layers.norm import RMSNorm
+from parallel_layers.head.embedding import VocabParallelEmbedding
+from parallel_layers.initialization import initialize_
+from parallel_layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.memory.random_states import RngStates, checkpoint
+from parallel_layers.mlp.layer import ParallelMLP
+from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.overlap import available_overlaps
-from parallel_layers.packing import PackedSequence, next_token_labels, pack, unpack
-from parallel_layers.random import RngStates, checkpoint
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 __all__ = [

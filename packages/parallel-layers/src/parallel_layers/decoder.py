@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
 from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
-from parallel_layers.mlp import GatedActivation, ParallelMLP
+from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
-from parallel_layers.norm import RMSNorm
+from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.overlap import Overlap
 
 NormPlacement = Literal["pre", "post", "sandwich"]

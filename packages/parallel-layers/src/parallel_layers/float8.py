@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel_layers.collectives import (
+from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
@@ -26,7 +26,7 @@ from parallel_layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel_layers.views import Model, view_of
+from parallel_layers.shared_weights import Model, view_of
 
 Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
 Linear = Column | RowParallelLinear

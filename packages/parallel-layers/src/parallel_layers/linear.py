@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.collectives import (
+from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
@@ -24,8 +24,8 @@ from parallel_layers.linear_ops import (
     row_parallel_linear,
     sum_gradients_of_shared_rows,
 )
-from parallel_layers.module import ParallelModule
 from parallel_layers.overlap import Overlap, check_overlap
+from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.products import wide
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm
 from parallel_layers.autocast import as_operand, without_autocast
-from parallel_layers.collectives import copy_to_tensor_parallel
+from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.overlap import (
     Overlap,
     check_overlap,
@@ -85,10 +85,10 @@ def column_parallel_linear(
     """
     check_overlap(overlap)
     check_reduce_gradient(reduce_gradient, sequence_parallel)
-    if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
+    if not async_collectives.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
         return F.linear(x, weight, bias)
-    reduce = comm.is_sharded(group) and reduce_gradient
-    gather = comm.is_sharded(group) and sequence_parallel
+    reduce = async_collectives.is_sharded(group) and reduce_gradient
+    gather = async_collectives.is_sharded(group) and sequence_parallel
     options = output_dtype, reduce_dtype, overlap
     return _apply(_ColumnLinear, x, weight, bias, group, gather, reduce, shared_rows, options, *main_grads)
 
@@ -143,7 +143,7 @@ def row_parallel_linear(
             these ranks; or they do not divide T.
     """
     check_overlap(overlap)
-    if not comm.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
+    if not async_collectives.is_sharded(group) and main_grads == (None, None) and output_dtype is None:
         return F.linear(x, weight, bias)
     options = output_dtype, reduce_dtype, overlap
     return _apply(_RowLinear, x, weight, bias, group, sequence_parallel, options, *main_grads)
@@ -184,7 +184,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.group, ctx.gather, ctx.reduce, ctx.shared_rows = group, gather, reduce, shared_rows
         ctx.main_grads = weight_main_grad, bias_main_grad
         output_dtype, reduce_dtype, overlap = options
-        ctx.reduce_dtype = comm.sum_dtype(weight, reduce_dtype) if reduce else None
+        ctx.reduce_dtype = async_collectives.sum_dtype(weight, reduce_dtype) if reduce else None
         if not gather:
             return product(x, weight, bias, output_dtype)
         assert group is not None
@@ -213,15 +213,15 @@ class _ColumnLinear(torch.autograd.Function):
             elif needs_x:
                 dx = product_scatter(dy, weight.t(), None, group, ctx.reduce_dtype, ctx.how)
             elif needs_weight:
-                dw = weight_gradient(comm.all_gather(x, group))
+                dw = weight_gradient(async_collectives.all_gather(x, group))
         else:
             dx = product(dy, weight.t(), None, ctx.reduce_dtype) if needs_x else None
             if dx is not None and ctx.reduce:
-                dx = comm.start_all_reduce(dx, group, owned=True)
-                comm.head_start(dx)
+                dx = async_collectives.start_all_reduce(dx, group, owned=True)
+                async_collectives.head_start(dx)
             dw = weight_gradient(x) if needs_weight else None
             if dx is not None and ctx.reduce:
-                dx = comm.wait(dx)
+                dx = async_collectives.wait(dx)
         if needs_bias:
             db = _column_sum(dy, group, shared_rows, ctx.main_grads[1])
         return None if dx is None else dx.to(weight.dtype), dw, db, *[None] * 7
@@ -241,14 +241,14 @@ class _RowLinear(torch.autograd.Function):
         bias_main_grad: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.group = group if comm.is_sharded(group) else None
+        ctx.group = group if async_collectives.is_sharded(group) else None
         ctx.sequence_parallel = sequence_parallel
         ctx.main_grads = weight_main_grad, bias_main_grad
         output_dtype, reduce_dtype, overlap = options
         output_dtype = x.dtype if output_dtype is None else output_dtype
         if ctx.group is None:
             return product(x, weight, bias, output_dtype)
-        dtype = comm.sum_dtype(x, reduce_dtype)
+        dtype = async_collectives.sum_dtype(x, reduce_dtype)
         if sequence_parallel:
             rows = _rows(x) // ctx.group.size()
             ctx.how = choose_overlap(overlap, x, rows, ctx.group)  # of the backward, whose product is in dy's dtype
@@ -256,8 +256,8 @@ class _RowLinear(torch.autograd.Function):
             y = product_scatter(x, weight, bias, ctx.group, dtype, how)
         else:
             y = product(x, weight, bias if ctx.group.rank() == 0 else None, dtype)
-            y = comm.wait(comm.start_all_reduce(y, ctx.group, owned=True))
-        return comm.cast(y, output_dtype)
+            y = async_collectives.wait(async_collectives.start_all_reduce(y, ctx.group, owned=True))
+        return async_collectives.cast(y, output_dtype)
 
     @staticmethod
     @once_differentiable
@@ -270,7 +270,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.group is not None and ctx.sequence_parallel and needs_x:
             dx, dy = gather_product_and_x(dy, weight.t(), ctx.group, ctx.how)
         elif ctx.group is not None and ctx.sequence_parallel:
-            dy = comm.all_gather(dy, ctx.group)
+            dy = async_collectives.all_gather(dy, ctx.group)
         elif needs_x:
             dx = dy.matmul(weight)
         dw = _outer(dy, x, None, None, ctx.main_grads[0]) if needs_weight else None
@@ -337,11 +337,11 @@ def _start_sum_of_shared(part: Tensor, group: ProcessGroup, replicas: int) -> Te
     """
     slots = part.new_zeros(group.size() // replicas, *part.shape)
     slots[group.rank() // replicas] = part
-    return comm.start_all_reduce(slots, group, owned=True)
+    return async_collectives.start_all_reduce(slots, group, owned=True)
 
 
 def _finish_sum_of_shared(slots: Tensor, group: ProcessGroup, replicas: int) -> Tensor:
-    return comm.wait(slots)[group.rank() // replicas]
+    return async_collectives.wait(slots)[group.rank() // replicas]
 
 
 def _add_to(main_grad: Tensor | None, gradient: Tensor) -> Tensor | None:

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import comm, symmetric_memory
+from parallel_layers import symmetric_memory
+from parallel_layers.distributed import async_collectives
 from parallel_layers.products import product, product_into
 from parallel_layers.symmetric_memory import (
     gather_matmul,
@@ -130,7 +131,7 @@ def gather_product(
     the number of ranks that have to send while one of them multiplies.
     """
     if how == "serial" or not x.numel():
-        return product(comm.all_gather(x, group), weight, bias, dtype)
+        return product(async_collectives.all_gather(x, group), weight, bias, dtype)
     if how == "symmetric-memory":
         return gather_matmul(x, weight, bias, group)[0]
     pieces = max(1, min(x[..., 0].numel() // CHUNK_ROWS, group.size() - 1))
@@ -145,7 +146,7 @@ def gather_product_and_x(x: Tensor, weight: Tensor, group: ProcessGroup, how: st
     Communication: all-gather of x, never cut, so that its tokens arrive in order.
     """
     if how == "serial" or not x.numel():
-        gathered = comm.all_gather(x, group)
+        gathered = async_collectives.all_gather(x, group)
         return product(gathered, weight, None, x.dtype), gathered
     if how == "symmetric-memory":
         y, received = gather_matmul(x, weight, None, group, return_gathered=True)
@@ -162,13 +163,13 @@ def _gather_product(
     size, rank, tokens = group.size(), group.rank(), len(x)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y = rows.new_empty(size, len(rows), weight.shape[0], dtype=dtype)
-    arriving = [(chunk, comm.start_all_gather(rows[chunk], group)) for chunk in _chunks(len(rows), pieces)]
-    comm.head_start(rows)
+    arriving = [(chunk, async_collectives.start_all_gather(rows[chunk], group)) for chunk in _chunks(len(rows), pieces)]
+    async_collectives.head_start(rows)
     product_into(y[rank], rows, weight, bias)
     gathered = rows
     while arriving:
         chunk, started = arriving.pop(0)
-        gathered = comm.wait(started).view(size, -1, rows.shape[-1])
+        gathered = async_collectives.wait(started).view(size, -1, rows.shape[-1])
         for other in range(size):
             if other != rank:
                 product_into(y[other, chunk], gathered[other], weight, bias)
@@ -202,12 +203,12 @@ def product_scatter(
     Raises:
         ValueError: n does not divide T.
     """
-    comm.check_divisible(x, 0, group)
+    async_collectives.check_divisible(x, 0, group)
     if how == "symmetric-memory" and x.numel():
         return matmul_reduce_scatter(x, weight, bias, group)
     bias = bias if group.rank() == 0 else None
     if how == "serial" or not x.numel():
-        return comm.reduce_scatter(product(x, weight, bias, dtype), group)
+        return async_collectives.reduce_scatter(product(x, weight, bias, dtype), group)
     size = group.size()
     rows = x.reshape(size, -1, x.shape[-1])
     own = rows.shape[1]
@@ -217,8 +218,8 @@ def product_scatter(
         parts = y.new_empty(size, chunk.stop - chunk.start, weight.shape[0])
         for other in range(size):
             product_into(parts[other], rows[other, chunk], weight, bias)
-        sums.append(comm.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), group))
-        comm.head_start(parts)
+        sums.append(async_collectives.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), group))
+        async_collectives.head_start(parts)
     for summed in sums:
         summed.wait()
     return y.view(len(x) // size, *x.shape[1:-1], -1)
@@ -252,15 +253,15 @@ def product_scatter_beside_gather(
     Raises:
         ValueError: n does not divide T.
     """
-    comm.check_divisible(dy, 0, group)
+    async_collectives.check_divisible(dy, 0, group)
     if how == "symmetric-memory" and x.numel():
         return matmul_reduce_scatter_beside_gather(dy, weight, x, group, use)
-    gathered = comm.start_all_gather(x, group)
-    comm.head_start(gathered)
-    dx = comm.start_reduce_scatter(product(dy, weight, None, dtype), group)
-    comm.head_start(dx)
-    used = use(comm.wait(gathered))
-    return comm.wait(dx), used
+    gathered = async_collectives.start_all_gather(x, group)
+    async_collectives.head_start(gathered)
+    dx = async_collectives.start_reduce_scatter(product(dy, weight, None, dtype), group)
+    async_collectives.head_start(dx)
+    used = use(async_collectives.wait(gathered))
+    return async_collectives.wait(dx), used
 
 
 def _chunks(rows: int, pieces: int) -> Iterator[slice]:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers import comm
+from parallel_layers.distributed import async_collectives
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """`x W^T + b` over any leading dims in `dtype` (None: x's), rounded once."""
     if dtype is None or dtype == x.dtype or dtype != wide(x.dtype):
         y = F.linear(x, weight, bias)
-        return y if dtype is None else comm.cast(y, dtype)
+        return y if dtype is None else async_collectives.cast(y, dtype)
     y = wide_mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 

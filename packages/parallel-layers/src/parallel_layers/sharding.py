@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.dims import divisors
+from parallel_layers.distributed.parallel_dims import divisors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

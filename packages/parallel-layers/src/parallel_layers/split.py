@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import comm
+from parallel_layers.distributed import async_collectives
 
 
 def split_last_dim(x: Tensor, parts: int, *, contiguous: bool = False) -> tuple[Tensor, ...]:
@@ -26,9 +26,9 @@ def flat_chunk(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Raises:
         ValueError: The number of elements does not divide by the group's size.
     """
-    return x.reshape(-1).clone() if group is None else comm.split(x.reshape(-1), group)
+    return x.reshape(-1).clone() if group is None else async_collectives.split(x.reshape(-1), group)
 
 
 def gather_flat(chunk: Tensor, group: ProcessGroup | None) -> Tensor:
     """The ranks' 1-D chunks, all of one size, joined in order of rank: `[size * n]`. Communication: an all-gather."""
-    return chunk if group is None or group.size() == 1 else comm.all_gather(chunk, group)
+    return chunk if group is None or group.size() == 1 else async_collectives.all_gather(chunk, group)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import comm
+from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.peer_memory import PeerMemory, peer_memory
 from parallel_layers.products import product_into
@@ -64,7 +64,7 @@ def gather_matmul(
         if return_gathered:
             received[rank].copy_(rows)
     side.wait_stream(main)
-    comm.head_start(rows)
+    async_collectives.head_start(rows)
     product_into(y[rank], rows, weight, bias)
     for stream, arriving in ((side, arrivals[::2]), (main, arrivals[1::2])):
         with stream:
@@ -88,7 +88,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
         ValueError: n does not divide T.
         RuntimeError: As `peer_memory`.
     """
-    comm.check_divisible(x, 0, group)
+    async_collectives.check_divisible(x, 0, group)
     parts = x.reshape(group.size(), -1, x.shape[-1])
     memory = peer_memory(group, parts[..., 0].numel() * len(weight) * x.element_size(), x.device)
     main, side, copies = _streams(x.device)
@@ -119,7 +119,7 @@ def matmul_reduce_scatter_beside_gather(
         ValueError: n does not divide T.
         RuntimeError: As `peer_memory`.
     """
-    comm.check_divisible(dy, 0, group)
+    async_collectives.check_divisible(dy, 0, group)
     size, rank = group.size(), group.rank()
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     parts = dy.reshape(size, -1, dy.shape[-1])
@@ -171,7 +171,7 @@ def _send_products(
         for other, product, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
             memory.of(other, shape, parts.dtype, first)[rank].copy_(product)
-    comm.head_start(parts)  # to the products that others wait for
+    async_collectives.head_start(parts)  # to the products that others wait for
     product_into(received[rank], parts[rank], weight, bias)
     return received, sent
 
@@ -195,7 +195,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
     Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA: an all-gather and two
     all-reduces of a few bytes, and the exchange of a handle of a buffer.
     """
-    if group is None or not comm.is_sharded(group):
+    if group is None or not async_collectives.is_sharded(group):
         return "one rank has nothing to send"
     if device.type != "cuda":
         return f"it needs CUDA devices, not {device.type}"
@@ -205,7 +205,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
     """Why not, where this rank's GPU is number `own`; the messages are tensors on `device`."""
     ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
-    gathered = comm.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
+    gathered = async_collectives.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
     peers = [bytes(row) for row in gathered.tolist()]
     reason = _agree(why_not_peers(own, ids, peers, torch.cuda.can_device_access_peer), group, device)
     return reason or _agree(_why_not_mapped(group, device), group, device)
@@ -249,5 +249,5 @@ def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:
 
 def _agree(reason: str | None, group: ProcessGroup, device: torch.device) -> str | None:
     """Every rank's own reason, or another's."""
-    failed = comm.all_reduce(torch.tensor(int(reason is not None), device=device), group, "max")
+    failed = async_collectives.all_reduce(torch.tensor(int(reason is not None), device=device), group, "max")
     return reason or ("another rank of the group cannot" if failed.item() else None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_layers.attention import backends, packed_attention
 from parallel_layers.attention.backends import BACKENDS, Backend, Needs, choose_backend, why_not
-from parallel_layers.attention.problem import Forward, Scoring, Segments
+from parallel_layers.attention.kernel_interface import Forward, Scoring, Segments
 from parallel_layers.attention.reference import ReferenceKernel
 
 Install = Callable[..., None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.attention import exact as module
+from parallel_layers.attention import exact_kernel as module
 from parallel_layers.attention import packed_attention
 
 LENGTHS, LENGTHS_K = [5, 0, 1, 9, 3], [7, 2, 1, 9, 0]

@@ -17,9 +17,9 @@ from parallel_layers.attention import LatentConfig, available_backends, packed_a
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import KVCache
-from parallel_layers.mlp import ParallelMLP
+from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig
-from parallel_layers.norm import RMSNorm
+from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding
 
 pytestmark = pytest.mark.gpu

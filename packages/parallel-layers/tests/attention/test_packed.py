@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_layers.attention import available_backends, packed_attention, sdpa
 from parallel_layers.attention.backends import BACKENDS, Backend
-from parallel_layers.attention.problem import Forward
+from parallel_layers.attention.kernel_interface import Forward
 from parallel_layers.attention.reference import ReferenceKernel
 
 CPU_BACKENDS = ["reference", "sdpa"]

@@ -5,10 +5,10 @@ from decoder_families import cu_seqlens_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.collectives import gather_from_sequence_parallel
-from parallel_layers.context_parallel import gather_sequence, split_sequence
+from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.dims import ParallelDims
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.moe import RouterReplay, RoutingContext
 
 

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import DecoderConfig, DecoderLayer, ParallelDims, RotaryEmbedding
 from parallel_layers.attention import LatentConfig
-from parallel_layers.collectives import gather_from_sequence_parallel
-from parallel_layers.context_parallel import gather_sequence, split_sequence
+from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_layers.attention.reference import ReferenceKernel
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.dims import ParallelDims
+from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.moe import RouterReplay, RoutingContext, grouped
 from parallel_layers.testing import RankPool
 

@@ -138,7 +138,7 @@ def training_step(seed: int) -> list[Tensor]:
 
 @pytest.mark.gpu
 def test_deterministic_steps_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, with torch's deterministic algorithms: what `rl-models train --deterministic` turns on."""
+    """Bit for bit, with torch's deterministic algorithms: what `rl-train train --deterministic` turns on."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:

@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_models import losses
-    from rl_models.actor import Actor, TokenLogProbs
-    from rl_models.actor_critic import ActorCritic, TokenEstimates
-    from rl_models.backends.options import MegatronOptions, PipelineOptions, RouterLosses
     from rl_models.batch import Batch
-    from rl_models.cluster.future import RankDied
-    from rl_models.cluster.group import RayModelGroup
-    from rl_models.cluster.placement import Placement
-    from rl_models.cluster.resources import Resources
-    from rl_models.config import ModelConfig
-    from rl_models.critic import Critic
+    from rl_models.engines.optimizer import OptimizerOptions
+    from rl_models.engines.options import MegatronOptions, PipelineOptions, RouterLosses
     from rl_models.grid import Grid
-    from rl_models.models import CausalLM, CausalLMWithValue, ValueModel
-    from rl_models.optimizer import OptimizerOptions
+    from rl_models.models.config import ModelConfig
+    from rl_models.models.language_models import CausalLM, CausalLMWithValue, ValueModel
+    from rl_models.workers.actor import Actor, TokenLogProbs
+    from rl_models.workers.actor_critic import ActorCritic, TokenEstimates
+    from rl_models.workers.critic import Critic
 
 __all__ = [
     "Actor",
@@ -31,10 +27,6 @@ __all__ = [
     "ModelConfig",
     "OptimizerOptions",
     "PipelineOptions",
-    "Placement",
-    "RankDied",
-    "RayModelGroup",
-    "Resources",
     "RouterLosses",
     "TokenEstimates",
     "TokenLogProbs",
@@ -42,27 +34,23 @@ __all__ = [
     "losses",
 ]
 
-# Where each name lives. Imported when it is first asked for: `rl-models --help` need not wait for torch.
+# Where each name lives. Imported when it is first asked for: an engine alone does not wait for all of them.
 _HOME = {
-    "Actor": "rl_models.actor",
-    "ActorCritic": "rl_models.actor_critic",
+    "Actor": "rl_models.workers.actor",
+    "ActorCritic": "rl_models.workers.actor_critic",
     "Batch": "rl_models.batch",
-    "CausalLM": "rl_models.models",
-    "CausalLMWithValue": "rl_models.models",
-    "Critic": "rl_models.critic",
+    "CausalLM": "rl_models.models.language_models",
+    "CausalLMWithValue": "rl_models.models.language_models",
+    "Critic": "rl_models.workers.critic",
     "Grid": "rl_models.grid",
-    "MegatronOptions": "rl_models.backends.options",
-    "ModelConfig": "rl_models.config",
-    "OptimizerOptions": "rl_models.optimizer",
-    "PipelineOptions": "rl_models.backends.options",
-    "Placement": "rl_models.cluster.placement",
-    "RankDied": "rl_models.cluster.future",
-    "RayModelGroup": "rl_models.cluster.group",
-    "Resources": "rl_models.cluster.resources",
-    "RouterLosses": "rl_models.backends.options",
-    "TokenEstimates": "rl_models.actor_critic",
-    "TokenLogProbs": "rl_models.actor",
-    "ValueModel": "rl_models.models",
+    "MegatronOptions": "rl_models.engines.options",
+    "ModelConfig": "rl_models.models.config",
+    "OptimizerOptions": "rl_models.engines.optimizer",
+    "PipelineOptions": "rl_models.engines.options",
+    "RouterLosses": "rl_models.engines.options",
+    "TokenEstimates": "rl_models.workers.actor_critic",
+    "TokenLogProbs": "rl_models.workers.actor",
+    "ValueModel": "rl_models.models.language_models",
 }
 
 

@@ -62,7 +62,7 @@ class Grid:
             if not dist.is_initialized():
                 raise ValueError(
                     f"{dims} needs {dims.world_size} ranks and there is no process group; start the ranks with "
-                    "torchrun and call torch.distributed.init_process_group, or use rl_models.launch.run_on_ranks"
+                    "torchrun and call torch.distributed.init_process_group, or use parallel_layers.testing.run_ranks"
                 )
             mesh = dims.build_mesh(device.type)
         if mesh is None:

@@ -20,7 +20,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
-    from ckpt.sources import open_source
+    from ckpt.transfer.sources import open_source
 
     checkpoint = ckpt.open_checkpoint(folder)
     facts = describe(checkpoint, open_source(folder).layout)
@@ -45,7 +45,7 @@ def inspect(
 
 def describe(checkpoint: ckpt.Checkpoint, layout: ckpt.Layout) -> dict[str, Any]:
     """The facts that `inspect` shows."""
-    from ckpt.dtypes import NAMES
+    from ckpt.files.dtypes import NAMES
 
     dtypes: dict[str, int] = {}
     for _, info in checkpoint.tensors.values():

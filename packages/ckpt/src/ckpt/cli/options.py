@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.place import Grid, LayerPlacement
+from ckpt.layout.place import Grid, LayerPlacement
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def read_dtype(text: str | None) -> torch.dtype | None:
         return None
     import torch
 
-    from ckpt.dtypes import DTYPES
+    from ckpt.files.dtypes import DTYPES
 
     dtype = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values() or not dtype.is_floating_point:

@@ -45,10 +45,10 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
-    from ckpt.config import is_weights, load_config
-    from ckpt.contents import INDEX, LAYOUT, SINGLE
-    from ckpt.plan import config_dtype, plan_bytes, stored_dtypes
-    from ckpt.sources import open_source
+    from ckpt.files.contents import INDEX, LAYOUT, SINGLE
+    from ckpt.layout.config import is_weights, load_config
+    from ckpt.transfer.memory_plan import config_dtype, plan_bytes, stored_dtypes
+    from ckpt.transfer.sources import open_source
 
     grid = read_grid(tp, pp, vpp, ep, etp)
     has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))

@@ -27,8 +27,8 @@ from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, PackedSequence, linear_log_probs
-from parallel_layers.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
-from parallel_layers.context_parallel import gather_sequence, split_sequence
+from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import KVCache, SequenceCache
 from parallel_layers.rotary import RotaryEmbedding
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
-from parallel_layers.context_parallel import Layout, ring_attention, split_sequence, ulysses_attention
+from parallel_layers.attention.context_parallel import Layout, ring_attention, split_sequence, ulysses_attention
 from parallel_layers.inference import SequenceCache
-from parallel_layers.norm import RMSNorm
+from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 # Megatron's `cp_comm_type`: how attention goes over the context-parallel group, and which tokens each rank then holds.

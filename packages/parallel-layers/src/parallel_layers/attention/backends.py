@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import torch
 
-from parallel_layers.attention.exact import ExactKernel
+from parallel_layers.attention.exact_kernel import ExactKernel
 from parallel_layers.attention.flash import FlashAttention2Kernel, FlashAttention4Kernel, VarlenKernel
-from parallel_layers.attention.problem import Kernel
+from parallel_layers.attention.kernel_interface import Kernel
 from parallel_layers.attention.reference import ReferenceKernel
 
 HALF = frozenset({torch.float16, torch.bfloat16})

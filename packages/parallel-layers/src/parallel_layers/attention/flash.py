@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from parallel_layers.attention.problem import Forward, Scoring, Segments
+from parallel_layers.attention.kernel_interface import Forward, Scoring, Segments
 
 
 def _empty_as(lse: Tensor, value: float) -> Tensor:

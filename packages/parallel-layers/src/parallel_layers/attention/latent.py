@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm
 from parallel_layers.attention.layer import AttentionCache, CacheShape, ContextParallel, attention_over
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
+from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
-from parallel_layers.module import ParallelModule
-from parallel_layers.norm import RMSNorm
+from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.overlap import Overlap
+from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys
 from parallel_layers.sharding import divide
 
@@ -166,7 +166,7 @@ class ParallelLatentAttention(ParallelModule):
         self.q_a_proj: _ReplicatedLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         self.sizes, self.rotary_interleaved = sizes, rotary_interleaved
-        self.group = group if comm.is_sharded(group) else None
+        self.group = group if async_collectives.is_sharded(group) else None
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         self.num_heads_local = divide(num_heads, 1 if group is None else group.size(), "num_attention_heads")
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)

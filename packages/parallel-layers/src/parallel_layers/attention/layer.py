@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.context_parallel.ring import ring_attention
+from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.context_parallel.ring import ring_attention
-from parallel_layers.context_parallel.ulysses import ulysses_attention
 from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
-from parallel_layers.module import ParallelModule
-from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm
+from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
 from parallel_layers.overlap import Overlap
+from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
@@ -112,7 +112,7 @@ class ParallelAttention(ParallelModule):
         rotary_interleaved: See `apply_rotary`.
         backend: See `packed_attention`.
         context_parallel: Which attention works on tokens that are sharded over `context_group`: "ulysses" (contiguous
-            layout) or "ring" (zigzag layout); see `parallel_layers.context_parallel`.
+            layout) or "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
         context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over it, and
             their gradients are shares to be summed over it, as over data-parallel ranks.
         group: Tensor-parallel group; None when not sharded.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
-from parallel_layers.attention.problem import Forward, Kernel, Scoring, Segments
+from parallel_layers.attention.kernel_interface import Forward, Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
 from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from parallel_layers.attention.problem import Forward, Scoring, Segments
+from parallel_layers.attention.kernel_interface import Forward, Scoring, Segments
 
 _MAX_SCORES = 1 << 24  # numbers in one block of scores: 64 MiB in fp32
 

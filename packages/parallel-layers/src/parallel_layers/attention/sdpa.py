@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.attention.problem import Scoring, Segments
+from parallel_layers.attention.kernel_interface import Scoring, Segments
 
 _MAX_MASK = 1 << 26  # entries of a mask; more queries than that allows go in blocks
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers import comm
+from parallel_layers.distributed import async_collectives
 from parallel_layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -12,7 +12,7 @@ from parallel_layers.linear import (
     RowParallelLinear,
 )
 from parallel_layers.overlap import why_not_symmetric_memory
-from parallel_layers.views import Model, view_of
+from parallel_layers.shared_weights import Model, view_of
 
 Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
 Linear = Column | RowParallelLinear
@@ -96,4 +96,4 @@ def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> s
 
 def _group_of(layer: Linear) -> ProcessGroup | None:
     """The group over which the layer gathers or scatters tokens."""
-    return layer.group if layer.sequence_parallel and comm.is_sharded(layer.group) else None
+    return layer.group if layer.sequence_parallel and async_collectives.is_sharded(layer.group) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.attention.packed import AttentionOptions
-from parallel_layers.inference.blocks import BlockTables
+from parallel_layers.inference.block_tables import BlockTables
 from parallel_layers.inference.cache import Boundaries, SequenceCache
 from parallel_layers.inference.paged_attention import PagedKeys, paged_attention
 

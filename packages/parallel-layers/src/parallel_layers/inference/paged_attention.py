@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.backends import HALF, available_backends
+from parallel_layers.attention.kernel_interface import Scoring
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.attention.problem import Scoring
 from parallel_layers.attention.sinks import out_with_sinks
 
 # What flash-attn 2's paged kernels take: devices, and blocks of a multiple of so many tokens.

@@ -12,16 +12,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm
 from parallel_layers.autocast import as_operand
-from parallel_layers.elementary import exp, log, tanh, tree_sum
-from parallel_layers.exact import exact_product
-from parallel_layers.invariant.blocks import BLOCKS, check_blocks
-from parallel_layers.losses import fused, linear_op
-from parallel_layers.losses.linear import LogProbs, _validate
-from parallel_layers.losses.logits import LogitTransform
-from parallel_layers.losses.softmax import NEGLIGIBLE
-from parallel_layers.losses.vocabulary import (
+from parallel_layers.distributed import async_collectives
+from parallel_layers.head import fused, linear_operators
+from parallel_layers.head.linear_log_probs import LogProbs, _validate
+from parallel_layers.head.logit_transform import LogitTransform
+from parallel_layers.head.softmax_statistics import NEGLIGIBLE
+from parallel_layers.head.vocabulary import (
     LocalLabels,
     LocalVocabulary,
     check_labels,
@@ -30,6 +27,9 @@ from parallel_layers.losses.vocabulary import (
     group_name,
     true_vocab_size,
 )
+from parallel_layers.invariant.blocks import BLOCKS, check_blocks
+from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_sum
+from parallel_layers.kernels.exact_matmul import exact_product
 
 _TILE_LOGITS = 1 << 22
 # Triton lays a tile out by whether the number of tokens is a multiple of 16, and the layout orders a sum.
@@ -138,13 +138,13 @@ class _LinearLogProbs(torch.autograd.Function):
             nothing,
             nothing.float().clone(),
         )
-        linear_op._setup_context(ctx, tuple(given), outputs)
+        linear_operators._setup_context(ctx, tuple(given), outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        return linear_op._backward(ctx, *gradients)[: len(needs)]
+        return linear_operators._backward(ctx, *gradients)[: len(needs)]
 
 
 def _cuts(vocab_size: int, blocks: int) -> list[int]:
@@ -158,7 +158,7 @@ def _parts_of_all_ranks(
     parts_4T: list[Tensor], hidden_TH: Tensor, rows: int, cuts: list[int], group: ProcessGroup | None
 ) -> list[Tensor]:
     """The statistics `[4, T]` of every part of the vocabulary, first to last."""
-    if group is None or not comm.is_sharded(group):
+    if group is None or not async_collectives.is_sharded(group):
         return parts_4T
     counts = [sum(r * rows <= first < (r + 1) * rows for first in cuts[:-1]) for r in range(group.size())]
     empty = hidden_TH.new_zeros(4, len(hidden_TH), dtype=torch.float32)

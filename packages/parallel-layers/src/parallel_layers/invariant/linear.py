@@ -12,8 +12,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm, linear_ops
-from parallel_layers.collectives import copy_to_tensor_parallel, gather_from_tensor_parallel, scatter_to_tensor_parallel
+from parallel_layers import linear_ops
+from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_tensor_parallel,
+    scatter_to_tensor_parallel,
+)
 from parallel_layers.invariant.product import product, tree
 from parallel_layers.linear import (
     ColumnParallelLinear,
@@ -34,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def column_forward(layer: ColumnLinear, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """A column-parallel layer's forward: `[T, ..., I]` (sequence parallel `[T/tp, ..., I]`) -> `[T, ..., O/tp]`."""
     weight = layer._given_weight(weight)
-    sharded = comm.is_sharded(layer.group)
+    sharded = async_collectives.is_sharded(layer.group)
     how = _Column(
         layer.group,
         gather=sharded and layer.sequence_parallel,
@@ -54,7 +59,7 @@ def row_forward(layer: RowParallelLinear, blocks: int, x: Tensor, weight: Tensor
         x = scatter_to_tensor_parallel(x, layer.group)
     weight = layer._given_weight(weight)
     how = _Row(
-        layer.group if comm.is_sharded(layer.group) else None,
+        layer.group if async_collectives.is_sharded(layer.group) else None,
         layer.sequence_parallel,
         blocks,
         layer.output_dtype,
@@ -101,10 +106,10 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.group, ctx.gather, ctx.reduce, ctx.shared_rows = how.group, how.gather, how.reduce, how.shared_rows
         ctx.main_grads = how.main_grads
         ctx.how = "serial"  # the backward, by whole collectives
-        ctx.reduce_dtype = comm.sum_dtype(weight, how.reduce_dtype) if how.reduce else None
+        ctx.reduce_dtype = async_collectives.sum_dtype(weight, how.reduce_dtype) if how.reduce else None
         if how.gather:
             assert how.group is not None
-            x = comm.all_gather(x, how.group)
+            x = async_collectives.all_gather(x, how.group)
         return product(x, weight, bias, dtype=how.output_dtype)
 
     @staticmethod
@@ -144,11 +149,11 @@ def _sum_over_ranks(
     """The tree over ranks of `[T, ..., O]` fp32, plus the bias, in `dtype`; sequence parallel: this rank's tokens."""
     size, tokens = group.size(), part.shape[0]
     if sequence_parallel:
-        comm.check_divisible(part, 0, group)
+        async_collectives.check_divisible(part, 0, group)
     else:
         part = F.pad(part, (0, 0) * (part.dim() - 1) + (0, -tokens % size))
     own = part.shape[0] // size
-    arrived = comm.wait(comm.start_all_to_all(part, group, [own] * size, [own] * size))
+    arrived = async_collectives.wait(async_collectives.start_all_to_all(part, group, [own] * size, [own] * size))
     y = tree(arrived.chunk(size) if own else [part])
     y = (y if bias is None else y + bias.float()).to(dtype)
-    return y if sequence_parallel else comm.all_gather(y, group)[:tokens]
+    return y if sequence_parallel else async_collectives.all_gather(y, group)[:tokens]

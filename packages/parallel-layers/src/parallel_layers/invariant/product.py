@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_layers.exact import exact_product
+from parallel_layers.kernels.exact_matmul import exact_product
 from parallel_layers.kernels.matmul import MAX_LEAVES, invariant_matmul, supports_matmul
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,24 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers import mlp
+from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention, _ReplicatedLinear
 from parallel_layers.attention.layer import ParallelAttention
-from parallel_layers.collectives import copy_to_tensor_parallel
-from parallel_layers.context_parallel.ring import ring_attention
-from parallel_layers.elementary import ACTIVATIONS, cos, sin, tree_sum
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.invariant.attention import attend, check_attention_backend
 from parallel_layers.invariant.blocks import BLOCKS, check_blocks
 from parallel_layers.invariant.linear import ColumnLinear, column_forward, replicated_forward, row_forward
 from parallel_layers.invariant.substitute import with_gradient_of
+from parallel_layers.kernels.elementary_functions import ACTIVATIONS, cos, sin, tree_sum
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear import RowParallelLinear
-from parallel_layers.mlp import ParallelMLP
+from parallel_layers.mlp import layer as mlp
+from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoE
-from parallel_layers.norm import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES
-from parallel_layers.views import Model, view_of
+from parallel_layers.shared_weights import Model, view_of
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:

@@ -259,7 +259,7 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
             f"residual is {residual.dtype} {list(residual.shape)}, but x is {x.dtype} {list(x.shape)}; they must agree"
         )
     if size > MAX_SIZE:
-        raise ValueError(f"rows of {size} exceed the kernel's {MAX_SIZE}; use parallel_layers.norm.rms_norm")
+        raise ValueError(f"rows of {size} exceed the kernel's {MAX_SIZE}; use parallel_layers.norm.rms_norm.rms_norm")
 
 
 def _programs(launch: Launch, count: int, device: torch.device) -> int:

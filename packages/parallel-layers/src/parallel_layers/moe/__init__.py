@@ -7,7 +7,7 @@ hidden = moe(hidden, context)     # padding counts for no loss; the experts are 
 context.loads[5], context.losses[5]["balance_loss"]
 """
 
-from parallel_layers.activations import ClampedSwiGLU
+from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import BatchTotals, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts

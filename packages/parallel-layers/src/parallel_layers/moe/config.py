@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel_layers.mlp import GatedActivation
+from parallel_layers.mlp.layer import GatedActivation
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["top2_sum", "max"]
@@ -28,8 +28,8 @@ class MoEConfig:
         group_score: What a group is chosen by: the sum of its two best scores (DeepSeek-V3) or its best (V2).
         shared_intermediate_size: Of the shared experts together, an MLP that every token goes through; 0: none.
         shared_expert_gate: Multiply the shared experts' output by a sigmoid of one more projection (Qwen2-MoE).
-        activation: A name of `parallel_layers.mlp.ACTIVATIONS`, experts are gated, act(gate) · up; or a `ClampedSwiGLU`
-            (gpt-oss).
+        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, experts are gated, act(gate) · up;
+            or a `ClampedSwiGLU` (gpt-oss).
         expert_bias: Biases of both projections of every routed expert (gpt-oss).
         balance_loss: Weight of `load_balancing_loss` (Switch; `router_aux_loss_coef`).
         sequence_balance_loss: Weight of `sequence_balance_loss` (DeepSeek-V3).

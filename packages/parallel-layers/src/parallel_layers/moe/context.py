@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.data.packing import PackedSequence
 from parallel_layers.moe.replay import RouterReplay
-from parallel_layers.packing import PackedSequence
 
 
 @dataclass(frozen=True, kw_only=True)

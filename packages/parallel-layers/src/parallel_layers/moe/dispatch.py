@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.collectives import all_to_all
+from parallel_layers.distributed.collectives import all_to_all
 
 
 class _Spread(torch.autograd.Function):

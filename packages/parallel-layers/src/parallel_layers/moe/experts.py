@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.mlp import GatedActivation, check_gated, gated
-from parallel_layers.module import ParallelModule
+from parallel_layers.mlp.layer import GatedActivation, check_gated, gated
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.grouped import grouped_bias, grouped_linear
+from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
 
@@ -45,7 +45,7 @@ class GroupedExperts(ParallelModule):
         hidden_size: H.
         intermediate_size: I, of one expert.
         num_experts: E.
-        activation: A name of `parallel_layers.mlp.ACTIVATIONS`, or a `ClampedSwiGLU`.
+        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, or a `ClampedSwiGLU`.
         bias: Biases of both projections.
         group: Tensor-parallel group that shares each expert; None: experts are whole.
         expert_group: The ranks that share the experts, each with its own tokens; None: all experts are here.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm
-from parallel_layers.collectives import (
+from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     reduce_from_tensor_parallel,
@@ -19,13 +19,13 @@ from parallel_layers.collectives import (
     scatter_to_sequence_parallel,
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
-from parallel_layers.mlp import ParallelMLP
-from parallel_layers.module import ParallelModule
+from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.router import Routing, TopKRouter
 from parallel_layers.overlap import Overlap
+from parallel_layers.parallel_module import ParallelModule
 
 
 class MoE(ParallelModule):
@@ -81,7 +81,7 @@ class MoE(ParallelModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        group = group if comm.is_sharded(group) else None
+        group = group if async_collectives.is_sharded(group) else None
         self.config, self.layer_number = config, layer_number
         self.group, self.sequence_parallel, self.reduce_dtype = group, sequence_parallel, reduce_dtype
         self.expert_tensor_parallel = expert_tensor_parallel
@@ -141,7 +141,7 @@ class MoE(ParallelModule):
         if self.sequence_parallel:
             x = gather_from_sequence_parallel(x, self.group, reduce_dtype=dtype)
             weights = gather_from_sequence_parallel(weights, self.group)
-            out = self.experts(x, comm.all_gather(experts, self.group), weights)
+            out = self.experts(x, async_collectives.all_gather(experts, self.group), weights)
             return reduce_scatter_to_sequence_parallel(out, self.group, reduce_dtype=dtype)
         x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
         weights = copy_to_tensor_parallel(weights, self.group)

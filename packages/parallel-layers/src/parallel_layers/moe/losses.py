@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.collectives import reduce_from_tensor_parallel
+from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 
 
 def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import comm
-from parallel_layers.collectives import copy_to_tensor_parallel
+from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.module import ParallelModule
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.losses import (
@@ -27,6 +26,7 @@ from parallel_layers.moe.losses import (
     sequence_balance_loss,
 )
 from parallel_layers.moe.replay import RouterReplay
+from parallel_layers.parallel_module import ParallelModule
 
 
 class Routing(NamedTuple):
@@ -123,7 +123,7 @@ class TopKRouter(ParallelModule):
     ) -> None:
         super().__init__()
         self.config = config
-        self.group = group if comm.is_sharded(group) else None
+        self.group = group if async_collectives.is_sharded(group) else None
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
         self.bias = None
         if config.router_bias:
@@ -172,7 +172,7 @@ class TopKRouter(ParallelModule):
             if self.group is None:
                 return replay.select(layer_number, experts)
             if replay.recording:
-                replay.select(layer_number, comm.all_gather(experts, self.group))
+                replay.select(layer_number, async_collectives.all_gather(experts, self.group))
                 return experts
             first, whole = self.group.rank() * len(experts), self.group.size() * len(experts)
             return replay.select(layer_number, experts, first_token=first, num_tokens=whole)
@@ -190,7 +190,7 @@ class TopKRouter(ParallelModule):
         segments = self._segments(context, experts)
         mask = segments >= 0
         load = expert_load(experts, self.config.num_experts, mask)
-        context.loads[layer_number] = load if self.group is None else comm.all_reduce(load, self.group)
+        context.loads[layer_number] = load if self.group is None else async_collectives.all_reduce(load, self.group)
         if not self._wants_losses():
             return routing
         probs = scores if self.config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)

@@ -1,7 +1,0 @@
-"""Qwen2.5-VL: to a layout it is Qwen2-VL with another vision tower, which is carried whole in both."""
-
-import dataclasses
-
-from ckpt.families import qwen2_vl
-
-FAMILY = dataclasses.replace(qwen2_vl.FAMILY, name="qwen2_5_vl", class_prefix="Qwen2_5_VL")

@@ -1,0 +1,175 @@
+"""Folders that appear at once: written beside their target under a temporary name, synced, and put in place in one
+step.
+
+A save to `DIR/name` works in `DIR/.name.saving-*`. When the target exists, the two folders change places in one system
+call (`renameat2` with `RENAME_EXCHANGE`), so at every instant `name` is a complete checkpoint. Where the file system
+cannot exchange, the old folder is first renamed to `.name.previous`; a kill between the two renames leaves it there,
+complete. A save that was killed leaves its temporary folder; the next save to the same target recognises and removes
+it, unless its owner, which holds a lock on it, is alive.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt.files.contents import foreign, kind_of
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_target(target: Path) -> None:
+    """Refuse to replace what is no checkpoint, or has anything else in it, which would be deleted.
+
+    Raises:
+        ValueError: the target is a file, a mount point, or a folder with something in it that no checkpoint of its kind
+            has (`ckpt.files.contents`); names what.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
+    if os.path.ismount(target):
+        raise ValueError(f"{target} is a mount point, which cannot be replaced; save into a folder below it")
+    held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    if not held:
+        return
+    kind = kind_of(target)
+    if kind is None:
+        raise ValueError(f"{target} exists and is no checkpoint ({held[:3]}); choose another path or empty it")
+    others = foreign(target, kind)
+    if others:
+        raise ValueError(
+            f"{target} holds more than a checkpoint, {others[:5]} ({len(others)} in all), which a save in its place "
+            "would delete; choose another path, or move the rest elsewhere first"
+        )
+
+
+class FolderWriter:
+    """A temporary folder beside its target, made by one process; `commit` puts it in place, `discard` removes it."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = Path(os.path.abspath(target))
+        check_target(self.target)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        self.path = self.target.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
+        self.path.mkdir()
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Without locks (some network file systems) nothing of ours is ever taken for abandoned.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    @property
+    def _prefix(self) -> str:
+        return f".{self.target.name}.saving-"
+
+    def _remove_leftovers(self) -> None:
+        remove_abandoned(self.target.parent.glob(f"{_escape(self._prefix)}*"))
+        previous = self.target.with_name(f".{self.target.name}.previous")
+        if previous.is_dir():
+            if self.target.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+            else:
+                os.rename(previous, self.target)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            # After a commit there is nothing left to discard.
+            self.discard()
+
+    def commit(self) -> None:
+        """Sync the folder, put it in the target's place, remove what was there; after an error the target is what it
+        was."""
+        sync_folder(self.path)
+        with contextlib.ExitStack() as undo:
+            replaced = self._put_in_place(undo)
+            sync_folder(self.target.parent)
+            undo.pop_all()
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        self._release()
+
+    def _put_in_place(self, undo: contextlib.ExitStack) -> Path | None:
+        """Let the folder and the target change places; returns where the old target is now."""
+        if not self.target.exists():
+            os.rename(self.path, self.target)
+            undo.callback(os.rename, self.target, self.path)
+            return None
+        if _exchange(self.path, self.target):
+            undo.callback(_exchange, self.path, self.target)
+            return self.path
+        previous = self.target.with_name(f".{self.target.name}.previous")
+        os.rename(self.target, previous)
+        undo.callback(os.rename, previous, self.target)
+        os.rename(self.path, self.target)
+        undo.callback(os.rename, self.target, self.path)
+        return previous
+
+    def discard(self) -> None:
+        """Remove the temporary folder; the target stays as it was."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove temporary folders whose process is gone."""
+    for folder in folders:
+        if not _is_in_use(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _is_in_use(leftover: Path) -> bool:
+    """Whether the process that made a temporary folder still holds its lock."""
+    try:
+        fd = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two folders change places in one step; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))

@@ -1,0 +1,234 @@
+"""Moving boxes between files and tensors: the longest contiguous runs that both sides allow, counted.
+
+Bytes go between the file and the tensor's own memory with `preadv` and `pwrite`; only a tensor on another device, of
+another type, or not contiguous in its last dimensions goes through a bounded staging buffer.
+"""
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt.files.dtypes import refuse_overflow
+from ckpt.files.header import TensorInfo
+from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
+
+# One read or write call moves at most this (Linux caps one at 2 GiB).
+_CALL_BYTES = 1 << 30
+STAGING_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class BoxOf:
+    """A box of a named tensor of `shape`, and the memory that holds it; the memory has the box's extents."""
+
+    name: str
+    shape: Shape
+    box: Box
+    memory: Tensor
+
+
+@dataclass
+class IOCounter:
+    """What has been read or written so far.
+
+    Attributes:
+        data_bytes: bytes of tensors.
+        header_bytes: bytes of headers.
+        calls: system calls for tensors.
+    """
+
+    data_bytes: int = 0
+    header_bytes: int = 0
+    calls: int = 0
+
+
+class Staging:
+    """One reused buffer (pinned when the other side is a GPU) for what cannot go straight to its place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._nbytes = STAGING_BYTES
+        self._buffer: Tensor | None = None
+
+    def view(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor over the buffer; valid until the next call."""
+        needed = math.prod(shape) * dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < needed:
+            self._buffer = torch.empty(max(needed, self._nbytes), dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffer[:needed].view(dtype).view(shape)
+
+    def chunks(self, box: Box, itemsize: int) -> Iterator[Box]:
+        """Cut a box into boxes that fit the buffer."""
+        return split_box(box, self._nbytes // itemsize)
+
+
+class StagingPool:
+    """One staging buffer for each device, made when first needed."""
+
+    def __init__(self) -> None:
+        self._stagings: dict[torch.device, Staging] = {}
+
+    def on(self, device: torch.device) -> Staging:
+        """The buffer for transfers with tensors on `device`."""
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device)
+        return self._stagings[device]
+
+
+class FileForWriting:
+    """An existing file, opened for writing at offsets; synced and closed at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> int:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        return self._fd
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+def view_of(tensor: Tensor, box: Box) -> Tensor:
+    """The part of a tensor that a box covers, as a view."""
+    for dim, (start, stop) in enumerate(box):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def _run_dims(sides: Shape, strides: Shape) -> int:
+    """How many trailing dimensions of a strided box lie contiguously in memory, given its strides in elements."""
+    expected = 1
+    dims = 0
+    for side, stride in zip(reversed(sides), reversed(strides), strict=True):
+        if side != 1 and stride != expected:
+            break
+        expected *= side
+        dims += 1
+    return dims
+
+
+def _contiguous_strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _offsets(base: int, sides: Shape, steps: Shape) -> list[int]:
+    """`base` plus every combination of index * step, in row-major order."""
+    offsets = [base]
+    for side, step in zip(sides, steps, strict=True):
+        offsets = [offset + index * step for offset in offsets for index in range(side)]
+    return offsets
+
+
+def _runs(info: TensorInfo, box: Box, view: Tensor) -> tuple[list[int], list[int], int]:
+    """The contiguous runs of a copy between a file's box and a view of equal extents (leading dimensions of 1 aside).
+
+    Returns:
+        File offsets, byte offsets from the view's first element, and the bytes of each run.
+    """
+    item = info.dtype.itemsize
+    sides = extents(box)
+    file_strides = _contiguous_strides(info.shape)
+    # Leading dimensions of extent 1 may be extra on either side.
+    view_strides = (0,) * (len(sides) - view.dim()) + tuple(view.stride())[max(0, view.dim() - len(sides)) :]
+    inner = min(_run_dims(sides, file_strides), _run_dims(sides, view_strides))
+    outer = len(sides) - inner
+    base = info.offset + sum(start * stride for (start, _), stride in zip(box, file_strides, strict=True)) * item
+    at_file = _offsets(base, sides[:outer], tuple(stride * item for stride in file_strides[:outer]))
+    at_view = _offsets(0, sides[:outer], tuple(stride * item for stride in view_strides[:outer]))
+    return at_file, at_view, math.prod(sides[outer:]) * item
+
+
+def _memory(view: Tensor) -> memoryview:
+    """The bytes from a strided CPU view's first element to its last, without a copy; the tensor must outlive them."""
+    last = sum((side - 1) * stride for side, stride in zip(view.shape, view.stride(), strict=True))
+    nbytes = (last + 1) * view.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(view.data_ptr())).cast("B")
+
+
+def _is_direct(view: Tensor, info: TensorInfo) -> bool:
+    return view.device.type == "cpu" and view.dtype == info.dtype
+
+
+def _part(view: Tensor, chunk: Box, box: Box) -> Tensor:
+    """The part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
+    side."""
+    inside = relative(chunk, box)
+    extra = view.dim() - len(inside)
+    return view_of(view, ((0, 1),) * extra + inside[max(0, -extra) :])
+
+
+def read_box(
+    fd: int,
+    info: TensorInfo,
+    box: Box,
+    destination: Tensor,
+    staging: Staging,
+    counter: IOCounter,
+    name: str = "a tensor",
+) -> None:
+    """Read a box of a file's tensor into a view of equal extents, casting where the types differ.
+
+    Raises:
+        ValueError: the file ended early, or a value is too large for the destination's type; names the tensor `name`.
+    """
+    if _is_direct(destination, info):
+        _move(os.preadv, fd, info, box, destination, counter)
+        return
+    for chunk in staging.chunks(box, info.dtype.itemsize):
+        part = _part(destination, chunk, box)
+        buffer = staging.view(extents(chunk), info.dtype)
+        _move(os.preadv, fd, info, chunk, buffer, counter)
+        refuse_overflow(name, buffer, part.dtype)
+        part.copy_(buffer.view(part.shape))
+
+
+def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
+    """Write a view into a box of a file's tensor, casting where the types differ.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
+    if _is_direct(source, info):
+        _move(os.pwritev, fd, info, box, source, counter)
+        return
+    for chunk in staging.chunks(box, info.dtype.itemsize):
+        part = _part(source, chunk, box)
+        buffer = staging.view(extents(chunk), info.dtype)
+        buffer.view(part.shape).copy_(part)
+        _move(os.pwritev, fd, info, chunk, buffer, counter)
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int],
+    fd: int,
+    info: TensorInfo,
+    box: Box,
+    view: Tensor,
+    counter: IOCounter,
+) -> None:
+    if view.numel() == 0:
+        return
+    at_file, at_view, run = _runs(info, box, view)
+    memory = _memory(view)
+    for offset, start in zip(at_file, at_view, strict=True):
+        done = 0
+        while done < run:
+            moved = call(fd, [memory[start + done : start + min(run, done + _CALL_BYTES)]], offset + done)
+            if moved == 0:
+                raise ValueError(
+                    f"a file ended at byte {offset + done}, inside a tensor; it was truncated while in use"
+                )
+            done += moved
+            counter.calls += 1
+    counter.data_bytes += run * len(at_file)

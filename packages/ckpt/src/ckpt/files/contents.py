@@ -1,0 +1,88 @@
+"""What a checkpoint's folder holds, by name: what is written here, and what is copied from another checkpoint. A folder
+with anything else in it is never replaced."""
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What makes a folder a sharded checkpoint (`ckpt.transfer.shards`).
+LAYOUT = "layout.json"
+# A training checkpoint's (`ckpt.training.checkpoint`): the run's facts, and which box of which tensor lies where.
+STATE = "state.json"
+METADATA = "metadata.json"
+
+# What stands beside the weights and belongs to the tokenizer, the processor or generation; one of them is a folder.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "normalizer.json",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of folder: the names of which it has at least one, and all further ones."""
+
+    marks: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+# In the order in which they are tried: a Hugging Face checkpoint, a sharded one, one of a training run, and what comes
+# before weights.
+KINDS = (
+    Kind((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
+    Kind(("shard-*-of-*.safetensors",), (CONFIG, LAYOUT)),
+    Kind(("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
+    Kind((CONFIG,), COMPANIONS),
+)
+
+
+def matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """The files in a folder, and those in its folders that a pattern names, that match one of the patterns."""
+    return [name for name in _names(folder, patterns) if _matches(name, patterns)]
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """What kind a folder is of; None where it is no checkpoint."""
+    names = list(_names(folder, ()))
+    return next((kind for kind in KINDS if any(_matches(name, kind.marks) for name in names)), None)
+
+
+def foreign(folder: Path, kind: Kind) -> list[str]:
+    """What a folder has beside a checkpoint of its kind: files, and folders with a slash."""
+    patterns = (*kind.marks, *kind.others)
+    return [name for name in _names(folder, patterns) if not _matches(name, patterns)]
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    # A wildcard stands for no slash.
+    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
+    """The entries of a folder in order; in place of a folder that a pattern names, what it holds."""
+    known = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir():
+            yield entry.name
+        elif entry.name in known:
+            yield from (f"{entry.name}/{inner.name}{'/' * inner.is_dir()}" for inner in sorted(entry.iterdir()))
+        else:
+            yield f"{entry.name}/"

@@ -1,0 +1,138 @@
+"""A checkpoint folder: its configuration, its safetensors files and their index, checked against each other."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.files.contents import INDEX, LAYOUT, SINGLE
+from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.layout.config import Config, load_config, read_json_file
+
+_PICKLED = ("pickled weights, which can run code when loaded", "DIR")
+# Weights in other formats: what they are, and what transformers reads them from.
+_FOREIGN = {
+    "*.bin": _PICKLED,
+    "*.pt": _PICKLED,
+    "*.pth": _PICKLED,
+    "*.ckpt": _PICKLED,
+    "*.gguf": ("llama.cpp's quantized weights", "DIR, gguf_file=NAME"),
+}
+# Pickles that stand beside weights.
+_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder: nothing but headers has been read.
+
+    Attributes:
+        path: the folder.
+        headers: file name -> header.
+        tensors: tensor name -> (file name, where it lies).
+    """
+
+    path: Path
+    headers: dict[str, Header]
+    tensors: dict[str, tuple[str, TensorInfo]]
+
+    @property
+    def config(self) -> Config:
+        """The folder's config.json."""
+        return load_config(self.path)
+
+    @property
+    def files(self) -> dict[Path, int]:
+        """The files, and when each was last modified (`ckpt.files.unchanged`)."""
+        return {self.path / file: header.modified_ns for file, header in self.headers.items()}
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of all headers."""
+        return sum(header.length for header in self.headers.values())
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
+
+    Raises:
+        ValueError: no weights, pickled weights, a file that is missing or broken, or an index that disagrees with the
+            headers; names the file, the tensor and the fix.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        _refuse_foreign(folder)
+        return _opened(folder.parent, {folder.name: read_header(folder)})
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
+    single = (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
+    if (folder / INDEX).is_file():
+        checkpoint = _open_sharded(folder)
+        if single and SINGLE not in checkpoint.headers:
+            raise ValueError(
+                f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
+            )
+        return checkpoint
+    if single:
+        return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
+    for pattern in _FOREIGN:
+        foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
+        if foreign:
+            _refuse_foreign(foreign[0])
+    if (folder / LAYOUT).is_file():
+        raise ValueError(f"{folder} is a sharded checkpoint, one file a rank; `ckpt merge` makes it a Hugging Face one")
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Refuse a file of weights in another format, by its name.
+
+    Raises:
+        ValueError: it is one; says how to convert it.
+    """
+    for pattern, (what, how) in _FOREIGN.items():
+        if file.match(pattern):
+            raise ValueError(
+                f"{file} holds {what}; convert once, where you trust it: "
+                f"AutoModelForCausalLM.from_pretrained({how}).save_pretrained(OUT)"
+            )
+
+
+def _previous(folder: Path) -> str:
+    kept = folder.with_name(f".{folder.name}.previous")
+    return f"; an interrupted save left the last complete checkpoint in {kept}" if kept.is_dir() else ""
+
+
+def _opened(folder: Path, headers: dict[str, Header]) -> Checkpoint:
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise ValueError(f"tensor {name!r} is in both {tensors[name][0]} and {file} of {folder}; remove one")
+            tensors[name] = (file, info)
+    return Checkpoint(folder, headers, tensors)
+
+
+def _open_sharded(folder: Path) -> Checkpoint:
+    index = read_json_file(folder / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
+            raise ValueError(
+                f"{folder / INDEX} names the file {file!r}, outside the folder; it must be a plain file name"
+            )
+        if not (folder / file).is_file():
+            named = next(name for name, value in weight_map.items() if value == file)
+            raise ValueError(
+                f"{folder / file} is missing: the index names it for {named!r}; download or copy it into the folder"
+            )
+    checkpoint = _opened(folder, {file: read_header(folder / file) for file in files})
+    for name, file in weight_map.items():
+        if name not in checkpoint.tensors or checkpoint.tensors[name][0] != file:
+            raise ValueError(f"{folder / INDEX} says that {name!r} is in {file}, whose header does not have it")
+    for name, (file, _) in checkpoint.tensors.items():
+        if name not in weight_map:
+            raise ValueError(f"{folder / file} holds {name!r}, which {INDEX} does not name")
+    return checkpoint

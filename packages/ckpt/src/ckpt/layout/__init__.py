@@ -1,0 +1,1 @@
+"""Which rectangle of which Hugging Face tensor every rank of a grid holds."""

@@ -1,0 +1,174 @@
+"""A model's configuration: read from a mapping, an object with `to_dict()` or a checkpoint folder, and questioned by
+name."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ckpt.files.contents import CONFIG
+
+Config = dict[str, Any]
+
+
+@runtime_checkable
+class HasToDict(Protocol):
+    """A configuration object such as transformers' `PreTrainedConfig`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as a plain mapping."""
+        ...
+
+
+ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
+
+# The number of routed experts, by the names in use.
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+# The number of multi-token-prediction layers, which files may hold behind the decoder's; no model here reads them.
+PREDICTION_LAYERS = "num_nextn_predict_layers"
+
+# Fields that change which tensors exist or what shape they have, with the values that leave the layout as it is. A
+# family reads some of them; a field with another value that the family does not read is refused, never ignored.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "attention_bias": (None, False),
+    "qkv_bias": (None, False),
+    "attention_out_bias": (None, False),
+    "o_bias": (None, False),
+    "mlp_bias": (None, False),
+    "use_bias": (None, False),
+    "lm_head_bias": (None, False),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_norm": (None, False),
+    "attn_output_gate": (None, False),
+    "layer_norm_type": (None, "rms"),
+    "num_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "moe_layer_freq": (None, 1),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "q_lora_rank": (None, 0),
+    "kv_lora_rank": (None, 0),
+    "num_kv_shared_layers": (None, 0),
+    "cross_attention_layers": (None, []),
+}
+
+
+def classifies_sequences(config: Mapping[str, Any]) -> bool:
+    """Whether its class is transformers' for sequence classification, a reward model's, whose head has no bias."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
+def read_json_file(path: Path) -> Any:
+    """Parse a JSON file; a broken one is a ValueError that names it."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def is_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is that of a safetensors file."""
+    return Path(path).suffix == ".safetensors" and Path(path).is_file()
+
+
+def load_config(config: ConfigLike) -> Config:
+    """The configuration as a dict of its own: of a folder its config.json, of a file of weights the one beside it.
+
+    Raises:
+        ValueError: the folder has no config.json, or the file is not a JSON object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, HasToDict):
+        return dict(config.to_dict())
+    path = Path(config)
+    folder = path.parent if is_weights(path) else path
+    file = folder / CONFIG if folder.is_dir() else folder
+    if not file.is_file():
+        raise ValueError(
+            f"{file} does not exist; pass a checkpoint folder with a config.json, or the configuration itself"
+        )
+    loaded = read_json_file(file)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{file} holds {type(loaded).__name__}, not a JSON object")
+    return loaded
+
+
+def text_config(config: Config) -> Config:
+    """The language model's part: `text_config` where there is one (over the outer fields), with the defaults all
+    families share.
+
+    `num_experts` is the number of routed experts whatever the config calls it;
+    `num_key_value_heads` defaults to `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
+    """
+    inner = config.get("text_config")
+    text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+    text.pop("text_config", None)
+    text["num_experts"] = next((text[field] for field in EXPERT_FIELDS if text.get(field) is not None), None)
+    if text.get("num_key_value_heads") is None:
+        text["num_key_value_heads"] = text.get("num_attention_heads")
+    if text.get("head_dim") is None:
+        text["head_dim"] = _head_dim(text)
+    return text
+
+
+def _head_dim(text: Config) -> int | None:
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        return None
+    return None if hidden % heads else hidden // heads
+
+
+# A damaged configuration is refused before anything is counted out by it: heads and layers, and lengths of dimensions.
+MOST_COUNT = 100_000
+MOST_LENGTH = 1 << 40
+
+
+def integer(config: Config, field: str) -> int:
+    """A field that must be a positive integer."""
+    value = config.get(field)
+    if value is None and field == "head_dim":
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        raise ValueError(
+            f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim in the config"
+        )
+    most = MOST_COUNT if field.startswith("num_") else MOST_LENGTH
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"the config's {field}={value!r:.100} must be a positive integer, at most {most:,}")
+    return value
+
+
+def count_or_zero(config: Config, field: str) -> int:
+    """A field that counts something, and may be absent."""
+    return integer(config, field) if config.get(field) else 0
+
+
+def indices(config: Config, field: str) -> list[int]:
+    """A field that lists layers, and may be absent."""
+    value = config.get(field) or []
+    if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
+        raise ValueError(f"the config's {field}={value!r:.100} must be a list of layer indices")
+    return value
+
+
+def refuse_unread(config: Config, read: frozenset[str], family: str) -> None:
+    """Refuse a field that would change the layout in a way the family's table does not describe.
+
+    Raises:
+        ValueError: names the field, its value and the family.
+    """
+    for field, neutral in NEUTRAL_VALUES.items():
+        value = config.get(field)
+        if field not in read and not any(value == allowed for allowed in neutral):
+            raise ValueError(
+                f"the config's {field}={value!r} would change the layout, and the {family} table does not describe it; "
+                f"convert the checkpoint to plain weights, or add a row to the family's table"
+            )

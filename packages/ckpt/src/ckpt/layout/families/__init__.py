@@ -1,0 +1,51 @@
+"""The known families: one table in one file each."""
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.layout.families.table import ROLES, Family, Role, Row, Size, Target
+
+_TABLES = (
+    "apertus",
+    "deepseek_v3",
+    "glm4v",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+)
+FAMILIES: dict[str, Family] = {name: importlib.import_module(f"ckpt.layout.families.{name}").FAMILY for name in _TABLES}
+
+__all__ = ["FAMILIES", "ROLES", "Family", "Role", "Row", "Size", "Target", "family_of"]
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family whose table describes `config`: by `architectures` where given, else by `model_type`.
+
+    Raises:
+        ValueError: neither is known; the message lists those that are.
+    """
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"the config's architectures={architectures!r:.100} must be a list of class names")
+    if architectures:
+        prefix = re.sub(r"For[A-Z]\w*$|Model$", "", str(architectures[0]))
+        for family in FAMILIES.values():
+            if prefix == family.class_prefix:
+                return family
+    else:
+        model_type = config.get("model_type")
+        for family in FAMILIES.values():
+            if model_type in (family.name, *family.aliases):
+                return family
+    raise ValueError(
+        f"architectures={architectures} with model_type={config.get('model_type')!r} is not a known family; "
+        f"known: {', '.join(sorted(FAMILIES))}"
+    )

@@ -1,0 +1,78 @@
+"""DeepSeek-V3: multi-head latent attention; routed and shared experts behind the first dense layers."""
+
+from ckpt.layout.families.rows import (
+    ENDS,
+    GATED_MLP,
+    LAYER,
+    MEGATRON,
+    NORMS,
+    ROTARY_BUFFERS,
+    SIZES,
+    experts,
+    gate_up,
+    norm,
+    same,
+)
+from ckpt.layout.families.table import Family, Row, Size
+
+
+def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
+    """A compressing projection `[size, H]`: Megatron's local spec splits its rows over tp, the others hold it whole."""
+    own = f"{LAYER}self_attn.{name}.weight"
+    theirs = f"{MEGATRON}self_attention.{megatron}.weight"
+    return (
+        Row({own: f"{size} H"}, own, theirs, when=when, targets=("parallel", "megatron_te")),
+        Row({own: f"{size}/tp H"}, own, theirs, when=when, targets=("megatron",)),
+    )
+
+
+_ATTENTION = (
+    norm("input_layernorm", "input_layernorm", "input_layernorm"),
+    *_down("q_a_proj", "linear_q_down_proj", "A", when="q_lora"),
+    same(
+        "self_attn.q_a_layernorm.weight",
+        "A",
+        "self_attention.q_layernorm.weight",
+        te="self_attention.linear_q_up_proj.layer_norm_weight",
+        when="q_lora",
+    ),
+    same("self_attn.q_b_proj.weight", "Q/tp A", "self_attention.linear_q_up_proj.weight", when="q_lora"),
+    same("self_attn.q_proj.weight", "Q/tp H", "self_attention.linear_q_proj.weight", when="not q_lora"),
+    *_down("kv_a_proj_with_mqa", "linear_kv_down_proj", "CR"),
+    same(
+        "self_attn.kv_a_layernorm.weight",
+        "C",
+        "self_attention.kv_layernorm.weight",
+        te="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    same("self_attn.kv_b_proj.weight", "KV/tp C", "self_attention.linear_kv_up_proj.weight"),
+    same("self_attn.o_proj.weight", "H O/tp", "self_attention.linear_proj.weight"),
+)
+
+_MOE = (
+    *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    same("mlp.gate.e_score_correction_bias", "E", "mlp.router.expert_bias", layers="moe", keep_dtype=True),
+    gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
+    same("mlp.shared_experts.down_proj.weight", "H S/tp", "mlp.shared_experts.linear_fc2.weight", layers="moe"),
+)
+
+FAMILY = Family(
+    name="deepseek_v3",
+    class_prefix="DeepseekV3",
+    rows=(*ENDS, *_ATTENTION, *NORMS[1:], *GATED_MLP, *_MOE),
+    sizes={
+        **SIZES,
+        "A": Size("q_lora_rank"),
+        "C": Size("kv_lora_rank"),
+        "CR": Size("kv_lora_rank + qk_rope_head_dim"),
+        "Q": Size("num_attention_heads", unit="qk_nope_head_dim + qk_rope_head_dim"),
+        "KV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
+        "O": Size("num_attention_heads", unit="v_head_dim"),
+        "E": Size("num_experts"),
+        "M": Size("moe_intermediate_size"),
+        "S": Size("n_shared_experts * moe_intermediate_size"),
+    },
+    flags={"q_lora": "q_lora_rank", "mlp_bias": False},
+    experts=True,
+    ignored=ROTARY_BUFFERS,
+)

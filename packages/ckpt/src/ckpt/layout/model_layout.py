@@ -1,0 +1,317 @@
+"""Layouts: which pieces of which canonical tensors make up every local tensor of a place.
+
+`layout_for` reads a family's table (`ckpt.layout.families`) with a configuration; the result is pure data: no file,
+process group or device. `Layout.at(place)` gives a place's local tensors, each a `Block` of pieces.
+"""
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt.files.folder import open_checkpoint
+from ckpt.layout.blocks import local_block, row_shapes
+from ckpt.layout.config import (
+    Config,
+    ConfigLike,
+    count_or_zero,
+    indices,
+    integer,
+    is_weights,
+    load_config,
+    refuse_unread,
+    text_config,
+)
+from ckpt.layout.families import ROLES, Family, Role, Row, Target, family_of
+from ckpt.layout.pieces import Block, Shape, distinct_cover_problem
+from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
+
+TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
+# Layers times experts; beyond it a damaged configuration would take minutes to read.
+_MOST_MATRICES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A canonical tensor: its full shape and how files may hold it.
+
+    Attributes:
+        shape: the full shape.
+        optional: a file and a rank may lack it.
+        aliases: other names in files.
+        keep_dtype: loaded as it is stored, whatever `dtype` asks for.
+        carried: copied whole, of no known structure.
+    """
+
+    shape: Shape
+    optional: bool = False
+    aliases: tuple[str, ...] = ()
+    keep_dtype: bool = False
+    carried: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The local tensors of every place, for one model on one target. Make one with `layout_for`.
+
+    Attributes:
+        family: the architecture's table.
+        target: whose local names and orders.
+        role: "causal_lm", "value" or "causal_lm_with_value".
+        config: the Hugging Face configuration, as given.
+        layers: layers of each pipeline chunk (see `place_layers`).
+        vocab_multiple: each rank's vocabulary rows are padded up to a multiple of this.
+        carried: shapes of the tensors carried whole (a vision tower), known once a checkpoint has been seen.
+        canonical: every canonical tensor of the model, in the model's order.
+
+    Raises:
+        ValueError: a config field is missing, unusable or not described by the family's table.
+    """
+
+    family: Family
+    target: Target
+    role: Role
+    config: Config
+    layers: LayerPlacement = None
+    vocab_multiple: int = 1
+    carried: Mapping[str, Shape] = field(default_factory=dict)
+    canonical: dict[str, Canonical] = field(init=False, repr=False, compare=False)
+    _text: Config = field(init=False, repr=False, compare=False)
+    _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _grids: set[Grid] = field(init=False, repr=False, compare=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ValueError(f"target={self.target!r} is unknown; use one of {TARGETS}")
+        if self.role not in ROLES:
+            raise ValueError(f"role={self.role!r} is unknown; use one of {ROLES}")
+        if self.role == "causal_lm_with_value" and self.target != "parallel":
+            raise ValueError(
+                f"role={self.role!r} has two heads, and a GPTModel has one output layer; use target='parallel', or one "
+                "of role='causal_lm' and role='value'"
+            )
+        if self.vocab_multiple < 1:
+            raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
+        object.__setattr__(self, "_text", text_config(self.config))
+        refuse_unread(self._text, self.family.fields, self.family.name)
+        if self.num_layers * max(1, self.num_experts) > _MOST_MATRICES:
+            raise ValueError(
+                f"num_hidden_layers={self.num_layers} with {self.num_experts} experts is more than any model has; "
+                "correct config.json"
+            )
+        object.__setattr__(self, "canonical", dict(self._canonical()))
+
+    @property
+    def text(self) -> Config:
+        """The language model's configuration with its defaults filled in."""
+        return self._text
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder layers."""
+        return integer(self._text, "num_hidden_layers")
+
+    @property
+    def num_experts(self) -> int:
+        """The number of routed experts; 0 for a dense model."""
+        return count_or_zero(self._text, "num_experts") if self.family.experts else 0
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        parts = (self.config, self.config.get("text_config") if self.family.inner_tie else None)
+        return any(part.get("tie_word_embeddings") for part in parts if isinstance(part, Mapping))
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        text = self._text
+        if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
+            return False
+        if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
+            return False
+        return (layer + 1) % (count_or_zero(text, "decoder_sparse_step") or 1) == 0
+
+    @property
+    def fingerprint(self) -> str:
+        """What ranks that act together must agree on, as a short text."""
+        shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())
+        # A subclass for models without a table has no target.
+        options = {name: getattr(self, name, None) for name in ("target", "role", "layers", "vocab_multiple")}
+        return f"{self.config.get('model_type')}, {options}, shapes {shapes:08x}"
+
+    def at(self, place: Place) -> dict[str, Block]:
+        """The local tensors of `place`: name -> shape and pieces; checked, and the grid with it, once.
+
+        Raises:
+            ValueError: heads, layers or experts do not divide over the grid; names the values and what would work.
+        """
+        if place not in self._places:
+            self._check(place.grid)
+            self._places[place] = dict(self._local(place))
+        return self._places[place]
+
+    def chunk_layers(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        """The layers of each pipeline chunk of `grid`."""
+        return place_layers(self.num_layers, grid.chunks, self.layers)
+
+    def is_optional(self, block: Block) -> bool:
+        """Whether a rank and a file may lack a local tensor, with all that it is made of."""
+        return all(self.canonical[name].optional for name in block.names)
+
+    def is_carried(self, block: Block) -> bool:
+        """Whether a local tensor is carried whole, of no known structure and type."""
+        return any(self.canonical[name].carried for name in block.names)
+
+    def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
+        """The same layout with the tensors that are carried whole."""
+        return dataclasses.replace(self, carried=dict(shapes))
+
+    def _active(self, row: Row) -> bool:
+        if self.target not in row.targets or self.role not in row.roles:
+            return False
+        if row.tied != "any" and (row.tied == "yes") != self.tied:
+            return False
+        if row.when is None:
+            return True
+        negated, flag = row.when.startswith("not "), row.when.removeprefix("not ")
+        return self.family.flag(flag, self._text) != negated
+
+    def _rows(self, where: str, layer: int | None = None) -> Iterator[Row]:
+        kind = None if layer is None else "moe" if self.is_moe(layer) else "dense"
+        for row in self.family.rows:
+            if row.where == where and row.layers in ("all", kind or "all") and self._active(row):
+                yield row
+
+    def _canonical(self) -> Iterator[tuple[str, Canonical]]:
+        for row in self._rows("first"):
+            yield from self._row_canonical(row, None)
+        for layer in range(self.num_layers):
+            for row in self._rows("layers", layer):
+                yield from self._row_canonical(row, layer)
+        for row in self._rows("last"):
+            if row.tied != "yes":
+                yield from self._row_canonical(row, None)
+        for name, shape in self.carried.items():
+            aliases = tuple(other for other in self.family.carried_names(name) if other != name)
+            yield name, Canonical(tuple(shape), aliases=aliases, carried=True)
+
+    def _row_canonical(self, row: Row, layer: int | None) -> Iterator[tuple[str, Canonical]]:
+        shapes = row_shapes(row, self.family, self._text)
+        for expert in range(self.num_experts) if any("{e}" in name for name in row.sources) else (0,):
+            for template, shape in shapes.items():
+                generic = template.replace("{i}", str(layer)).replace("{e}", str(expert))
+                name = self.family.canonical_name(generic)
+                others = (self.family.canonical_name(generic, prefix) for prefix in self.family.other_prefixes)
+                aliases = (*row.aliases, *(other for other in others if other != name))
+                yield name, Canonical(shape, row.optional, aliases, row.keep_dtype)
+
+    def _local(self, place: Place) -> Iterator[tuple[str, Block]]:
+        chunks = self.chunk_layers(place.grid)
+        first, last = place.chunk == 0, place.chunk == len(chunks) - 1
+        if first:
+            for row in self._rows("first"):
+                yield from self._row_local(row, place, None, 0)
+            for name, shape in self.carried.items():
+                yield name, Block.whole(name, shape)
+        for index, layer in enumerate(chunks[place.chunk]):
+            for row in self._rows("layers", layer):
+                yield from self._row_local(row, place, layer, index)
+        if last:
+            for row in self._rows("last"):
+                # On a single chunk the tied head is the embedding itself.
+                if not (row.tied == "yes" and first):
+                    yield from self._row_local(row, place, None, 0)
+
+    def _all_shapes(self, row: Row) -> dict[str, Shape]:
+        """The shape of every canonical tensor of a row, `{i}` left in the names: one for each source and expert."""
+        shapes = row_shapes(row, self.family, self._text)
+        experts = range(self.num_experts) if any("{e}" in name for name in shapes) else (0,)
+        return {name.replace("{e}", str(e)): shape for name, shape in shapes.items() for e in experts}
+
+    def _row_local(self, row: Row, place: Place, layer: int | None, index: int) -> Iterator[tuple[str, Block]]:
+        for name, block in local_block(row, self, place):
+            pieces = tuple(
+                dataclasses.replace(piece, name=self.family.canonical_name(piece.name.replace("{i}", str(layer))))
+                for piece in block.pieces
+            )
+            local = name.replace("{i}", str(layer)).replace("{l}", str(index))
+            yield local, dataclasses.replace(block, pieces=pieces)
+
+    def _check(self, grid: Grid) -> None:
+        """Every element of every canonical tensor lies on at least one place; the layers of one kind are alike, so one
+        of each is looked at."""
+        if grid in self._grids:
+            return
+        self.chunk_layers(grid)
+        if not self.num_experts and (grid.ep > 1 or grid.etp not in (None, 1, grid.tp)):
+            raise ValueError(
+                f"ep={grid.ep} and etp={grid.etp} divide experts, and this {self.family.name} model has none; leave "
+                "them out"
+            )
+        rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
+        rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
+        places = [
+            dataclasses.replace(place, pp=(0, 1), vpp=(0, 1))
+            for place in Grid(grid.tp, ep=grid.ep, etp=grid.etp).places()
+        ]
+        for row in rows.values():
+            boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+            for place in places:
+                for _, block in local_block(row, self, place):
+                    for piece in block.pieces:
+                        if piece.canonical_range is not None:
+                            boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+            shapes = self._all_shapes(row)
+            unknown = next((name for name in boxes if name not in shapes), None)
+            if unknown is not None:
+                raise ValueError(
+                    f"{grid} holds {unknown}, which is none of the tensors of its row {[*shapes][:3]} ({len(shapes)}); "
+                    f"correct the row in the table of {self.family.name}"
+                )
+            for name, shape in shapes.items():
+                problem = distinct_cover_problem(boxes.get(name, ()), shape)
+                if problem:
+                    raise ValueError(f"{grid} does not hold every element of {name} {shape}: {problem}")
+        self._grids.add(grid)
+
+
+def layout_for(
+    config: ConfigLike,
+    target: Target = "parallel",
+    role: Role = "causal_lm",
+    *,
+    layers: LayerPlacement = None,
+    vocab_multiple: int = 1,
+) -> Layout:
+    """The layout of a model on a target.
+
+    Args:
+        config: the Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, or one
+            file of weights); with a vision tower the headers are read too, for the tensors that are carried whole.
+        target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
+            GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
+        role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
+            one); or "causal_lm_with_value": both heads (target "parallel" alone).
+        layers: the layers of each pipeline chunk: None (equal counts), "balanced", counts, or lists of indices.
+        vocab_multiple: pad each rank's vocabulary rows up to a multiple of this (Megatron's
+            `make_vocab_size_divisible_by`).
+
+    Returns:
+        The layout; `layout.at(Place(...))` gives a place's tensors.
+
+    Raises:
+        ValueError: the architecture is not known, or a config field is missing or would change the layout in a way that
+            the family's table does not describe; names it and the fix.
+    """
+    loaded = load_config(config)
+    family = family_of(loaded)
+    carried: dict[str, Shape] = {}
+    if family.carried and isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):
+        carried = {
+            family.carried_names(name)[0]: info.shape
+            for name, (_, info) in open_checkpoint(config).tensors.items()
+            if name.startswith(family.carried)
+        }
+    return Layout(family, target, role, loaded, layers, vocab_multiple, carried)

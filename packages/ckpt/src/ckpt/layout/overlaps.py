@@ -1,0 +1,66 @@
+"""What data parallelism leaves on a rank: of a DTensor, as FSDP2 makes of a place's tensors, one box."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ckpt.layout.pieces import Box, Shape, full_box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Whoever has one has imported them; to import them here would take over a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def require_memory(what: str, device: torch.device) -> None:
+    """Refuse the meta device, whose tensors take any number and keep none.
+
+    Raises:
+        ValueError: names what was to lie there.
+    """
+    if device.type == "meta":
+        raise ValueError(f"{what} is on the meta device, which holds no numbers; make it real first, as by to_empty()")
+
+
+def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
+    """A place's tensor of `shape`, detached, and the box of it that this rank holds.
+
+    Of a DTensor that is its local part, each axis of its mesh in turn having cut what the one before has left, as
+    `torch.chunk` does. Nothing is communicated, and no memory is copied.
+
+    Raises:
+        ValueError: the tensor has another shape or no memory, this rank is not in its mesh, or a placement is neither
+            `Shard` nor `Replicate`; names the tensor.
+    """
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
+    require_memory(name, tensor.device)
+    box = list(full_box(shape))
+    if not is_dtensor(tensor):
+        return tensor.detach(), tuple(box)
+    from torch.distributed.tensor import Shard
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{name} lies on {tensor.device_mesh}, which does not have this rank")
+    for rank, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        # Subclasses of Shard cut otherwise.
+        if type(placement) is not Shard:
+            raise ValueError(
+                f"{name} is placed as {tensor.placements}, of which a rank holds no box; redistribute it to Shard and "
+                "Replicate, or pass its full_tensor()"
+            )
+        start, stop = box[placement.dim]
+        each = -(-(stop - start) // size)
+        box[placement.dim] = (min(start + rank * each, stop), min(start + (rank + 1) * each, stop))
+    return tensor.to_local().detach(), tuple(box)

@@ -1,0 +1,90 @@
+"""From a table's shapes in symbols to numbers: how long each dimension is and which part of it a rank holds."""
+
+import math
+from dataclasses import dataclass
+
+from ckpt.layout.config import Config, integer
+from ckpt.layout.families.table import Family, Size
+from ckpt.layout.pieces import Shape
+from ckpt.layout.place import Place
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of one dimension that is split on its own.
+
+    Attributes:
+        label: the config fields behind the count, for messages.
+        count: units in the full tensor.
+        unit: elements of one unit.
+        axis: "tp", "etp", or None where every rank holds all.
+        size: the symbol, for its rules.
+    """
+
+    label: str
+    count: int
+    unit: int
+    axis: str | None
+    size: Size
+
+    @property
+    def length(self) -> int:
+        """Elements in the full tensor."""
+        return self.count * self.unit
+
+    def part(self, place: Place, vocab_multiple: int) -> tuple[int, int, int]:
+        """This place's part: (start, stop, local length), in elements; the local length exceeds the range by the
+        padding.
+
+        Raises:
+            ValueError: the count does not divide over the axis; names the field and the sizes that work.
+        """
+        rank, ranks = (0, 1) if self.axis is None else place.expert_tp if self.axis == "etp" else place.tp
+        if self.size.pad and self.axis is not None:
+            rows = -(-self.count // (ranks * vocab_multiple)) * vocab_multiple
+            start, stop = (min(edge * rows, self.count) for edge in (rank, rank + 1))
+            return start * self.unit, stop * self.unit, rows * self.unit
+        if self.count % ranks == 0:
+            units = self.count // ranks
+            return rank * units * self.unit, (rank + 1) * units * self.unit, units * self.unit
+        if self.size.replicate and ranks % self.count == 0:
+            held = rank * self.count // ranks
+            return held * self.unit, (held + 1) * self.unit, self.unit
+        more = f", or a multiple of {self.count}" if self.size.replicate else ""
+        raise ValueError(
+            f"{self.label}={self.count} is not divisible by {self.axis}={ranks}; use {self.axis} in "
+            f"{{{divisors(self.count)}}}{more}"
+        )
+
+
+def divisors(count: int) -> str:
+    """The sizes over which a count divides, for messages: those that a grid may have."""
+    return ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)
+
+
+Dim = tuple[Segment, ...]
+
+
+def parse_shape(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
+    """The dimensions of a shape such as "Q/tp H": each a tuple of segments, of which only the first dimension has
+    several."""
+    return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
+
+
+def _segment(term: str, family: Family, config: Config) -> Segment:
+    symbol, _, axis = term.partition("/")
+    size = family.sizes[symbol]
+    return Segment(size.count, _evaluate(size.count, config), _evaluate(size.unit, config), axis or None, size)
+
+
+def _evaluate(expression: str, config: Config) -> int:
+    """A sum of products of config fields and numbers."""
+    return sum(
+        math.prod(int(word) if word.isdigit() else integer(config, word) for word in term.split(" * "))
+        for term in expression.split(" + ")
+    )
+
+
+def full_shape(dims: tuple[Dim, ...]) -> Shape:
+    """The canonical tensor's shape."""
+    return tuple(sum(segment.length for segment in dim) for dim in dims)

@@ -1,0 +1,1 @@
+"""Training checkpoints: model, optimizer, random states and the run that they belong to."""

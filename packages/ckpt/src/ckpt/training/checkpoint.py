@@ -1,0 +1,353 @@
+"""Training checkpoints under canonical names: saved on one grid, resumed on any other.
+
+`ROOT/step-00000100/` holds weights, optimizer state, random-number states and whatever JSON the caller adds;
+`ROOT/latest` names the newest complete one and is replaced in one step. Weights and optimizer state are boxes of
+canonical tensors, stored through torch.distributed.checkpoint (`ckpt.training.dcp_storage`), so
+each rank writes its own part and reads what its new place needs. A rank holds a box
+of a DTensor (FSDP2 makes them); the box is saved and loaded as it is, without a gather.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import BoxOf, IOCounter
+from ckpt.files.contents import CONFIG, STATE
+from ckpt.files.disk import bytes_in, room_for
+from ckpt.files.unchanged import require_unchanged
+from ckpt.files.written_files import write_json
+from ckpt.layout.config import read_json_file
+from ckpt.layout.model_layout import Layout
+from ckpt.training.dcp_storage import (
+    BoxLoadPlanner,
+    BoxSavePlanner,
+    SafetensorsReader,
+    SafetensorsWriter,
+    stored_tensors,
+)
+from ckpt.training.rng import capture_rng, streams_from_json, streams_to_json
+from ckpt.training.runs import latest_step, point_to, prune, remove_leftovers, saved_steps
+from ckpt.training.state_boxes import Places, all_places, held_boxes, wanted_state
+from ckpt.transfer.agreement import agree, all_gather_json, require_same
+from ckpt.transfer.redistribute import OptimizerState
+from ckpt.transfer.tied import require_equal_boxes
+
+# What `state.json` holds.
+_FACTS = {"step", "extra", "rng"}
+
+
+@dataclass
+class TrainingState:
+    """What a training checkpoint gives one place.
+
+    Attributes:
+        step: the step it was saved at.
+        tensors: local name -> weights; of a DTensor, the part that is on this rank.
+        optimizer: local name -> slot -> tensor, divided like the weights.
+        extra: what the caller saved beside them.
+        rng: this rank's random-number states, for `restore_rng`.
+        streams: this rank's states of the caller's own generators, on the CPU.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+    extra: dict[str, Any]
+    rng: dict[str, Any]
+    streams: dict[str, Tensor]
+
+
+@dataclass
+class PendingSave:
+    """A save that may still be running; `wait` returns when it is complete and raises what went wrong.
+
+    Of a failure that no `wait` has raised a RuntimeWarning tells, at the end of the program at the latest.
+    """
+
+    _thread: threading.Thread | None = None
+    _errors: list[BaseException] = field(default_factory=list)
+    _unseen: "weakref.finalize[..., PendingSave] | None" = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: it is still running after `timeout` seconds.
+            ValueError, OSError: what went wrong, on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the save is still running after {timeout} s")
+        if self._unseen is not None:
+            self._unseen.detach()
+        if self._errors:
+            raise self._errors[0]
+
+
+def _tell(step: int, failures: Sequence[str]) -> None:
+    for failure in failures:
+        warnings.warn(
+            f"the save of step {step} in the background has failed, and nothing waited for it: {failure}. Wait for a "
+            "save before the process group is destroyed, and before the program ends",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def save_training(
+    root: str | os.PathLike[str],
+    step: int,
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    place: Places = None,
+    *,
+    optimizer: OptimizerState | None = None,
+    extra: Mapping[str, Any] | None = None,
+    streams: Mapping[str, Tensor] | None = None,
+    group: ProcessGroup | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    counter: IOCounter | None = None,
+) -> PendingSave:
+    """Save a training run's state; of ranks that hold the same box one writes it.
+
+    Asynchronously, this returns once the tensors have been copied to CPU memory; the rest runs in a thread, whose
+    collectives need a group that nothing else uses meanwhile: pass one of its own,
+    `torch.distributed.new_group(backend="gloo")`. Wait for one save before starting the next, and before the group is
+    destroyed.
+
+    Args:
+        root: the run's folder of checkpoints.
+        step: the step that is complete.
+        tensors: this rank's weights by local name; DTensors where data parallelism has divided them further.
+        layout: from `layout_for`.
+        place: this rank's place, or those of its pipeline chunks, where no two use one local name; None: everything.
+        optimizer: local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
+            element.
+        extra: JSON values, the same on every rank (rank 0's are kept): scheduler, data position, configuration.
+        streams: the states of this rank's own generators by name, each rank's kept, as
+            `parallel_layers.RngStates.state_dict` gives them; torch's and Python's default generators are kept anyway.
+        group: the ranks that together hold the model.
+        keep: how many checkpoints to keep, the newest; None: all.
+        asynchronous: copy, then save in the background.
+        counter: is given the bytes that this rank writes.
+
+    Returns:
+        The save; without `asynchronous` it is done.
+
+    Raises:
+        ValueError: tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
+            of its optimizer state, differ between pipeline stages; on every rank.
+        OSError: the disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
+            entry or the pruning has failed: then it names the new one, which is complete; on every rank.
+    """
+
+    def prepare() -> tuple[list[BoxOf], dict[str, Any], dict[str, Any]]:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        rng = {**capture_rng(), "streams": streams_to_json(streams or {})}
+        return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
+
+    boxes, copied, rng = agree(prepare, group)
+    require_same(group, layout=layout.fingerprint, step=step, keep=keep)
+    state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
+    count = IOCounter() if counter is None else counter
+    if not asynchronous:
+        _write(Path(root), step, boxes, layout, place, state, group, keep, count)
+        return PendingSave()
+    copies = [BoxOf(box.name, box.shape, box.box, box.memory.to("cpu", copy=True)) for box in boxes]
+    pending = PendingSave()
+    failures: list[str] = []  # what they say alone: the errors hold all that was copied
+
+    def run() -> None:
+        try:
+            _write(Path(root), step, copies, layout, place, state, group, keep, count)
+        except BaseException as error:  # Every error is the waiting caller's.
+            pending._errors.append(error)
+            failures.append(f"{type(error).__name__}: {error}")
+
+    # Not before the thread ends, for it holds `pending`; and a program does not end before its threads.
+    pending._unseen = weakref.finalize(pending, _tell, step, failures)
+    pending._thread = threading.Thread(target=run, name=f"save-step-{step}")
+    pending._thread.start()
+    return pending
+
+
+def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's values as JSON has them; training may go on to change its own."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+    except TypeError as error:
+        raise ValueError(f"extra must be made of JSON values: {error}") from None
+    return copied
+
+
+def _write(
+    root: Path,
+    step: int,
+    boxes: list[BoxOf],
+    layout: Layout,
+    place: Places,
+    state: dict[str, Any],
+    group: ProcessGroup | None,
+    keep: int | None,
+    counter: IOCounter,
+) -> None:
+    require_equal_boxes(boxes, layout, all_places(place), group)
+    rank = 0 if group is None else group.rank()
+    folder = root / f"step-{step:08d}"
+
+    def open_folder() -> FolderWriter | None:
+        if rank:
+            return None
+        remove_leftovers(root)
+        return FolderWriter(folder)
+
+    needed = sum(box.memory.nbytes for box in boxes)
+    writer = agree(room_for(needed, root)(open_folder), group)
+    try:
+        path = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
+        with _torch_checkpoint(group):
+            save(
+                {},
+                storage_writer=SafetensorsWriter(path, group, counter),
+                planner=BoxSavePlanner(boxes),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+        def finish() -> None:
+            if writer is not None:
+                _check_whole(path, layout)
+                with room_for(bytes_in(path), root):
+                    write_json(path / CONFIG, layout.config)
+                    write_json(path / STATE, state)
+                    writer.commit()
+                    point_to(root, folder.name)
+                    prune(root, keep)
+
+        agree(finish, group)
+    finally:
+        if writer is not None:
+            # After a commit there is nothing left to discard.
+            writer.discard()
+
+
+def _check_whole(folder: Path, layout: Layout) -> None:
+    stored = stored_tensors(folder)
+    absent = [
+        name for name, canonical in layout.canonical.items() if f"model/{name}" not in stored and not canonical.optional
+    ]
+    if absent:
+        raise ValueError(f"no rank of the group holds {absent[:3]}; save with a group that spans the whole grid")
+
+
+@contextlib.contextmanager
+def _torch_checkpoint(group: ProcessGroup | None) -> Iterator[None]:
+    """Turn torch's collected failures into the first rank's own error; one process alone is no reason for a warning."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (first, _trace) = min(error.failures.items(), key=lambda item: item[0])
+            of = OSError if isinstance(first, OSError) else ValueError
+            raise of(f"rank {rank}: {first}") from error
+
+
+def load_training(
+    root: str | os.PathLike[str],
+    layout: Layout,
+    place: Places = None,
+    *,
+    step: int | None = None,
+    into: Mapping[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+) -> TrainingState:
+    """Load a place's part of a training checkpoint, whatever grid it was saved on.
+
+    Args:
+        root: the run's folder of checkpoints.
+        layout: of this run: the same model, on any target.
+        place: this rank's place, or those of its pipeline chunks; None: everything.
+        step: which checkpoint; None: the latest.
+        into: weights to fill instead of new tensors, by local name; of DTensors the part on this rank is loaded, and
+            that of their optimizer state.
+        device: where new tensors go.
+        group: the ranks that load together.
+        counter: is given the bytes that this rank reads.
+
+    Returns:
+        The state. Its `rng` and `streams` are those of the saved run's rank of the same number; with more ranks than
+        were saved, they are handed out again from the first.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is broken or of another model, or was replaced meanwhile; on every
+            rank.
+    """
+    rank = 0 if group is None else group.rank()
+    folder, state, files = agree(lambda: _open(Path(root), step), group)
+    # On a network file system ranks may see different pointers.
+    require_same(group, step=state["step"])
+    wanted = agree(lambda: wanted_state(folder, layout, place, into, torch.device(device)), group)
+    with _torch_checkpoint(group):
+        load(
+            {},
+            storage_reader=SafetensorsReader(folder, IOCounter() if counter is None else counter),
+            planner=BoxLoadPlanner(wanted.boxes),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+    def finish() -> None:
+        require_unchanged(files)
+        wanted.settle_counts()
+
+    agree(finish, group)
+    rng = state["rng"][rank % len(state["rng"])]
+    streams = streams_from_json(rng.pop("streams", {}))
+    return TrainingState(int(state["step"]), wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
+
+
+def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path, int]]:
+    """A checkpoint's folder, its facts, and a file that a new save would replace, with the time of its last change."""
+    chosen = latest_step(root) if step is None else step
+    if chosen is None or chosen not in saved_steps(root):
+        raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
+    folder = root / f"step-{chosen:08d}"
+    files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}
+    state = read_json_file(folder / STATE)
+    if (
+        not isinstance(state, dict)
+        or not state.keys() >= _FACTS
+        or not isinstance(state["rng"], list)
+        or not state["rng"]
+    ):
+        raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
+    return folder, state, files

@@ -1,0 +1,176 @@
+"""What a group of ranks holds together: every rank's pieces, and the type of every canonical tensor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.overlaps import on_this_rank
+from ckpt.layout.pieces import Block, Box
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, all_gather_json
+
+Tensors = Mapping[str, Tensor]
+Held = dict[str, tuple[Tensor, Box]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One model chunk in a rank's hands.
+
+    Attributes:
+        place: where it stands.
+        blocks: local name -> what this rank holds of the tensor: all of it, or the part that data parallelism leaves.
+        tensors: by local name; none for the chunks of other ranks.
+    """
+
+    place: Place
+    blocks: Mapping[str, Block]
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The ranks' tensors, as every rank knows them.
+
+    Attributes:
+        layout: what the tensors are pieces of.
+        ranks: the chunks of each rank.
+        dtypes: canonical name -> type, for all that is held, in the model's order.
+        rank: this rank.
+    """
+
+    layout: Layout
+    ranks: list[list[Chunk]]
+    dtypes: dict[str, torch.dtype]
+    rank: int
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """This rank's own."""
+        return self.ranks[self.rank]
+
+    def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own.
+
+        Raises:
+            ValueError: `dtype` is a type of integers, or a value of this rank's tensors is too large for it.
+        """
+        check_cast(dtype)
+        if dtype is None:
+            return self.dtypes
+        cast = {
+            name: dtype
+            for name, own in self.dtypes.items()
+            if own.is_floating_point and not self.layout.canonical[name].keep_dtype
+        }
+        for chunk in self.chunks:
+            for local, tensor in chunk.tensors.items():
+                if cast.keys() & chunk.blocks[local].names:
+                    refuse_overflow(f"{local} at {chunk.place}", tensor, dtype)
+        return {**self.dtypes, **cast}
+
+
+def take_stock(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    place: Place | Sequence[Place] | None,
+    group: ProcessGroup | None,
+) -> Holdings:
+    """Check this rank's tensors against the layout and learn what the other ranks hold.
+
+    Communication: small JSON all-gathers.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, of another shape or type than on other ranks; on every rank.
+    """
+    rank = 0 if group is None else group.rank()
+    own = agree(lambda: _own_chunks(tensors, place, layout), group)
+    messages = all_gather_json([_describe(at, held) for at, held in own], group)
+
+    def merge() -> Holdings:
+        ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
+        ranks[rank] = [
+            Chunk(chunk.place, chunk.blocks, {name: tensor for name, (tensor, _) in held.items()})
+            for chunk, (_, held) in zip(ranks[rank], own, strict=True)
+        ]
+        return Holdings(layout, ranks, _merge_dtypes(messages, ranks, layout), rank)
+
+    return agree(merge, group)
+
+
+def _own_chunks(
+    tensors: Tensors | Sequence[Tensors], place: Place | Sequence[Place] | None, layout: Layout
+) -> list[tuple[Place, Held]]:
+    places = [Place()] if place is None else [place] if isinstance(place, Place) else list(place)
+    sets = [tensors] if isinstance(tensors, Mapping) else list(tensors)
+    if len(places) != len(sets):
+        raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
+    return [(at, _held(at, chunk, layout)) for at, chunk in zip(places, sets, strict=True)]
+
+
+def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
+    blocks = layout.at(place)
+    missing = [name for name in blocks if name not in tensors and not layout.is_optional(blocks[name])]
+    unexpected = [name for name in tensors if name not in blocks]
+    if missing or unexpected:
+        raise ValueError(
+            f"the tensors at {place} do not match the layout: missing {missing[:3]} ({len(missing)}), "
+            f"unexpected {unexpected[:3]} ({len(unexpected)})"
+        )
+    for tensor in tensors.values():
+        dtype_name(tensor.dtype)
+    return {
+        name: on_this_rank(f"{name} at {place}", tensors[name], block.shape)
+        for name, block in blocks.items()
+        if name in tensors
+    }
+
+
+def _describe(place: Place, held: Held) -> dict[str, Any]:
+    """What the other ranks need to know of a chunk: its place, the type of every tensor, and which box of it is
+    there."""
+    return {
+        "place": place.to_json(),
+        "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in held.items()},
+    }
+
+
+def _chunk(message: Mapping[str, Any], layout: Layout) -> Chunk:
+    place = Place(**message["place"])
+    whole = layout.at(place)
+    parts = {
+        name: whole[name].part(tuple((start, stop) for start, stop in box))
+        for name, (_, box) in message["tensors"].items()
+    }
+    return Chunk(place, parts, {})
+
+
+def _merge_dtypes(
+    messages: list[list[dict[str, Any]]], ranks: list[list[Chunk]], layout: Layout
+) -> dict[str, torch.dtype]:
+    """The type of every canonical tensor that the ranks have, in the model's order."""
+    seen: dict[str, tuple[int, str | None]] = {}
+    for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
+        for entry, chunk in zip(message, chunks, strict=True):
+            for local, block in layout.at(chunk.place).items():
+                held = entry["tensors"].get(local, (None,))[0]
+                for name in block.names:
+                    first_rank, first = seen.setdefault(name, (rank, held))
+                    if first != held:
+                        raise ValueError(
+                            f"{name} is {first} on rank {first_rank} and {held} on rank {rank}; cast them to one type"
+                        )
+    dtypes = {}
+    for name, canonical in layout.canonical.items():
+        held = seen.get(name, (0, None))[1]
+        if held is not None:
+            dtypes[name] = DTYPES[held]
+        elif not canonical.optional:
+            raise ValueError(f"no rank of the group holds {name}; pass a group that spans the whole grid")
+    return dtypes

@@ -1,0 +1,160 @@
+"""Loading: each rank reads its own bytes of a Hugging Face checkpoint, straight into its tensors."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.boxio import IOCounter, view_of
+from ckpt.files.checksums import check_share
+from ckpt.files.dtypes import check_cast
+from ckpt.files.folder import Checkpoint, open_checkpoint
+from ckpt.files.unchanged import while_unchanged
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.overlaps import on_this_rank, require_memory
+from ckpt.layout.pieces import Block, shared
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, require_same
+from ckpt.transfer.match import Sources, match
+from ckpt.transfer.parallel_reads import Read, read_all
+
+
+def load_hf(
+    path: str | os.PathLike[str],
+    layout: Layout,
+    place: Place | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    into: Mapping[str, Tensor] | None = None,
+    group: ProcessGroup | None = None,
+    check: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    counter: IOCounter | None = None,
+    threads: int = 4,
+) -> dict[str, Tensor]:
+    """This place's tensors of a checkpoint.
+
+    Every rank checks all headers against the layout (and, where files hold a head beside the embedding that it is tied
+    to, that the two are the same), then reads only the bytes that it holds: one contiguous read where
+    it holds whole rows, one read a row where it holds columns. A few threads read, in the order of the bytes in the
+    files, straight into the tensors; beside them there is one buffer of 16 MiB a thread for what is cast or goes to a
+    GPU.
+
+    Args:
+        path: a folder of safetensors files, or one file.
+        layout: from `layout_for`.
+        place: this rank's place; None: everything.
+        device: where the tensors go.
+        dtype: cast to this type; None: as stored.
+        into: tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
+            theirs. Of DTensors, as FSDP2 makes them, the part on this rank is read and returned.
+        group: ranks that load together. With one, an error on any rank is raised on all of them.
+        check: compare the whole checkpoint with its recorded checksums first, its tensors divided among the ranks.
+        progress: called, on the group's first rank only, with the bytes that it has read and those it will have read.
+        counter: is given the bytes and calls of this load.
+        threads: how many read at once.
+
+    Returns:
+        Local name -> tensor. Padding is zero. Tensors that the layout has as optional and the checkpoint lacks (a value
+        model's `score.*` from a causal-LM checkpoint) are absent.
+
+    Raises:
+        ValueError: the checkpoint is broken, does not fit the layout or was replaced meanwhile, `into` does not fit, or
+            the ranks differ in `layout` or `dtype`; names the file or tensor, the values and the fix; on every rank of
+            `group`.
+    """
+    require_same(group, layout=layout.fingerprint, dtype=dtype)
+    where = Place() if place is None else place
+    count = IOCounter() if counter is None else counter
+    shown = progress if group is None or group.rank() == 0 else None
+
+    def prepare() -> tuple[Checkpoint, Sources, dict[str, Block], dict[str, Tensor]]:
+        if threads < 1:
+            raise ValueError(f"threads={threads} must be at least 1")
+        check_cast(dtype)
+        require_memory("device", torch.device(device))
+        checkpoint = open_checkpoint(path)
+        count.header_bytes += checkpoint.header_bytes
+        if check:
+            with while_unchanged(checkpoint.files):
+                check_share(checkpoint, *((0, 1) if group is None else (group.rank(), group.size())))
+        sources = match(checkpoint, layout)
+        blocks = {name: block for name, block in layout.at(where).items() if _present(block, sources)}
+        if into is None:
+            tensors = _allocate(checkpoint, layout, sources, blocks, torch.device(device), dtype)
+        else:
+            tensors, blocks = _destinations(blocks, into, layout)
+        return checkpoint, sources, blocks, tensors
+
+    checkpoint, sources, blocks, tensors = agree(prepare, group)
+
+    def read() -> None:
+        _clear_padding(blocks, tensors)
+        reads = _reads(checkpoint, sources, blocks, tensors)
+        with while_unchanged(checkpoint.files):
+            read_all(reads, threads=threads, counter=count, progress=shown)
+
+    agree(read, group)
+    return tensors
+
+
+def _present(block: Block, sources: Sources) -> bool:
+    return all(name in sources for name in block.names)
+
+
+def _allocate(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    sources: Sources,
+    blocks: dict[str, Block],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> dict[str, Tensor]:
+    tensors = {}
+    for name, block in blocks.items():
+        stored = {checkpoint.tensors[tensor][1].dtype for source in block.names for tensor, _ in sources[source]}
+        kept = any(layout.canonical[source].keep_dtype for source in block.names)
+        if len(stored) > 1 and (kept or dtype is None):
+            raise ValueError(
+                f"{name} joins tensors of types {sorted(map(str, stored))}; pass dtype= to cast them to one"
+            )
+        of = stored.pop() if kept or dtype is None else dtype
+        tensors[name] = torch.empty(block.shape, dtype=of, device=device)
+    return tensors
+
+
+def _destinations(
+    blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
+) -> tuple[dict[str, Tensor], dict[str, Block]]:
+    """The tensors of `into` that are to be filled, of DTensors their parts, and the blocks of these."""
+    missing = [name for name in blocks if name not in into]
+    if missing:
+        raise ValueError(
+            f"into lacks {', '.join(missing[:3])} ({len(missing)} of {len(blocks)}); it has {list(into)[:3]}..."
+        )
+    integers = [name for name in blocks if not into[name].is_floating_point() and not layout.is_carried(blocks[name])]
+    if integers:
+        raise ValueError(f"into[{integers[0]!r}] is of type {into[integers[0]].dtype}, which cannot hold weights")
+    held = {name: on_this_rank(f"into[{name!r}]", into[name], block.shape) for name, block in blocks.items()}
+    parts = {name: blocks[name].part(box) for name, (_, box) in held.items()}
+    return {name: tensor for name, (tensor, _) in held.items()}, parts
+
+
+def _reads(
+    checkpoint: Checkpoint, sources: Sources, blocks: dict[str, Block], tensors: dict[str, Tensor]
+) -> Iterator[Read]:
+    for name, block in blocks.items():
+        for source, copy in shared(block, sources):
+            file, info = checkpoint.tensors[source]
+            view = view_of(tensors[name], copy.destination_range)
+            yield Read(source, checkpoint.path / file, info, copy.source_range, view)
+
+
+def _clear_padding(blocks: dict[str, Block], tensors: dict[str, Tensor]) -> None:
+    for name, block in blocks.items():
+        for piece in block.pieces:
+            if piece.is_padding:
+                view_of(tensors[name], piece.local_range).zero_()

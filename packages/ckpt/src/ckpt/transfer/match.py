@@ -1,0 +1,177 @@
+"""Which file tensors hold which canonical tensors: names compared, shapes checked, nothing missing, nothing
+unexpected."""
+
+import dataclasses
+import math
+import re
+
+from ckpt.files.checksums import same_bytes
+from ckpt.files.folder import Checkpoint
+from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
+from ckpt.layout.families import Family, Role
+from ckpt.layout.model_layout import Canonical, Layout, layout_for
+from ckpt.layout.pieces import Piece, Shape
+from ckpt.layout.place import Place
+
+Sources = dict[str, list[tuple[str, Piece]]]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
+    """Describe a checkpoint's tensors as pieces of the layout's canonical ones.
+
+    A file may hold a tensor under an alias of its family, or several as one: experts stacked as the native layers hold
+    them (`mlp.experts.gate_up_proj` [E, 2M, H]), which is how transformers has them in memory.
+
+    Returns:
+        Canonical name -> [(file tensor, piece)], for every canonical tensor that the checkpoint holds.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, of another shape, empty or of integers, or files hold another head
+            than the embedding that it is tied to: names it, and what may be wrong.
+    """
+    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    unread = dict(shapes)
+    sources: Sources = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, canonical in layout.canonical.items():
+        found = _find(name, canonical, shapes)
+        if found is None:
+            missing.append(name)
+            continue
+        unread.pop(found, None)
+        if not math.prod(canonical.shape):
+            raise ValueError(
+                f"{checkpoint.path}: {found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, no elements, "
+                "so no rank could hold a part of it; save the checkpoint again without it"
+            )
+        if shapes[found] == canonical.shape:
+            sources[name] = [(found, Piece.whole(name, canonical.shape))]
+        else:
+            wrong.append(
+                f"{found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, expected {canonical.shape}"
+            )
+    missing = _match_fused(layout, missing, unread, sources)
+    missing = [name for name in missing if not layout.canonical[name].optional]
+    unexpected = [name for name in unread if not _ignored(name, layout)]
+    if missing or unexpected:
+        raise ValueError(_report(checkpoint, layout, missing, unexpected))
+    if wrong:
+        raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
+    _refuse_integers(checkpoint, layout, sources)
+    if HEAD in unread and layout.tied and layout.role != "value":
+        _refuse_other_head(checkpoint, sources[layout.family.canonical_name(EMBEDDING)][0][0])
+    return sources
+
+
+def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
+    """What files hold as the head beside the embedding that it is tied to must be that embedding, bit for bit; their
+    bytes are read for it."""
+    (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[HEAD]
+    alike = (info.dtype, info.shape) == (head.dtype, head.shape)
+    if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
+        raise ValueError(
+            f"{checkpoint.path}: {HEAD} {head.shape} of {head.dtype} differs from {embedding} {info.shape} of "
+            f"{info.dtype}, and config.json ties them; set tie_word_embeddings to false in config.json, in its "
+            f"text_config, too, where it has one, or remove {HEAD} if the head is the embedding"
+        )
+
+
+def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -> None:
+    """Weights are floating-point numbers; of what is carried whole nothing is known."""
+    for name, parts in sources.items():
+        for tensor, _ in () if layout.canonical[name].carried else parts:
+            file, info = checkpoint.tensors[tensor]
+            if not info.dtype.is_floating_point:
+                raise ValueError(
+                    f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file}, and weights are floating-point "
+                    "numbers; save the checkpoint again in a type such as bfloat16"
+                )
+
+
+def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], sources: Sources) -> list[str]:
+    """Find missing tensors inside those that files hold fused, as the native layers do; returns what is still
+    missing."""
+    if not missing or not unread:
+        return missing
+    family = layout.family
+    whole = dataclasses.replace(layout, target="parallel", layers=None)
+    for local, block in whole.at(Place()).items():
+        names = (family.canonical_name(local, prefix) for prefix in (family.prefix, *family.other_prefixes))
+        found = next((name for name in names if unread.get(name) == block.shape), None)
+        if found is not None and not any(name in sources for name in block.names):
+            del unread[found]
+            for piece in block.pieces:
+                sources.setdefault(piece.name, []).append((found, piece))
+    return [name for name in missing if name not in sources]
+
+
+def _find(name: str, canonical: Canonical, shapes: dict[str, Shape]) -> str | None:
+    """The file tensor for a canonical one: under its own name, or an alias whose shape fits."""
+    if name in shapes:
+        return name
+    return next((alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape), None)
+
+
+def _ignored(name: str, layout: Layout) -> bool:
+    # A value model has no use for the language-model head, and a tied one is the embedding.
+    if name == HEAD and (layout.role == "value" or layout.tied):
+        return True
+    # Nor has a language model for a value head, where the checkpoint says that it is both.
+    if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
+        return True
+    return is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
+
+
+def _is_causal_lm(layout: Layout) -> bool:
+    """Whether the configuration names a causal language model's class."""
+    return any(str(name).endswith("ForCausalLM") for name in layout.config.get("architectures") or ())
+
+
+def _value_heads(family: Family) -> set[str]:
+    """All names of tensors that a value model has and a causal language model has not."""
+    rows = [row for row in family.rows if "causal_lm" not in row.roles]
+    return {name for row in rows for name in (*row.sources, *row.aliases)}
+
+
+def is_prediction_layer(name: str, layout: Layout) -> bool:
+    """Whether a tensor belongs to the multi-token-prediction layers, stored behind the decoder's and read by no model
+    here."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    extra = count_or_zero(layout.text, PREDICTION_LAYERS)
+    return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpected: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"missing: {_some(missing)}")
+    if unexpected:
+        files = sorted({checkpoint.tensors[name][0] for name in unexpected})
+        parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
+    if unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
+        fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
+    elif missing == [HEAD]:
+        fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"
+    else:
+        fix = f"the files do not belong to this config ({layout.family.name}, role={layout.role!r})"
+    return f"{checkpoint.path}: {'; '.join(parts)}; {fix}"
+
+
+def detect_role(checkpoint: Checkpoint) -> Role:
+    """What a checkpoint is: a value model where it has a value head, by any of its names; both where it has a
+    language-model head beside it and its configuration names a causal language model; else that alone."""
+    layout = layout_for(checkpoint.config, role="causal_lm_with_value")
+    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    score = layout.canonical["score.weight"]
+    if not any(shapes.get(name) == score.shape for name in ("score.weight", *score.aliases)):
+        return "causal_lm"
+    head = layout.canonical.get("lm_head.weight")
+    has_head = head is None or shapes.get("lm_head.weight") == head.shape
+    return "causal_lm_with_value" if has_head and _is_causal_lm(layout) else "value"

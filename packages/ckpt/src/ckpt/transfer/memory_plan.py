@@ -1,0 +1,89 @@
+"""What each place of a grid holds, in bytes, from a configuration alone."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckpt.files.dtypes import DTYPES
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.place import Grid, Place
+from ckpt.transfer.shards import WEIGHTS
+from ckpt.transfer.sources import Source
+
+# The first pattern that finds a canonical name says which component it belongs to.
+_COMPONENTS = (
+    ("embedding", r"embed_tokens"),
+    ("head", r"^lm_head|^score"),
+    ("vision", r"visual\."),
+    ("norms", r"norm"),
+    ("attention", r"self_attn\."),
+    ("router", r"\.gate\."),
+    ("experts", r"\.experts\."),
+    ("mlp", r"mlp\."),
+)
+COMPONENTS = tuple(name for name, _ in _COMPONENTS)
+
+
+@dataclass(frozen=True)
+class PlaceBytes:
+    """One place's share: bytes of each component, padding and replicas included."""
+
+    place: Place
+    components: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes of the place."""
+        return sum(self.components.values())
+
+
+def component(name: str) -> str:
+    """The component that a canonical tensor belongs to."""
+    return next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
+
+
+def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
+    """Each canonical tensor's type in a checkpoint, whatever its files call it or hold it in."""
+    return {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.slots[WEIGHTS].items()}
+
+
+def config_dtype(config: Mapping[str, object]) -> torch.dtype:
+    """The type that a configuration names; float32 where it names none.
+
+    Raises:
+        ValueError: the name is not a type of torch.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise ValueError(f"the config's dtype={name!r} is not a type of torch")
+    return dtype
+
+
+def plan_bytes(
+    layout: Layout, grid: Grid, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+) -> list[PlaceBytes]:
+    """The bytes of every place of a grid.
+
+    Args:
+        layout: the model.
+        grid: the grid.
+        dtype: the type of tensors that `dtypes` does not name.
+        dtypes: types by canonical name.
+
+    Raises:
+        ValueError: the model does not fit the grid.
+    """
+    known = dtypes or {}
+    result = []
+    for place in grid.places():
+        components = dict.fromkeys(COMPONENTS, 0)
+        for block in layout.at(place).values():
+            if layout.is_optional(block):
+                continue
+            label = component(block.names[0])
+            components[label] = components.get(label, 0) + block.numel * known.get(block.names[0], dtype).itemsize
+        result.append(PlaceBytes(place, components))
+    return result

@@ -1,0 +1,237 @@
+"""Offline: from files to files, any grid to any other, through a bounded buffer and without a process group."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.files.contents import CONFIG, LAYOUT
+from ckpt.files.disk import room_for
+from ckpt.files.dtypes import check_cast, refuse_overflow
+from ckpt.files.header import TensorInfo
+from ckpt.files.unchanged import while_unchanged
+from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions, write_json
+from ckpt.layout.families import Role, Target
+from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, full_box, shared, volume
+from ckpt.layout.place import Grid, LayerPlacement
+from ckpt.transfer.shards import WEIGHTS, layout_json, open_shards, shard_name
+from ckpt.transfer.sources import Source, open_source
+from ckpt.verify.compare import refuse_differing_copies
+
+Progress = Callable[[int, int], None]
+_CPU = torch.device("cpu")
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    grid: Grid,
+    *,
+    target: Target | None = None,
+    layers: LayerPlacement = None,
+    vocab_multiple: int = 1,
+    role: Role | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
+
+    The optimizer's state in a sharded source goes along: moments are cut like their parameters, step counts follow
+    them.
+    Memory: two buffers of 16 MiB, whatever the model.
+
+    Args:
+        source: a Hugging Face folder, a sharded one, or a file of weights.
+        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
+        grid: the grid to write for.
+        target: whose local names and orders; None: the source's ("parallel" for Hugging Face).
+        layers: as in `layout_for`.
+        vocab_multiple: as in `layout_for`.
+        role: what a Hugging Face source is read as; None: what its heads and its config say that it is.
+        dtype: cast floating-point weights; the optimizer's state keeps its types.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        ValueError: the source is broken or was replaced meanwhile, the copies of a tied embedding in it differ, or the
+            model does not fit the grid.
+        OSError: the disk is full; what was at `destination` is intact.
+    """
+    check_cast(dtype)
+    opened = open_source(source, role)
+    refuse_differing_copies(opened, opened.slots)
+    layout = dataclasses.replace(
+        opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
+    )
+    places = list(grid.places())
+    contents = [_contents(opened, layout.at(place), dtype) for place in places]
+    entries = [entry for held in contents for entry in held.values()]
+    needed = sum(entry.nbytes for entry in entries)
+    out = Path(destination)
+    with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
+        filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
+        for index, held in enumerate(contents):
+            file = shard_name(index, len(places))
+            plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {}, False)
+            filler.fill(plan, held)
+        write_json(folder / CONFIG, layout.config)
+        write_json(folder / LAYOUT, layout_json(layout, grid))
+        open_shards(folder)
+
+
+def merge(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    copy_from: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the Hugging Face checkpoint of a sharded one (its weights), or of a Hugging Face one, in other files or
+    another type; atomically, through bounded buffers.
+
+    Args:
+        source: a sharded checkpoint, or a Hugging Face folder.
+        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
+        dtype: cast floating-point weights.
+        max_shard_size: as in `save_hf`.
+        copy_from: as in `save_hf`.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        ValueError: the source is broken or was replaced meanwhile, or the copies of a tied embedding in it differ.
+        OSError: the disk is full; what was at `destination` is intact.
+    """
+    check_cast(dtype)
+    opened = open_source(source)
+    refuse_differing_copies(opened, [WEIGHTS])
+    layout = opened.layout
+    blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
+    contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
+    plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
+    out = Path(destination)
+    with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
+        _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
+        copy = None if copy_from is None else Path(copy_from)
+        write_companions(folder, plan, layout, layout.config, copy)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor to write: its slot, its pieces, its type; `scalar`: one element that goes with a parameter."""
+
+    slot: str
+    local: str
+    block: Block
+    dtype: torch.dtype
+    scalar: bool
+
+    @property
+    def shape(self) -> Shape:
+        return () if self.scalar else self.block.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Without the padding."""
+        if self.scalar:
+            return self.nbytes
+        pieces = (piece for piece in self.block.pieces if not piece.is_padding)
+        return sum(volume(piece.local_range) for piece in pieces) * self.dtype.itemsize
+
+
+def _contents(
+    source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None, slots: Sequence[str] | None = None
+) -> dict[str, _Entry]:
+    """What a file of these blocks holds: `SLOT/LOCAL` -> entry, for all that the source has."""
+    entries: dict[str, _Entry] = {}
+    for slot in slots or sorted({*source.slots, *source.scalars}, key=lambda slot: (slot != WEIGHTS, slot)):
+        for local, block in blocks.items():
+            if all(name in source.slots.get(slot, {}) for name in block.names):
+                stored = source.dtype(slot, block.names, local, dtype)
+                entries[f"{slot}/{local}"] = _Entry(slot, local, block, stored, False)
+            elif all(name in source.scalars.get(slot, {}) for name in block.names):
+                key = source.scalars[slot][block.names[0]][0]
+                entries[f"{slot}/{local}"] = _Entry(slot, local, block, source.tensors[key][1].dtype, True)
+    return entries
+
+
+class _Filler:
+    """Copies boxes from the source's files into laid-out files."""
+
+    def __init__(self, source: Source, folder: Path, progress: Progress | None, total: int) -> None:
+        self._source = source
+        self._folder = folder
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._reading, self._writing = StagingPool().on(_CPU), StagingPool().on(_CPU)
+        self._counter = IOCounter()
+
+    def fill(self, plan: FilePlan, entries: Mapping[str, _Entry]) -> None:
+        """Create a plan's files and fill them; padding is what the files are created with, zeros."""
+        create_files(self._folder, plan)
+        copies: list[tuple[Path, TensorInfo, Copy, str]] = []
+        with contextlib.ExitStack() as stack:
+            fds = {file: stack.enter_context(FileForWriting(self._folder / file)) for file in plan.contents}
+            for name, entry in entries.items():
+                if entry.scalar:
+                    file, info = plan.tensors[name]
+                    write_box(fds[file], info, (), self._scalar(entry), self._writing, self._counter)
+                    self._advance(entry.dtype.itemsize)
+                    continue
+                for key, copy in shared(entry.block, self._source.slots[entry.slot]):
+                    copies.append((*self._source.tensors[key], copy, name))
+            copies.sort(key=lambda item: (item[0], item[1].offset, item[2].source_range))
+            for path, group in itertools.groupby(copies, key=lambda item: item[0]):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    for _, info, copy, name in group:
+                        file, to = plan.tensors[name]
+                        self._copy(fd, info, fds[file], to, copy, name)
+                finally:
+                    os.close(fd)
+
+    def _copy(self, source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
+        for part in self._reading.chunks(copy.source_range, info.dtype.itemsize):
+            buffer = self._reading.view(extents(part), info.dtype)
+            read_box(source_fd, info, part, buffer, self._reading, self._counter)
+            refuse_overflow(name.removeprefix(f"{WEIGHTS}/"), buffer, to.dtype)
+            write_box(fd, to, carried_over(part, copy), buffer, self._writing, self._counter)
+            self._advance(volume(part) * to.dtype.itemsize)
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _scalar(self, entry: _Entry) -> Tensor:
+        """The one value of all the canonical tensors that a parameter joins."""
+        keys = dict.fromkeys(key for name in entry.block.names for key in self._source.scalars[entry.slot][name])
+        values = []
+        for key in keys:
+            path, info = self._source.tensors[key]
+            value = torch.empty(info.shape, dtype=info.dtype)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                read_box(fd, info, full_box(info.shape), value, self._reading, self._counter)
+            finally:
+                os.close(fd)
+            values.append(value.reshape(()))
+        if any(not torch.equal(value, values[0]) for value in values):
+            raise ValueError(
+                f"the {entry.slot} of the tensors fused in {entry.local} differ: {[v.item() for v in values]}"
+            )
+        return values[0]

@@ -1,0 +1,233 @@
+"""Saving: the files are laid out first, then every rank writes its own bytes into them. Nothing is gathered."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
+from ckpt.files.checksums import share_of_checksums
+from ckpt.files.disk import room_for
+from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
+from ckpt.layout.config import ConfigLike, load_config
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.pieces import Box, Piece, intersect, volume
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, all_gather_json, require_same
+from ckpt.transfer.exchange import Want, exchange
+from ckpt.transfer.holdings import Holdings, Tensors, take_stock
+from ckpt.transfer.owners import Held, assign_owners
+from ckpt.transfer.tied import require_equal_copies
+
+Progress = Callable[[int, int], None]
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    place: Place | Sequence[Place] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    config: ConfigLike | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    copy_from: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    checksums: bool = False,
+    progress: Progress | None = None,
+    counter: IOCounter | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint from the ranks' own tensors.
+
+    All ranks of `group` call this. The checkpoint appears at `path` in one step when it is complete and synced; until
+    then, and after a kill at any instant, `path` is what it was before (see `ckpt.files.atomic`).
+
+    Communication: a few small JSON all-gathers; no tensor leaves its rank. Ranks that do not reach the folder (which is
+    found out, not configured) send their pieces to those that do, one writer for each file, a bucket at a time.
+
+    Args:
+        path: the checkpoint folder; a checkpoint that is there is replaced, with its tokenizer files (`copy_from=path`
+            keeps those); a folder with anything else in it is refused.
+        tensors: this rank's tensors by local name, on any device; a sequence of them for a rank with several chunks. Of
+            DTensors, as FSDP2 makes them, each rank writes the part that it has.
+        layout: from `layout_for`.
+        place: this rank's place, or one for each chunk; None: this process holds everything.
+        group: the ranks that together hold the model, replicas included; None: this process alone.
+        config: written as config.json, with the types that are stored and without multi-token-prediction layers; None:
+            the layout's.
+        dtype: stored type; None: the tensors' own.
+        max_shard_size: bytes of one file, or a text such as "5GB".
+        copy_from: a folder whose tokenizer, processor and generation files are copied; code is not.
+        metadata: strings recorded in every file's header.
+        checksums: record a CRC-32 of every tensor in its file's header, computed from the bytes in the file.
+        progress: called, on the group's first rank only, with the bytes that it has written and those it will have
+            written.
+        counter: is given the bytes and calls of this rank's writes.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, of another shape or type than on other ranks, or the ranks together
+            lack a part of the model; or the copies of a tied embedding differ between pipeline stages; or the ranks
+            differ in `layout`, `dtype`, `max_shard_size`, `metadata` or `checksums`; names them; on every rank.
+        OSError: the disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
+    """
+    require_same(
+        group,
+        layout=layout.fingerprint,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        metadata=sorted((metadata or {}).items()),
+        checksums=checksums,
+    )
+    holdings = take_stock(tensors, layout, place, group)
+
+    def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
+        stored = holdings.stored_dtypes(dtype)
+        for name, kind in stored.items():
+            if not kind.is_floating_point and not layout.canonical[name].carried:
+                raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
+        shapes = {name: (stored[name], layout.canonical[name].shape) for name in stored}
+        owners = assign_owners(holdings)
+        return plan_files(shapes, max_shard_size, metadata or {}, checksums), owners
+
+    plan, owners = agree(lay_out, group)
+    require_equal_copies(holdings, group)
+    room = room_for(plan.nbytes, Path(path).parent)
+    writer = agree(room(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None), group)
+    count = IOCounter() if counter is None else counter
+    shown = progress if holdings.rank == 0 else None
+    try:
+        folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
+        agree(room(lambda: create_files(folder, plan) if writer else None), group)
+        reach = all_gather_json(_can_write(folder, plan), group)
+        writers = [rank for rank, can in enumerate(reach) if can]
+        if all(reach):
+            agree(room(lambda: _write(folder, plan, owners, holdings, shown, count)), group)
+        else:
+            _send(folder, plan, owners, holdings, writers, group, shown, count)
+        sums = _checksums(folder, plan, holdings.rank, writers, group) if checksums else {}
+
+        @room
+        def finish() -> None:
+            if writer is not None:
+                if checksums:
+                    plan.record_checksums(folder, sums)
+                chosen = layout.config if config is None else load_config(config)
+                source = None if copy_from is None else Path(copy_from)
+                write_companions(folder, plan, layout, chosen, source)
+                writer.commit()
+
+        agree(finish, group)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+
+
+def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:
+    """Every tensor's checksum, each computed by one of the ranks that reach the files."""
+    share = agree(lambda: share_of_checksums(folder, plan.tensors, rank, ranks), group)
+    return {name: value for message in all_gather_json(share, group) for name, value in message.items()}
+
+
+def _can_write(folder: Path, plan: FilePlan) -> bool:
+    """Whether this rank sees the files that rank 0 has created."""
+    return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
+
+
+class _Meter:
+    """Shows how much of this rank's writing is done."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, nbytes: int) -> None:
+        """Some bytes more are written."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _write(
+    folder: Path,
+    plan: FilePlan,
+    owners: dict[str, list[Held]],
+    holdings: Holdings,
+    progress: Progress | None,
+    counter: IOCounter,
+) -> None:
+    """Write the boxes that this rank owns, file by file, and sync each file it touched."""
+    mine: dict[str, list[tuple[str, Held]]] = {}
+    for name, pieces in owners.items():
+        for held in pieces:
+            if held.rank == holdings.rank:
+                mine.setdefault(plan.tensors[name][0], []).append((name, held))
+    meter = _Meter(progress, sum(_nbytes(plan, held) for entries in mine.values() for _, held in entries))
+    stagings = StagingPool()
+    for file, entries in mine.items():
+        with FileForWriting(folder / file) as fd:
+            for name, held in entries:
+                info = plan.tensors[name][1]
+                tensor = holdings.chunks[held.chunk].tensors[held.local]
+                copy = intersect(held.piece, Piece.whole(name, info.shape))
+                if copy is not None:
+                    view = view_of(tensor, copy.source_range)
+                    write_box(fd, info, copy.destination_range, view, stagings.on(tensor.device), counter)
+                    meter.add(_nbytes(plan, held))
+
+
+def _nbytes(plan: FilePlan, held: Held) -> int:
+    """The bytes of a piece in its file."""
+    return volume(held.piece.local_range) * plan.tensors[held.piece.name][1].dtype.itemsize
+
+
+def _send(
+    folder: Path,
+    plan: FilePlan,
+    owners: dict[str, list[Held]],
+    holdings: Holdings,
+    writers: list[int],
+    group: ProcessGroup | None,
+    progress: Progress | None,
+    counter: IOCounter,
+) -> None:
+    """Where not every rank reaches the files: each file has one writer among those that do, and pieces travel to it."""
+    files = list(plan.prefixes)
+    writer_of = {file: writers[index % len(writers)] for index, file in enumerate(files)}
+    wants = (
+        (name, [Want(writer_of[file], file, Piece.whole(name, info.shape))])
+        for name, (file, info) in plan.tensors.items()
+    )
+    stagings = StagingPool()
+    errors: list[OSError] = []
+
+    with contextlib.ExitStack() as stack:
+        mine = [file for file in files if writer_of[file] == holdings.rank]
+        meter = _Meter(progress, sum(info.nbytes for file, info in plan.tensors.values() if file in mine))
+        fds = agree(lambda: {file: stack.enter_context(FileForWriting(folder / file)) for file in mine}, group)
+
+        def deliver(want: Want, box: Box, values: Tensor) -> None:
+            # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
+            if not errors:
+                try:
+                    info = plan.tensors[want.piece.name][1]
+                    write_box(fds[want.tensor], info, box, values, stagings.on(values.device), counter)
+                    meter.add(volume(box) * info.dtype.itemsize)
+                except OSError as error:
+                    errors.append(error)
+
+        for _ in exchange(holdings, owners, wants, group, deliver):
+            pass
+
+        @room_for(plan.nbytes, folder.parent)
+        def end() -> None:
+            if errors:
+                raise errors[0]
+            stack.close()  # syncs every file
+
+        agree(end, group)

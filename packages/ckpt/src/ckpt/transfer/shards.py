@@ -1,0 +1,289 @@
+"""Sharded checkpoints: one safetensors file for each place of a grid, holding that place's local tensors as they are in
+memory.
+
+A folder has config.json, `layout.json` (target, role, grid, placement) and `shard-00000-of-0000N.safetensors`, the
+places in the order of `Grid.places()`. A file's tensors are `weights/LOCAL` and, with an optimizer, `SLOT/LOCAL` for
+each of its slots.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import IOCounter, StagingPool, read_box
+from ckpt.files.contents import CONFIG, LAYOUT
+from ckpt.files.disk import bytes_in, room_for
+from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.files.unchanged import while_unchanged
+from ckpt.files.written_files import write_json
+from ckpt.layout.config import load_config, read_json_file
+from ckpt.layout.families import family_of
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.overlaps import is_dtensor
+from ckpt.layout.pieces import Box, distinct_cover_problem, full_box
+from ckpt.layout.place import Grid, Place
+from ckpt.transfer.agreement import agree, all_gather_json
+from ckpt.transfer.redistribute import OptimizerState
+from ckpt.transfer.relay import write_own_file
+
+WEIGHTS = "weights"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """An opened sharded checkpoint: nothing but headers has been read.
+
+    Attributes:
+        path: the folder.
+        layout: what the tensors are pieces of.
+        grid: whose places the files are.
+        headers: each place's header, in the order of `grid.places()`.
+    """
+
+    path: Path
+    layout: Layout
+    grid: Grid
+    headers: list[Header]
+
+    @property
+    def slots(self) -> list[str]:
+        """The kinds of tensors that are stored: "weights", then the optimizer's slots."""
+        slots = {name.partition("/")[0] for header in self.headers for name in header.tensors}
+        return sorted(slots, key=lambda slot: (slot != WEIGHTS, slot))
+
+    @property
+    def files(self) -> dict[Path, int]:
+        """The files, and when each was last modified (`ckpt.files.unchanged`)."""
+        return {self.file(index): header.modified_ns for index, header in enumerate(self.headers)}
+
+    def file(self, index: int) -> Path:
+        """The file of a place."""
+        return self.path / shard_name(index, len(self.headers))
+
+    def tensors(self, index: int, slot: str) -> dict[str, TensorInfo]:
+        """One slot of a place: local name -> where it lies."""
+        prefix = f"{slot}/"
+        return {
+            name.removeprefix(prefix): info
+            for name, info in self.headers[index].tensors.items()
+            if name.startswith(prefix)
+        }
+
+
+def shard_name(index: int, count: int) -> str:
+    """The file name of a place."""
+    return f"shard-{index:05d}-of-{count:05d}.safetensors"
+
+
+def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
+    """What `layout.json` records beside the configuration."""
+    return {
+        "version": _VERSION,
+        "target": layout.target,
+        "role": layout.role,
+        "layers": layout.layers,
+        "vocab_multiple": layout.vocab_multiple,
+        "carried": {name: list(shape) for name, shape in layout.carried.items()},
+        "grid": {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "ep": grid.ep, "etp": grid.etp},
+    }
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a sharded checkpoint."""
+    return (Path(path) / LAYOUT).is_file()
+
+
+def open_shards(path: str | os.PathLike[str]) -> Shards:
+    """Open a sharded checkpoint and check every header against the layout.
+
+    Raises:
+        ValueError: a file is missing or broken, its tensors are not those of its place, or places hold a tensor in
+            several types; names them.
+    """
+    folder = Path(path)
+    if not is_sharded(folder):
+        raise ValueError(f"{folder} has no {LAYOUT}; pass a folder that save_shards or `ckpt shard` has written")
+    facts = read_json_file(folder / LAYOUT)
+    try:
+        if facts["version"] != _VERSION:
+            raise ValueError(f"version {facts['version']!r} is not known")
+        grid = Grid(**facts["grid"])
+        config = load_config(folder)
+        carried = {name: tuple(shape) for name, shape in facts["carried"].items()}
+        layout = Layout(
+            family_of(config), facts["target"], facts["role"], config, facts["layers"], facts["vocab_multiple"], carried
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / LAYOUT} is incomplete or malformed: {error!r}") from None
+    places = list(grid.places())
+    shards = Shards(
+        folder, layout, grid, [read_header(folder / shard_name(i, len(places))) for i in range(len(places))]
+    )
+    for index, place in enumerate(places):
+        _check_place(shards, index, place)
+    for slot in shards.slots:
+        _check_whole(shards, slot)
+    return shards
+
+
+def _check_place(shards: Shards, index: int, place: Place) -> None:
+    blocks = shards.layout.at(place)
+    weights = shards.tensors(index, WEIGHTS)
+    missing = [name for name, block in blocks.items() if name not in weights and not shards.layout.is_optional(block)]
+    unexpected, wrong = [], []
+    for key, info in shards.headers[index].tensors.items():
+        slot, _, name = key.partition("/")
+        if name not in blocks:
+            unexpected.append(key)
+        # An optimizer's slot may be one element for a whole parameter.
+        elif info.shape != blocks[name].shape and (slot == WEIGHTS or math.prod(info.shape) != 1):
+            wrong.append(key)
+    if missing or unexpected or wrong:
+        raise ValueError(
+            f"{shards.file(index)} does not hold the tensors of {place}: missing {missing[:3]}, unexpected "
+            f"{unexpected[:3]}, wrong shape {wrong[:3]}"
+        )
+
+
+def _check_whole(shards: Shards, slot: str) -> None:
+    """What some places hold of a canonical tensor, all together hold all of, and in one type: a moment, say, that one
+    has not saved."""
+    boxes: dict[str, set[Box]] = {}
+    types: dict[str, dict[torch.dtype, Path]] = {}
+    for index, place in enumerate(shards.grid.places()):
+        blocks = shards.layout.at(place)
+        for local, info in shards.tensors(index, slot).items():
+            if info.shape == blocks[local].shape:
+                for piece in blocks[local].pieces:
+                    if piece.canonical_range is not None:
+                        boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+                        types.setdefault(piece.name, {}).setdefault(info.dtype, shards.file(index))
+    for name, held in boxes.items():
+        problem = distinct_cover_problem(held, shards.layout.canonical[name].shape)
+        if problem:
+            raise ValueError(f"{shards.path} does not hold all of {slot}/{name}: {problem}; a place has not saved it")
+        if len(types[name]) > 1:
+            found = " and ".join(f"{dtype} in {file}" for dtype, file in types[name].items())
+            raise ValueError(f"{slot}/{name} is of several types: {found}; save all places in one")
+
+
+def save_shards(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    place: Place,
+    *,
+    optimizer: OptimizerState | None = None,
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+) -> None:
+    """Write a sharded checkpoint: each place's tensors, and its optimizer's state, in a file of its own; atomically.
+
+    Of several ranks at one place the first writes. Files of ranks that do not reach the folder are written by one that
+    does, tensor by tensor.
+
+    Raises:
+        ValueError: the ranks' places are not a whole grid, or tensors do not fit; on every rank.
+        OSError: the disk is full; what was at `path` is intact.
+    """
+    messages = all_gather_json(place.to_json(), group)
+    held = [Place(**entry) for entry in messages]
+    rank = 0 if group is None else group.rank()
+    places = list(place.grid.places())
+
+    def check() -> dict[str, Tensor]:
+        absent = [str(at) for at in places if at not in held]
+        if absent:
+            raise ValueError(
+                f"no rank of the group stands at {absent[:3]}; save with a group that spans the whole grid"
+            )
+        blocks = layout.at(place)
+        own = {f"{WEIGHTS}/{name}": tensor for name, tensor in tensors.items()}
+        for name, slots in (optimizer or {}).items():
+            own |= {f"{slot}/{name}": tensor for slot, tensor in slots.items()}
+        unknown = [key for key in own if key.partition("/")[2] not in blocks]
+        if unknown:
+            raise ValueError(f"{unknown[:3]} are not in the layout at {place}")
+        divided = [key for key, tensor in own.items() if is_dtensor(tensor)]
+        if divided:
+            raise ValueError(
+                f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "
+                "save_training and save_hf take DTensors"
+            )
+        return {key: tensor.detach() for key, tensor in own.items()}
+
+    own = agree(check, group)
+    needed = sum(tensor.nbytes for tensor in own.values())
+    writer = agree(room_for(needed, Path(path).parent)(lambda: FolderWriter(Path(path)) if rank == 0 else None), group)
+    try:
+        folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
+        count = IOCounter() if counter is None else counter
+
+        def write() -> None:
+            mine = held.index(place) == rank
+            file = shard_name(places.index(place), len(places)) if mine else None
+            write_own_file(folder, file, own, group, count)
+
+        agree(write, group)
+
+        def finish() -> None:
+            if writer is not None:
+                with room_for(bytes_in(folder), folder.parent):
+                    write_json(folder / CONFIG, layout.config)
+                    write_json(folder / LAYOUT, layout_json(layout, place.grid))
+                    open_shards(folder)
+                    writer.commit()
+
+        agree(finish, group)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+
+
+def load_shards(
+    path: str | os.PathLike[str],
+    place: Place,
+    *,
+    device: torch.device | str = "cpu",
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A place's tensors and its optimizer's state, as `save_shards` wrote them; the place must be of the saved grid.
+
+    Raises:
+        ValueError: the checkpoint is broken, was replaced meanwhile, or is of another grid (`reshard` it); on every
+            rank of `group`.
+    """
+
+    def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        shards = open_shards(path)
+        places = list(shards.grid.places())
+        if place not in places:
+            raise ValueError(f"{path} was saved on {shards.grid}, which has no place {place}; use ckpt.reshard first")
+        index = places.index(place)
+        stagings, count = StagingPool(), IOCounter() if counter is None else counter
+        weights: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        with while_unchanged(shards.files), open(shards.file(index), "rb", buffering=0) as file:
+            for key, info in shards.headers[index].tensors.items():
+                slot, _, name = key.partition("/")
+                tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+                if tensor.numel():
+                    read_box(file.fileno(), info, full_box(info.shape), tensor, stagings.on(tensor.device), count)
+                if slot == WEIGHTS:
+                    weights[name] = tensor
+                else:
+                    state.setdefault(name, {})[slot] = tensor
+        return weights, state
+
+    return agree(read, group)

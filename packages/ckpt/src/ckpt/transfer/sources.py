@@ -1,0 +1,115 @@
+"""Files as pieces of canonical tensors, whatever their form: a Hugging Face checkpoint or a sharded one."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ckpt.files.folder import open_checkpoint
+from ckpt.files.header import TensorInfo
+from ckpt.layout.families import Role
+from ckpt.layout.model_layout import Layout, layout_for
+from ckpt.layout.pieces import Box, Piece, Shape
+from ckpt.transfer.match import detect_role, is_prediction_layer, match
+from ckpt.transfer.shards import WEIGHTS, is_sharded, open_shards
+from ckpt.transfer.tied import tied_names
+
+Index = dict[str, list[tuple[str, Piece]]]
+
+
+@dataclass
+class Source:
+    """What files hold.
+
+    Attributes:
+        layout: of the model.
+        files: when each was last modified (`ckpt.files.unchanged`).
+        tensors: key -> (file, where it lies in it).
+        slots: slot -> canonical name -> [(key, piece)], each element once; "weights" first.
+        copies: the same for what other places hold again.
+        scalars: slot -> canonical name -> key, for slots of one element a parameter.
+        tied: the canonical tensors that several pipeline chunks hold.
+    """
+
+    layout: Layout
+    files: dict[Path, int]
+    tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
+    slots: dict[str, Index] = field(default_factory=dict)
+    copies: dict[str, Index] = field(default_factory=dict)
+    scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
+
+    def holds(self, slot: str, name: str) -> bool:
+        """Whether there is a canonical tensor in a slot."""
+        return name in self.slots.get(slot, {}) or name in self.scalars.get(slot, {})
+
+    def shape(self, slot: str, name: str) -> Shape:
+        """The shape of a canonical tensor in a slot: the weight's, or none for one element a parameter."""
+        return self.layout.canonical[name].shape if name in self.slots.get(slot, {}) else ()
+
+    def dtype(self, slot: str, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
+        """The one type of a local tensor that joins canonical ones: `cast`, for floating-point weights that may be
+        cast, or their own.
+
+        Raises:
+            ValueError: it is their own, and they have several.
+        """
+        found = {self.tensors[key][1].dtype for name in names for key, _ in self.slots[slot][name]}
+        kept = slot != WEIGHTS or any(self.layout.canonical[name].keep_dtype for name in names)
+        if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
+            return cast
+        if len(found) > 1:
+            fix = f"save {slot} in one type" if kept else "pass dtype= (--dtype) to cast them to one"
+            raise ValueError(f"{local} joins tensors of types {sorted(map(str, found))}; {fix}")
+        return found.pop()
+
+
+def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+    """Open a Hugging Face folder or a sharded one; without a role, it is what its heads and config say.
+
+    Raises:
+        ValueError: as `open_checkpoint`, `match` or `open_shards`.
+    """
+    if is_sharded(path):
+        return _sharded(path)
+    checkpoint = open_checkpoint(path)
+    layout = layout_for(path, role=role or detect_role(checkpoint))
+    tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
+    source = Source(layout, checkpoint.files, tensors)
+    source.slots[WEIGHTS] = match(checkpoint, layout)
+    return source
+
+
+def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+    """The same with the tensors of multi-token-prediction layers, which no model here reads and no save has."""
+    source = open_source(path, role)
+    infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
+    shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
+    source.layout = source.layout.carrying({**source.layout.carried, **shapes})
+    source.slots[WEIGHTS] |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
+    return source
+
+
+def _sharded(path: str | os.PathLike[str]) -> Source:
+    shards = open_shards(path)
+    source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()))
+    for slot in shards.slots:
+        boxes: dict[str, set[Box]] = {}
+        for index, place in enumerate(shards.grid.places()):
+            blocks = shards.layout.at(place)
+            for local, info in shards.tensors(index, slot).items():
+                key = f"{index}:{slot}/{local}"
+                source.tensors[key] = (shards.file(index), info)
+                block = blocks[local]
+                if info.shape != block.shape:
+                    for name in block.names:
+                        source.scalars.setdefault(slot, {}).setdefault(name, []).append(key)
+                    continue
+                for piece in block.pieces:
+                    if piece.canonical_range is not None:
+                        seen = boxes.setdefault(piece.name, set())
+                        held = source.copies if piece.canonical_range in seen else source.slots
+                        held.setdefault(slot, {}).setdefault(piece.name, []).append((key, piece))
+                        seen.add(piece.canonical_range)
+    return source

@@ -1,0 +1,76 @@
+"""Whole tensors from sharded ones, a bucket at a time: the weights of a live model on their way to an inference
+engine."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.pieces import Box, Piece
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, require_same
+from ckpt.transfer.exchange import BUCKET_BYTES, Want, copy_into, exchange
+from ckpt.transfer.holdings import Tensors, take_stock
+from ckpt.transfer.owners import assign_owners
+from ckpt.transfer.tied import require_equal_copies
+
+
+def stream_hf(
+    tensors: Tensors | Sequence[Tensors],
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    place: Place | Sequence[Place] | None = None,
+    *,
+    to: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor), one at a time, in the model's order.
+
+    Collective over `group`: every rank must consume its iterator to the end. Memory: the full tensors of one bucket, at
+    least one tensor, beside the two communication buffers.
+
+    Args:
+        tensors: this rank's tensors by local name, or one mapping for each chunk; DTensors where data parallelism has
+            divided them further.
+        layout: from `layout_for`.
+        group: the ranks that together hold the model; None: this process alone.
+        place: this rank's place, or one for each chunk; None: everything.
+        to: group ranks that receive; the iterators of the others yield nothing. None: all receive.
+        dtype: cast floating-point tensors to this type.
+        device: where the full tensors are; None: where the rank's own are.
+        bucket_bytes: communicate about this much at once.
+
+    Raises:
+        ValueError: as `save_hf`, differing copies of a tied embedding included; `to` names no rank of the group; on
+            every rank.
+    """
+    size = 1 if group is None else group.size()
+    receivers = range(size) if to is None else sorted(set(to))
+    require_same(group, layout=layout.fingerprint, to=list(receivers), dtype=dtype, bucket_bytes=bucket_bytes)
+    if any(not 0 <= rank < size for rank in receivers):
+        raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
+    holdings = take_stock(tensors, layout, place, group)
+    owners = agree(lambda: assign_owners(holdings), group)
+    require_equal_copies(holdings, group)
+    types = agree(lambda: holdings.stored_dtypes(dtype), group)
+    own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
+    where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
+    full: dict[str, Tensor] = {}
+
+    def deliver(want: Want, box: Box, values: Tensor) -> None:
+        if want.tensor not in full:
+            full[want.tensor] = torch.empty(layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=where)
+        copy_into(full[want.tensor], box, values)
+
+    wants = (
+        (name, [Want(rank, name, Piece.whole(name, layout.canonical[name].shape)) for rank in receivers])
+        for name in holdings.dtypes
+    )
+    for names in exchange(holdings, owners, wants, group, deliver, bucket_bytes=bucket_bytes):
+        if holdings.rank in receivers:
+            for name in names:
+                yield name, full.pop(name)

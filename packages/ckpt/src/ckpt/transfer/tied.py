@@ -1,0 +1,125 @@
+"""Tied weights: a canonical tensor that several pipeline chunks hold must be the same on all of them when it is saved
+or moved, since of its copies one is taken."""
+
+import ctypes
+import zlib
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.boxio import BoxOf, StagingPool, view_of
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.pieces import Box, full_box
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, all_gather_json
+from ckpt.transfer.holdings import Holdings
+
+# A piece of a tied tensor: its name, its box, where it is, and the checksum of what is there.
+_Copy = tuple[str, Box, str, str]
+
+
+def tied_names(layout: Layout, places: Iterable[Place]) -> set[str]:
+    """The canonical tensors that more than one pipeline chunk of these places holds."""
+    first: dict[str, int] = {}
+    tied = set()
+    chunks = {place.chunk: place for place in places}
+    for chunk, place in chunks.items() if len(chunks) > 1 else ():
+        for block in layout.at(place).values():
+            tied |= {name for name in block.names if first.setdefault(name, chunk) != chunk}
+    return tied
+
+
+def require_equal_copies(holdings: Holdings, group: ProcessGroup | None) -> None:
+    """Refuse copies of tied weights that differ between pipeline chunks, or between replicas of them, in any bit.
+
+    Communication: where there are such weights, one small JSON all-gather of a checksum for each piece.
+
+    Raises:
+        ValueError: names the tensor, the ranks and places of each version, and the fix; the same on every rank.
+    """
+    tied = tied_names(holdings.layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
+    if tied & holdings.dtypes.keys():
+        _compare(agree(lambda: _own_copies(holdings, tied), group), group)
+
+
+def require_equal_boxes(
+    boxes: Sequence[BoxOf], layout: Layout, places: Sequence[Place], group: ProcessGroup | None
+) -> None:
+    """The same for boxes of canonical tensors, of an optimizer's moments and counts, too.
+
+    Args:
+        boxes: this rank's; the canonical tensor's name is the last part of a box's.
+        layout: of all.
+        places: where this rank stands.
+        group: the ranks; None: this process alone.
+
+    Communication: one small JSON all-gather of the places, and where there are tied weights one of the checksums.
+
+    Raises:
+        ValueError: as `require_equal_copies`.
+    """
+    everywhere = all_gather_json([place.to_json() for place in places], group)
+    tied = tied_names(layout, (Place(**entry) for message in everywhere for entry in message))
+    if not tied:
+        return
+    where = ", ".join(map(str, places))
+
+    def copy_of(box: BoxOf, stagings: StagingPool) -> _Copy:
+        return box.name, box.box, where, _checksum(box.memory, full_box(tuple(box.memory.shape)), stagings)
+
+    def copies() -> list[_Copy]:
+        stagings = StagingPool()
+        return [copy_of(box, stagings) for box in boxes if box.name.rpartition("/")[2] in tied]
+
+    _compare(agree(copies, group), group)
+
+
+def _compare(own: list[_Copy], group: ProcessGroup | None) -> None:
+    """Compare all ranks' checksums; every rank has the same messages, so all of them raise or none does."""
+    versions: dict[tuple[str, Box], dict[str, list[str]]] = {}
+    for rank, message in enumerate(all_gather_json(own, group)):
+        for name, box, where, value in message:
+            key = name, tuple((start, stop) for start, stop in box)  # JSON has made lists of them
+            versions.setdefault(key, {}).setdefault(value, []).append(f"rank {rank} ({where})")
+    for (name, box), found in versions.items():
+        if len(found) > 1:
+            listed = "; other values on ".join(_listed(wheres) for wheres in found.values())
+            raise ValueError(
+                f"{name} has copies that differ in {box}: {listed}. One of them would be taken: copy one to the others "
+                "first, and in training all-reduce the gradients of tied weights over the stages that hold them"
+            )
+
+
+def _listed(wheres: list[str]) -> str:
+    return ", ".join(wheres[:4]) + (f" and {len(wheres) - 4} more" if len(wheres) > 4 else "")
+
+
+def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
+    """This rank's pieces of the named tensors."""
+    stagings = StagingPool()
+    return [
+        (
+            piece.name,
+            piece.canonical_range,
+            f"{local} at {chunk.place}",
+            _checksum(chunk.tensors[local], piece.local_range, stagings),
+        )
+        for chunk in holdings.chunks
+        for local, block in chunk.blocks.items()
+        for piece in block.pieces
+        if piece.name in names and piece.canonical_range is not None
+    ]
+
+
+def _checksum(tensor: Tensor, box: Box, stagings: StagingPool) -> str:
+    """The CRC-32 of a box's bytes, in row-major order."""
+    staging = stagings.on(tensor.device)
+    value = 0
+    for part in staging.chunks(box, tensor.element_size()):
+        view = view_of(tensor.detach(), part)
+        buffer = staging.view(tuple(view.shape), view.dtype)
+        buffer.copy_(view)
+        nbytes = buffer.numel() * buffer.element_size()
+        value = zlib.crc32((ctypes.c_char * nbytes).from_address(buffer.data_ptr()), value)
+    return f"{value:08x}"

@@ -1,0 +1,319 @@
+"""Proof that two checkpoints, or a checkpoint and a live model, hold the same tensors."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.computing import config_differences
+from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
+from ckpt.files.unchanged import while_unchanged
+from ckpt.layout.families import Role
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.overlaps import on_this_rank
+from ckpt.layout.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box, volume
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, all_gather_json
+from ckpt.transfer.shards import WEIGHTS
+from ckpt.transfer.sources import Source, open_source, open_with_prediction_layers
+from ckpt.verify.report import Difference, Kind, Report
+from ckpt.verify.tally import Tally
+
+_CPU = torch.device("cpu")
+_CHUNK_ELEMENTS = 2 << 20
+
+
+def verify(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    dtypes: bool = True,
+    role: Role | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
+
+    Of sharded ones every copy of what several ranks hold is compared, and, where both have one, the optimizer's state:
+    its tensors are named `SLOT/NAME`. The tensors of multi-token-prediction layers, which loads pass over and saves
+    lack, are compared, too: a checkpoint that has lost them differs. So does one whose config.json makes another model
+    of the same tensors (`rope_theta`, `rms_norm_eps`).
+
+    Args:
+        a: the reference.
+        b: the other.
+        rtol: relative tolerance; with both tolerances 0 every bit must be the same.
+        atol: absolute tolerance: |a - b| <= atol + rtol * |b|.
+        dtypes: whether a different type is a difference; values are compared in any case.
+        role: what Hugging Face folders are read as; None: a value model where there is a value head.
+        progress: called with the bytes that have been compared, and those that will have been.
+
+    Raises:
+        ValueError: a checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are no
+            error: see `Report.equal`.
+    """
+    first, second = (open_with_prediction_layers(path, role) for path in (a, b))
+    report = Report(differences=config_differences(first.layout.config, second.layout.config))
+    slots = (WEIGHTS, *_optimizer_slots(first, second))
+    with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
+        if progress is not None:
+            comparison.show(progress, sum(_bytes_to_compare(slot, first, second) for slot in slots))
+        for slot in slots:
+            for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
+                held = [source.holds(slot, name) for source in (first, second)]
+                shown = name if slot == WEIGHTS else f"{slot}/{name}"
+                if all(held):
+                    report.differences += comparison.canonical(shown, slot, name, first, second)
+                elif any(held):
+                    kind: Kind = "missing" if held[0] else "unexpected"
+                    report.differences.append(Difference(shown, kind, f"only in {a if held[0] else b}"))
+    return report
+
+
+def verify_live(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    place: Place | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    dtypes: bool = True,
+) -> Report:
+    """Compare a checkpoint with a live model: each rank its own tensors with the bytes that belong to them.
+
+    Of DTensors, as FSDP2 makes them, a rank compares the part that it has. Differences are named by local tensor and
+    counted in its elements; `first` is an index in what this rank has of it. The configurations compared are the
+    checkpoint's and the layout's.
+
+    Returns:
+        One report of all ranks, the same on every rank.
+
+    Raises:
+        ValueError: the checkpoint is broken or was replaced meanwhile, or the tensors' names or shapes are not the
+            layout's; on every rank.
+    """
+
+    def compare() -> Report:
+        source = open_source(path, layout.role)
+        where = Place() if place is None else place
+        blocks = layout.at(where)
+        report = Report()
+        if group is None or group.rank() == 0:
+            report.differences += config_differences(source.layout.config, layout.config)
+        with while_unchanged(source.files), _Comparison(report, rtol, atol, dtypes) as comparison:
+            for name, block in blocks.items():
+                held = all(canonical in source.slots[WEIGHTS] for canonical in block.names)
+                if not held or name not in tensors:
+                    if held or name in tensors:
+                        kind: Kind = "missing" if held else "unexpected"
+                        report.differences.append(Difference(name, kind, f"only in the {'files' if held else 'model'}"))
+                    continue
+                if tuple(tensors[name].shape) != block.shape:
+                    shapes = f"{list(block.shape)} and {list(tensors[name].shape)}"
+                    report.differences.append(Difference(name, "shape", shapes))
+                    continue
+                tensor, box = on_this_rank(name, tensors[name], block.shape)
+                report.differences += comparison.local(name, block.part(box), tensor, source)
+        report.differences += [
+            Difference(name, "unexpected", "only in the model") for name in tensors if name not in blocks
+        ]
+        return report
+
+    own = agree(compare, group)
+    merged = Report()
+    for other in map(Report.from_json, all_gather_json(own.to_json(), group)):
+        merged.tensors += other.tensors
+        merged.elements += other.elements
+        merged.differences += other.differences
+    return merged
+
+
+def refuse_differing_copies(source: Source, slots: Iterable[str]) -> None:
+    """Refuse files in which the copies of tied weights, or of their moments, differ between pipeline chunks in any bit.
+
+    Args:
+        source: the files.
+        slots: of which weights or moments one copy is to be taken.
+
+    Raises:
+        ValueError: names the tensor and the files; or files were replaced meanwhile.
+    """
+    with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
+        for slot in slots:
+            for name in source.copies.get(slot, {}).keys() & source.tied:
+                shown = name if slot == WEIGHTS else f"{slot}/{name}"
+                for difference in comparison.copies(shown, slot, name, source):
+                    raise ValueError(
+                        f"{shown} has copies that differ, of which one would be taken: {difference.detail}; "
+                        f"{source.tensors[source.slots[slot][name][0][0]][0]} has the other. Make them equal, and in "
+                        "training all-reduce the gradients of tied weights over the stages that hold them"
+                    )
+
+
+def _optimizer_slots(a: Source, b: Source) -> list[str]:
+    """The slots of either, where both have an optimizer's state."""
+    slots = [{*source.slots, *source.scalars} - {WEIGHTS} for source in (a, b)]
+    return sorted(slots[0] | slots[1]) if all(slots) else []
+
+
+def _bytes_to_compare(slot: str, a: Source, b: Source) -> int:
+    """The bytes of the reference's tensors that are compared with the other's, and of each one's with its copies."""
+    total = 0
+    for name in a.slots.get(slot, {}).keys() & b.slots.get(slot, {}).keys():
+        if a.shape(slot, name) == b.shape(slot, name):
+            for source, elements in ((a, math.prod(a.shape(slot, name))), (b, 0)):
+                copied = sum(volume(piece.local_range) for _, piece in source.copies.get(slot, {}).get(name, ()))
+                total += (elements + copied) * source.tensors[source.slots[slot][name][0][0]][1].dtype.itemsize
+    return total
+
+
+class _Comparison:
+    """How tensors are compared, and the files that are open for it; what is compared is counted in a report."""
+
+    def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
+        self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
+        self.readers = (_Reader(), _Reader())
+        self._progress: Callable[[int, int], None] = lambda done, total: None
+        self._done = self._total = 0
+
+    def show(self, progress: Callable[[int, int], None], total: int) -> None:
+        """Call `progress` from now on, with the bytes done and in all."""
+        self._progress, self._total = progress, total
+
+    def __enter__(self) -> "_Comparison":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self.readers:
+            reader.close()
+
+    def canonical(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
+        """What differs between two checkpoints' tensors of one name, and between the copies that each has of it."""
+        if name in a.scalars.get(slot, {}) and name in b.scalars.get(slot, {}):
+            yield from self._scalars(shown, slot, name, a, b)
+            return
+        shapes = [source.shape(slot, name) for source in (a, b)]
+        if shapes[0] != shapes[1]:
+            yield Difference(shown, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
+            return
+        parts = [source.slots[slot][name] for source in (a, b)]
+        types = [source.tensors[part[0][0]][1].dtype for source, part in zip((a, b), parts, strict=True)]
+        if self.dtypes and types[0] != types[1]:
+            yield Difference(shown, "dtype", f"{types[0]} and {types[1]}")
+        whole = full_box(shapes[0])
+        self.report.tensors += 1
+        self.report.elements += volume(whole)
+        yield from self._boxes(shown, name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
+        for source in (a, b):
+            yield from self.copies(shown, slot, name, source)
+
+    def copies(self, shown: str, slot: str, name: str, source: Source) -> Iterator[Difference]:
+        """What differs between a checkpoint's tensor and the copies of it that further ranks hold."""
+        part = source.slots[slot][name]
+        reference = (source, part, source.tensors[part[0][0]][1].dtype)
+        for key, piece in source.copies.get(slot, {}).get(name, ()):
+            assert piece.canonical_range is not None
+            copy = (source, [(key, piece)], source.tensors[key][1].dtype)
+            for difference in self._boxes(shown, name, piece.canonical_range, reference, copy):
+                detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
+                yield dataclasses.replace(difference, detail=detail)
+
+    def _boxes(self, shown: str, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
+        tally = Tally(self.atol, self.rtol)
+        for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
+            first, second = (reader.read(side, name, part) for reader, side in zip(self.readers, (a, b), strict=True))
+            tally.add(first, second, part)
+            self._done += volume(part) * a[2].itemsize
+            self._progress(self._done, self._total)
+        difference = tally.difference(shown)
+        if difference is not None:
+            yield difference
+
+    def _scalars(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
+        held = [(source, key) for source in (a, b) for key in source.scalars[slot][name]]
+        values = [self.readers[0].scalar(source, key) for source, key in held]
+        self.report.tensors += 1
+        self.report.elements += 1
+        tally = Tally(self.atol, self.rtol)
+        for value in values[1:]:
+            tally.add(values[0], value, ((0, 1),))
+        difference = tally.difference(shown)
+        if difference is not None:
+            yield difference
+
+    def local(self, name: str, block: Block, tensor: Tensor, source: Source) -> Iterator[Difference]:
+        """What differs between a live model's tensor, or the part of it that a rank has, and a checkpoint."""
+        if not block.names:
+            return
+        stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype
+        if self.dtypes and stored != tensor.dtype:
+            yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
+        self.report.tensors += 1
+        self.report.elements += block.numel
+        tally = Tally(self.atol, self.rtol)
+        for piece in block.pieces:
+            if piece.canonical_range is None:
+                held = view_of(tensor, piece.local_range).cpu()
+                tally.add(torch.zeros_like(held), held, piece.local_range)
+                continue
+            copy = Copy(piece.canonical_range, piece.local_range)
+            side = (source, source.slots[WEIGHTS][piece.name], stored)
+            for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
+                at = carried_over(part, copy)
+                values = self.readers[0].read(side, piece.name, part)
+                tally.add(values, view_of(tensor, at).cpu().reshape(values.shape), at)
+        difference = tally.difference(name)
+        if difference is not None:
+            yield difference
+
+
+# A checkpoint, which of its tensors hold a canonical one, and the type to read that in.
+_Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
+
+
+class _Reader:
+    """Reads boxes of canonical tensors out of a source's files into one buffer, keeping the last files open."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+        self._values, self._staging = Staging(_CPU), Staging(_CPU)
+        self._counter = IOCounter()
+
+    def read(self, side: _Side, name: str, box: Box) -> Tensor:
+        """The values of a box of a canonical tensor; valid until the next call."""
+        source, parts, dtype = side
+        wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
+        values = self._values.view(wanted.shape, dtype)
+        for key, copy in shared(wanted, {name: parts}):
+            path, info = source.tensors[key]
+            view = view_of(values, copy.destination_range)
+            read_box(self._open(path), info, copy.source_range, view, self._staging, self._counter)
+        return values
+
+    def scalar(self, source: Source, key: str) -> Tensor:
+        """A slot's one element."""
+        path, info = source.tensors[key]
+        value = torch.empty(info.shape, dtype=info.dtype)
+        read_box(self._open(path), info, full_box(info.shape), value, self._staging, self._counter)
+        return value.reshape(1)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._fds:
+            if len(self._fds) >= 64:
+                self.close()
+            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[path]
+
+    def close(self) -> None:
+        """Close all files."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

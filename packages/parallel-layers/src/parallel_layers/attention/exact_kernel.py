@@ -1,0 +1,68 @@
+"""Attention of exact products and sums in a fixed order: a segment's and a head's bits depend on nothing else.
+
+Shape legend: T tokens, Q query heads, K key-value heads, G = Q/K, D head size, D' size of a value head, I queries and
+J keys of a segment.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from parallel_layers.attention.kernel_interface import Scoring, Segments
+from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_sum
+from parallel_layers.kernels.exact_matmul import exact_product
+
+_MAX_SCORES = 1 << 22  # numbers in one block of scores: 32 MiB in fp64
+
+
+class ExactKernel(ReferenceKernel):
+    """One segment after the other, by boundaries that are read on the host; the backward is the reference's."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        tokens, heads, _ = q.shape
+        kv_heads, size_v = v.shape[1:]
+        out = q.new_zeros(tokens, heads, size_v)
+        lse = q.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
+        bounds_q, bounds_k = segments.cu_q.tolist(), segments.cu_k.tolist()
+        lengths_k = [end - start for start, end in pairwise(bounds_k)]
+        if segments.used_k is not None:
+            lengths_k = segments.used_k.tolist()
+        for (start, end), start_k, length_k in zip(pairwise(bounds_q), bounds_k[:-1], lengths_k, strict=True):
+            if end == start or not length_k:
+                continue
+            keys = slice(start_k, start_k + length_k)
+            key, value = k[keys].permute(1, 0, 2), v[keys].permute(1, 2, 0)  # [K, J, D], [K, D', J]
+            shift = length_k - (end - start)
+            # Products are exact and rows by themselves: where the queries are cut changes no bit.
+            step = max(1, _MAX_SCORES // (heads * length_k))
+            for first in range(start, end, step):
+                rows = slice(first, min(first + step, end))
+                query = q[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G I, D]
+                places = torch.arange(rows.start - start, rows.stop - start, device=q.device) + shift
+                part, total = _attend(query, key, value, places.repeat(heads // kv_heads), scoring)
+                size = rows.stop - rows.start
+                out[rows] = part.unflatten(1, (-1, size)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+                lse[:, rows] = total.view(heads, size)
+        return out, lse
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Output `[K, G I, D']` and log-sum-exp `[K, G I]` of queries that stand at `places [G I]` among the keys."""
+    scores = exact_product(query, key) * scoring.scale
+    if scoring.softcap is not None:
+        scores = tanh(scores / scoring.softcap) * scoring.softcap
+    distance = places[:, None] - torch.arange(key.shape[1], device=key.device)
+    seen = distance >= 0 if scoring.causal else torch.ones_like(distance, dtype=torch.bool)
+    if scoring.window is not None:
+        seen &= distance.abs() < scoring.window
+    scores = scores.masked_fill(~seen, float("-inf"))
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
+    total = tree_sum(weights)[..., None]
+    silent = total == 0  # a query without keys
+    out = exact_product(weights, value) / total.masked_fill(silent, 1.0)
+    lse = (largest + log(total.masked_fill(silent, 1.0))).squeeze(-1)
+    return out, lse

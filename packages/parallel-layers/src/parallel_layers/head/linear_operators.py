@@ -1,0 +1,265 @@
+"""The two custom operators behind `linear_log_probs`: torch.compile sees their shapes and an autograd formula.
+
+Communication: the forward gathers the statistics of all ranks (`[4, T]` fp32 each) in one all-gather and merges them in
+rank order on every rank, so the results are bitwise equal across the group; the backward reduces the hidden states'
+gradient, fp32, in one all-reduce (one reduce-scatter under sequence parallelism), while the weight's last slice is
+multiplied. Sequence parallelism gathers the hidden states in the forward and again in the backward, instead of saving
+them.
+
+Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.autocast import without_autocast
+from parallel_layers.distributed import async_collectives
+from parallel_layers.head import chunked, fused
+from parallel_layers.head.chunked import accumulation_dtype
+from parallel_layers.head.logit_transform import LogitTransform
+from parallel_layers.head.softmax_statistics import UpstreamGradients, finish_statistics, merge_statistics
+from parallel_layers.head.vocabulary import (
+    LocalLabels,
+    LocalVocabulary,
+    check_labels,
+    check_rows,
+    gather_rows,
+    group_of,
+)
+
+
+def _transform(
+    temperature: float, temperatures_T: Tensor | None, logit_scale: float, logit_softcap: float
+) -> LogitTransform:
+    return LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T)
+
+
+@torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
+@without_autocast
+def linear_log_probs_op(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    temperatures_T: Tensor | None,
+    main_grad_VH: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    logit_softcap: float,
+    vocab_size: int,
+    ignore_index: int,
+    check: bool,
+    keep: bool,
+    sequence_parallel: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(log_probs, entropy, logsumexp)`, each `[T]`, and what is kept for the backward (empty: nothing).
+
+    The arguments are those of `linear_log_probs`.
+    """
+    group = group_of(group_name)
+    check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
+    if check:
+        check_labels(labels_T, vocab_size, ignore_index)
+    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
+    labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
+    hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
+    transform = _transform(temperature, temperatures_T, logit_scale, logit_softcap)
+    weight = weight_VH[: vocabulary.size]
+    kept = _new_kept(hidden, weight, len(labels_T), keep)
+    if fused.supports(hidden, weight):
+        statistics = fused.head_statistics(
+            hidden, weight, labels.local, transform, kept if kept.parts.numel() else None
+        )
+    else:
+        statistics = chunked.head_statistics(hidden, weight, labels.local, transform)
+    if group is not None and async_collectives.is_sharded(group):
+        statistics = merge_statistics(gather_rows(statistics[None], group))
+    log_probs, logsumexp, entropy = finish_statistics(statistics)
+    return labels.mask(log_probs), entropy, logsumexp, *kept
+
+
+def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool) -> fused.Kept:
+    """Room for what is kept; none, where nothing is to be kept or the kernels do not run."""
+    if keep and fused.supports(hidden_TH, weight_VH):
+        return fused.new_kept(hidden_TH, num_tokens, len(weight_VH))
+    return fused.Kept(hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
+
+
+@linear_log_probs_op.register_fake
+def _(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    temperatures_T: Tensor | None,
+    main_grad_VH: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    logit_softcap: float,
+    vocab_size: int,
+    ignore_index: int,
+    check: bool,
+    keep: bool,
+    sequence_parallel: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    log_probs = hidden_TH.new_empty(labels_T.shape, dtype=accumulation_dtype(hidden_TH.dtype))
+    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group_of(group_name))
+    kept = _new_kept(hidden_TH, weight_VH[: vocabulary.size], len(labels_T), keep)
+    return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
+
+
+@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"main_grad_VH", "overwritten_TV"})
+@without_autocast
+def linear_log_probs_backward_op(
+    grad_log_probs_T: Tensor,
+    grad_entropy_T: Tensor | None,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    entropy_T: Tensor,
+    logsumexp_T: Tensor,
+    exponentials_TV: Tensor,
+    parts_N3T: Tensor,
+    temperatures_T: Tensor | None,
+    main_grad_VH: Tensor | None,
+    overwritten_TV: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    logit_softcap: float,
+    vocab_size: int,
+    ignore_index: int,
+    sequence_parallel: bool,
+    group_name: str,
+    hidden_needs_grad: bool,
+    weight_needs_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients `(hidden, weight)`; one that is not wanted, or that went to `main_grad_VH`, is an empty tensor.
+
+    `overwritten_TV` is `exponentials_TV` once more where nobody reads it after this.
+    """
+    group = group_of(group_name)
+    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
+    labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
+    hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
+    dtype = accumulation_dtype(hidden.dtype)
+    grad_hidden = (
+        torch.zeros_like(hidden, dtype=dtype, memory_format=torch.contiguous_format) if hidden_needs_grad else None
+    )
+    grad_weight: Tensor | None = None
+    if weight_needs_grad and main_grad_VH is None:
+        grad_weight = torch.empty_like(weight_VH, memory_format=torch.contiguous_format)
+        grad_weight[vocabulary.size :].zero_()
+    target = main_grad_VH if weight_needs_grad and main_grad_VH is not None else grad_weight
+    weight = weight_VH[: vocabulary.size]
+    upstream = UpstreamGradients.of_log_probs(
+        labels.mask(grad_log_probs_T.to(dtype)),
+        None if grad_entropy_T is None else grad_entropy_T.to(dtype),
+        logsumexp_T,
+        entropy_T,
+    )
+    gradients: Callable[..., None] = chunked.head_gradients
+    if fused.supports(hidden, weight):
+        kept = fused.Kept(exponentials_TV, parts_N3T) if parts_N3T.numel() else None
+        gradients = partial(fused.head_gradients, kept=kept, overwrite=overwritten_TV is not None)
+    sums: list[Tensor] = []
+
+    def send() -> None:
+        if grad_hidden is not None and group is not None and async_collectives.is_sharded(group):
+            sums.append(_start_sum(grad_hidden, group, sequence_parallel))
+
+    gradients(
+        hidden,
+        weight,
+        labels.local,
+        _transform(temperature, temperatures_T, logit_scale, logit_softcap),
+        upstream,
+        grad_hidden_TH=grad_hidden,
+        grad_weight_VH=None if target is None else target[: vocabulary.size],
+        accumulate_weight=main_grad_VH is not None,
+        hidden_done=send,
+    )
+    if grad_hidden is not None:
+        grad_hidden = (async_collectives.wait(sums[0]) if sums else grad_hidden).to(hidden_TH.dtype)
+    nothing = hidden_TH.new_empty(0)
+    return (
+        nothing if grad_hidden is None else grad_hidden,
+        nothing.clone() if grad_weight is None else grad_weight,
+    )
+
+
+def _start_sum(grad_TH: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Begin to sum the ranks' gradients: all of it on every rank, or this rank's rows of it."""
+    if sequence_parallel:
+        summed = async_collectives.start_reduce_scatter(grad_TH, group)
+    else:
+        summed = async_collectives.start_all_reduce(grad_TH, group, owned=True)
+    async_collectives.head_start(summed)
+    return summed
+
+
+@linear_log_probs_backward_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    hidden_TH, weight_VH = arguments[2:4]
+    main_grad_VH, hidden_needs_grad, weight_needs_grad = arguments[10], *arguments[-2:]
+
+    def gradient(of: Tensor, wanted: bool) -> Tensor:
+        return of.new_empty(of.shape) if wanted else of.new_empty(0)
+
+    return gradient(hidden_TH, hidden_needs_grad), gradient(weight_VH, weight_needs_grad and main_grad_VH is None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden_TH, weight_VH, labels_T, temperatures_T, main_grad_VH, *numbers, _, _, sequence_parallel, name = inputs
+    _, entropy_T, *saved = output
+    ctx.save_for_backward(hidden_TH, weight_VH, labels_T, entropy_T, *saved, temperatures_T)
+    # Not saved as a tensor of the graph: other micro-batches add to it before this one's backward.
+    ctx.main_grad_VH = main_grad_VH
+    ctx.options = (*numbers, sequence_parallel, name)
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _is_last_backward() -> bool:
+    """Whether the graph that runs backward now is free to lose what it saved; False where torch does not tell."""
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    # A compiled graph would copy what is written over: it may not write to what another graph has saved.
+    return not torch.compiler.is_compiling() and not keeps_graph()
+
+
+def _backward(
+    ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    hidden_TH, weight_VH, labels_T, entropy_T, logsumexp_T, exponentials_TV, parts_N3T, temperatures_T = (
+        ctx.saved_tensors
+    )
+    hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
+    grad_hidden, grad_weight = linear_log_probs_backward_op(
+        torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
+        grad_entropy_T,
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        entropy_T,
+        logsumexp_T,
+        exponentials_TV,
+        parts_N3T,
+        temperatures_T,
+        ctx.main_grad_VH,
+        exponentials_TV if _is_last_backward() else None,
+        *ctx.options,
+        hidden_needs_grad,
+        weight_needs_grad,
+    )
+    return (
+        grad_hidden if hidden_needs_grad else None,
+        grad_weight if weight_needs_grad and ctx.main_grad_VH is None else None,
+        *(None for _ in others),
+    )
+
+
+linear_log_probs_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,133 @@
+"""`VocabParallelHead`: the output embedding of a language model, divided over a tensor-parallel group.
+
+Shape suffixes: T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
+from parallel_layers.head.embedding import vocab_range
+from parallel_layers.head.linear_log_probs import LogProbs, linear_log_probs
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.sharding import Block, Sharding, set_sharding
+
+
+class VocabParallelHead(ParallelModule):
+    """A language-model head that knows its vocabulary, its padding and its soft-cap.
+
+    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`, as `VocabParallelEmbedding` does; the
+    rows from V on are padding: zero, and invisible in results and gradients. Communication as in `linear_log_probs`.
+
+    Args:
+        hidden_size: H.
+        vocab_size: V.
+        group: The tensor-parallel group.
+        sequence_parallel: Hidden states are this rank's tokens, `[T/tp, H]`.
+        logit_scale: Factor on the logits.
+        logit_softcap: Soft-cap of the scaled logits (Gemma 2); None for no cap.
+        allocate_weight: False for a tied head, which is called with the embedding's weight.
+        counted: False for a second copy of a parameter that counts elsewhere in the gradient norm (the tied head of a
+            pipeline's last stage).
+        dtype: Of the weight.
+        device: Of the weight.
+
+    Initially from U(-1/sqrt(H), 1/sqrt(H)), by one number from torch's default CPU generator.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        allocate_weight: bool = True,
+        counted: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.group, self.sequence_parallel = group, sequence_parallel and group is not None
+        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        rows = -(-vocab_size // (1 if group is None else group.size()))
+        self.weight_shape = (rows, hidden_size)
+        self.register_parameter("weight", None)
+        if allocate_weight:
+            self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=dtype, device=device))
+            if group is not None or not counted:
+                set_sharding(
+                    self, "weight", Sharding(group, 0, vocab_size, (Block(*vocab_range(vocab_size, group), counted),))
+                )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw this rank's rows from U(-1/sqrt(H), 1/sqrt(H)) and set the padding to 0."""
+        if self.weight is not None:
+            fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.hidden_size)))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = True,
+        ignore_index: int = -100,
+        keep_probabilities: bool = False,
+    ) -> LogProbs:
+        """Return the log-probability of each label and the entropy of each prediction, `[T]` fp32 each.
+
+        `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's own. The
+        options and errors are those of `linear_log_probs`.
+        """
+        return linear_log_probs(
+            hidden,
+            self._given(weight),
+            labels,
+            group=self.group,
+            temperature=temperature,
+            entropy=entropy,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size,
+            ignore_index=ignore_index,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+            keep_probabilities=keep_probabilities,
+        )
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the logits `[T, V]` fp32 on every rank, without the padding and without a gradient.
+
+        Communication: an all-gather of the logits; sequence parallel: one more of the hidden states.
+        """
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel(hidden, self.group)
+        logits = hidden.float() @ self._given(weight).float().T * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = (logits / self.logit_softcap).tanh() * self.logit_softcap
+        return gather_from_tensor_parallel(logits, self.group)[:, : self.vocab_size]
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.hidden_size}, {self.vocab_size}, rows {self.weight_shape[0]}, softcap={self.logit_softcap}"
+
+    def _given(self, weight: Tensor | None) -> Tensor:
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError("this head was built with allocate_weight=False; call head(hidden, labels, weight)")
+        if tuple(weight.shape) != self.weight_shape:
+            raise ValueError(
+                f"weight has shape {list(weight.shape)}, but each rank's part of {self.vocab_size} entries is "
+                f"{list(self.weight_shape)}; divide the table as VocabParallelEmbedding does"
+            )
+        return weight

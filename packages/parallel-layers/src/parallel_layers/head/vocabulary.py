@@ -1,0 +1,129 @@
+"""A sharded vocabulary: which entries a rank holds, where its labels are, and the group that an operator is named.
+
+Shape suffix: T tokens.
+"""
+
+import math
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from parallel_layers.distributed import async_collectives
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """The name under which an operator finds the group again; "" for no group."""
+    return "" if group is None else group.group_name
+
+
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The group of that name. (An operator's arguments are tensors, numbers and strings.)"""
+    # torch has no public way from a name to its group; its own functional collectives use this one.
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The ranks' `x`, concatenated along the first dimension."""
+    return async_collectives.all_gather(x, group) if group is not None and async_collectives.is_sharded(group) else x
+
+
+def true_vocab_size(rows: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> int:
+    """Return the vocabulary's size; without a group of several ranks it may be left out.
+
+    Raises:
+        ValueError: The size is left out for a group of several ranks, or is not positive, or is larger than the rows
+            of the only rank. (`check_rows` checks the rows of several ranks.)
+    """
+    size = 1 if group is None else group.size()
+    if vocab_size is None and size > 1:
+        raise ValueError(
+            f"vocab_size is left out, but {size} ranks of {rows} rows each may hold a vocabulary of "
+            f"{(rows - 1) * size + 1} to {rows * size} entries and padding; pass vocab_size, or use VocabParallelHead"
+        )
+    if vocab_size is None:
+        return rows
+    if vocab_size < 1 or (size == 1 and vocab_size > rows):
+        raise ValueError(f"vocab_size={vocab_size} must be in 1..{rows * size}, the rows that {size} rank(s) hold")
+    return vocab_size
+
+
+# The rows and vocabulary sizes that the ranks of each group have already compared.
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = WeakKeyDictionary()
+
+
+def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise ValueError, on every rank alike, unless all ranks hold equally many rows, enough for one vocabulary.
+
+    The ranks exchange their numbers once for each group and pair of numbers; further calls neither send nor wait.
+    """
+    if (
+        group is None
+        or not async_collectives.is_sharded(group)
+        or (rows, vocab_size) in _compared.setdefault(group, set())
+    ):
+        return
+    told = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
+    if any(pair != told[0] for pair in told):
+        listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
+        raise ValueError(
+            f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
+            "last ones padded, as VocabParallelHead does"
+        )
+    if vocab_size > rows * group.size():
+        raise ValueError(
+            f"vocab_size={vocab_size} must be in 1..{rows * group.size()}, the rows that {group.size()} rank(s) of "
+            f"{rows} hold"
+        )
+    _compared[group].add((rows, vocab_size))
+
+
+class LocalVocabulary(NamedTuple):
+    """This rank's real entries, `first .. first + size - 1`; the weight's rows beyond them are padding."""
+
+    first: int
+    size: int
+
+    @classmethod
+    def of(cls, rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "LocalVocabulary":
+        """The part of the rank whose weight has `rows` rows, every rank of the group having as many."""
+        first = 0 if group is None else group.rank() * rows
+        return cls(first, min(rows, max(vocab_size - first, 0)))
+
+
+def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise ValueError for the first label outside the vocabulary; CUDA: assert on the device that there is none.
+
+    As `parallel_layers.head.embedding.check_token_ids`: reading CUDA labels would stall the host in every step.
+    """
+    wrong = ((labels_T < 0) | (labels_T >= vocab_size)) & (labels_T != ignore_index)
+    if labels_T.is_cuda:
+        torch._assert_async(~wrong.any(), f"a label is outside the vocabulary 0..{vocab_size - 1}")
+    elif wrong.any():
+        position = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"label {int(labels_T[position])} at position {position} is outside the vocabulary of {vocab_size}; "
+            f"labels must be in [0, {vocab_size}), or ignore_index={ignore_index}"
+        )
+
+
+class LocalLabels(NamedTuple):
+    """Labels `[T]` counted from this rank's first entry (-1: nowhere here), and which of them count on every rank."""
+
+    local: Tensor
+    ignored: Tensor
+    invalid: Tensor
+
+    @classmethod
+    def of(cls, labels_T: Tensor, vocabulary: LocalVocabulary, vocab_size: int, ignore_index: int) -> "LocalLabels":
+        """Labels of the whole vocabulary, as this rank sees them."""
+        ignored = labels_T == ignore_index
+        invalid = ((labels_T < 0) | (labels_T >= vocab_size)) & ~ignored
+        return cls(torch.where(ignored | invalid, -1, labels_T.long() - vocabulary.first), ignored, invalid)
+
+    def mask(self, values_T: Tensor) -> Tensor:
+        """Zero for ignored labels; NaN, no plausible number, for labels outside the vocabulary that nobody checked."""
+        return values_T.masked_fill(self.ignored, 0.0).masked_fill(self.invalid, math.nan)

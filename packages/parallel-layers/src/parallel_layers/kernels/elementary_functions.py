@@ -1,0 +1,159 @@
+"""Sums, exponentials, logarithms, sines whose bits depend on the number alone, not on its place in a tensor.
+
+On a CPU torch computes most of a tensor with vector instructions and its end, or an uneven thread's share, with other
+code whose exponential may differ in the last bit; sums take an order that depends on the shape. What is here is made of
+single additions, products, quotients and roots, which IEEE 754 rounds alike everywhere. On CUDA one code computes every
+element, so torch's own functions serve.
+
+fp64 inside, results in the argument's dtype; within one ulp of the exact value in fp32.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_LN_2_HIGH = 0.693147180369123816490  # 32 bits, so that its products with small integers are exact (fdlibm's e_exp.c)
+_LN_2_LOW = 1.90821492927058770002e-10
+# pi / 2 in parts of 33 bits (fdlibm's e_rem_pio2.c).
+_HALF_PI = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624871116645580e-21)
+_EXP_TERMS = [1 / math.factorial(n) for n in range(14)]
+_ATANH_TERMS = [1 / (2 * n + 1) for n in range(13)]
+_SIN_TERMS = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9)]
+_COS_TERMS = [(-1) ** n / math.factorial(2 * n) for n in range(10)]
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last dim, by adding its second half to its first until one number is left: `[..., n] -> [...]`.
+
+    Each addition is elementwise, so that a row's sum depends on the row alone, on every device.
+    """
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        pairs = x[..., :half] + x[..., half : 2 * half]
+        x = pairs if size % 2 == 0 else torch.cat((pairs, x[..., 2 * half :]), dim=-1)
+    return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x, for x up to 700."""
+    return x.exp() if x.is_cuda else _in_double(_exp, x)
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm of positive numbers."""
+    return x.log() if x.is_cuda else _in_double(_log, x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent."""
+    return x.tanh() if x.is_cuda else _in_double(_tanh, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x)."""
+    return x.sigmoid() if x.is_cuda else _in_double(_sigmoid, x)
+
+
+def cos(x: Tensor) -> Tensor:
+    """The cosine, of angles up to 2^20 quarter turns."""
+    return x.cos() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 1), x)
+
+
+def sin(x: Tensor) -> Tensor:
+    """The sine, of angles up to 2^20 quarter turns."""
+    return x.sin() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 0), x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x), in the place of torch's."""
+    wide = x.double()
+    return (wide * _sigmoid(wide)).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2."""
+    wide = x.double()
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
+    return (0.5 * wide * (1 + _tanh(inner))).to(x.dtype)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)²."""
+    positive = F.relu(x)
+    return positive * positive
+
+
+# By the names of `parallel_layers.mlp.layer.ACTIVATIONS`, for a CPU.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+    "relu2": relu_squared,
+}
+
+
+def _in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x.double()).to(x.dtype)
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """By Horner's rule: each step one product and one sum."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^n as fp64, for integers n; 0 below the normal numbers."""
+    bits = (exponent.long() + 1023).clamp(min=0) << 52
+    return bits.view(torch.float64)
+
+
+def _exp(x: Tensor) -> Tensor:
+    x = x.clamp(min=-1000.0)
+    turns = (x * (1 / math.log(2))).round()
+    rest = x - turns * _LN_2_HIGH - turns * _LN_2_LOW
+    return _polynomial(rest, _EXP_TERMS) * _power_of_two(turns.nan_to_num())
+
+
+def _log(x: Tensor) -> Tensor:
+    """log(m 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), with m within a factor sqrt(2) of 1."""
+    mantissa, exponent = torch.frexp(x)
+    small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(small, 2 * mantissa, mantissa)
+    power = exponent.double() - small.double()
+    ratio = (mantissa - 1) / (mantissa + 1)
+    series = 2 * ratio * _polynomial(ratio * ratio, _ATANH_TERMS)
+    return power * _LN_2_HIGH + (power * _LN_2_LOW + series)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + _exp((-x).clamp(max=700.0)))
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """By the series of sinh and cosh's quotient near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    square = x * x
+    sinh = x * _polynomial(square, [abs(c) for c in _SIN_TERMS])
+    cosh = _polynomial(square, [abs(c) for c in _COS_TERMS])
+    return torch.where(x.abs() < 0.5, sinh / cosh, 1 - 2 / (1 + _exp((2 * x).clamp(max=700.0))))
+
+
+def _sine_of_quarters(x: Tensor, ahead: int) -> Tensor:
+    """sin(x + ahead π/2)."""
+    quarters = (x * (2 / math.pi)).round()
+    rest = x
+    for part in _HALF_PI:
+        rest = rest - quarters * part
+    square = rest * rest
+    sine = rest * _polynomial(square, _SIN_TERMS)
+    cosine = _polynomial(square, _COS_TERMS)
+    place = (quarters.nan_to_num().long() + ahead) % 4
+    value = torch.where(place % 2 == 0, sine, cosine)
+    return torch.where(place < 2, value, -value)

@@ -1,0 +1,1 @@
+"""The feed-forward layer and its activation functions."""

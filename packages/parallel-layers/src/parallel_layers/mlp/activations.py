@@ -1,0 +1,95 @@
+"""Activations that are more than a function: with learned parameters, or with constants from a config.
+
+Shape legend: T tokens, I intermediate, n ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel
+from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.products import wide
+
+_INITIAL = 0.8
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gated activation (https://arxiv.org/abs/2508.10925): a SwiGLU of bounded inputs, its second factor
+    shifted by one.
+
+        f(gate, up) = g · sigmoid(alpha · g) · (u + 1),   g = min(gate, limit),   u = min(max(up, -limit), limit)
+
+    Attributes:
+        alpha: Gain of the sigmoid (`swiglu_alpha`).
+        limit: Bound of the inputs (`swiglu_limit`); beyond it their gradient is zero.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Two tensors of one shape -> that shape, in their dtype."""
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class XIELU(ParallelModule):
+    """The expanded integral of the exponential linear unit (https://arxiv.org/abs/2411.13010), Apertus' activation.
+
+        f(x) = a_p x² + βx  for x > 0,   a_n (e^min(x, ε) - 1 - x) + βx  otherwise,
+        a_p = softplus(alpha_p),   a_n = β + softplus(alpha_n)
+
+    Parameters: `alpha_p [1]`, `alpha_n [1]`, the same on every rank; buffers: the constants `beta` (β) and `eps` (ε),
+    which Hugging Face's checkpoints hold. No communication forward; backward one all-reduce of each parameter's
+    gradient, since every rank sees other channels.
+
+    Args:
+        group: Over which the channels are sharded; None when they are not.
+        dtype: Of the parameters and constants.
+        device: Of both.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.alpha_p = nn.Parameter(torch.empty(1, dtype=dtype, device=device))
+        self.alpha_n = nn.Parameter(torch.empty(1, dtype=dtype, device=device))
+        self.register_buffer("beta", torch.empty((), dtype=dtype, device=device))
+        self.register_buffer("eps", torch.empty((), dtype=dtype, device=device))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The constants, and parameters such that a_p = a_n = 0.8."""
+        self.beta.fill_(0.5)
+        self.eps.fill_(-1e-6)
+        self.alpha_p.fill_(math.log(math.expm1(_INITIAL)))
+        self.alpha_n.fill_(math.log(math.expm1(_INITIAL - 0.5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, I/n]` -> `[T, I/n]`, in x's dtype."""
+        alpha_p, alpha_n = (copy_to_tensor_parallel(alpha, self.group) for alpha in (self.alpha_p, self.alpha_n))
+        beta = self.beta.to(x.dtype)
+        a_p = F.softplus(_widened(alpha_p)).to(x.dtype)
+        a_n = (_widened(self.beta) + F.softplus(_widened(alpha_n))).to(x.dtype)
+        negative = (torch.expm1(torch.minimum(x, self.eps.to(x.dtype))) - x) * a_n
+        return torch.where(x > 0, a_p * x * x, negative) + beta * x
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))

@@ -1,0 +1,356 @@
+"""What everything public sends, counted, is what the README's table says that it sends."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import parallel_layers as pl
+from parallel_layers import inference, invariant, moe
+from parallel_layers.attention import context_parallel
+from parallel_layers.distributed import collectives
+from parallel_layers.memory.random_states import checkpoint
+from parallel_layers.split import flat_chunk, gather_flat
+from parallel_layers.testing import RankPool
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+TOKENS, HIDDEN, VOCAB = 8, 32, 12
+LATENT = pl.LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
+DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
+EXPERTS = moe.MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
+
+# What torch's operators are called in the table. Of an exchange with the neighbours the send is counted.
+NAMES = {
+    "allreduce_": "AR",
+    "_allgather_base_": "AG",
+    "allgather_into_tensor_coalesced_": "AG",
+    "_reduce_scatter_base_": "RS",
+    "reduce_scatter_tensor_coalesced_": "RS",
+    "alltoall_base_": "A2A",
+    "send": "P2P",
+    "broadcast_": "broadcasts",
+}
+
+
+@contextmanager
+def collectives_in(counts: Counter[str]) -> Iterator[None]:
+    """Count what runs inside, in operators and in autograd's functions too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield
+    names = [event.name.removeprefix("c10d::") for event in profile.events() if event.name.startswith("c10d::")]
+    counts.update(NAMES.get(name, name) for name in names if name != "recv_")
+
+
+Case = Callable[[ProcessGroup], Any]
+"""Runs on every rank of a group. What comes out is differentiated, if it can be."""
+
+
+def numbers(*shape: int) -> Tensor:
+    """An intermediate result, as layers have it."""
+    return torch.randn(shape, requires_grad=True) * 1
+
+
+def tokens(group: ProcessGroup, sp: bool = False) -> Tensor:
+    """Hidden states: of all tokens, or of this rank's."""
+    return numbers(TOKENS // group.size() if sp else TOKENS, HIDDEN)
+
+
+def layer(build: Callable[[ProcessGroup, bool], nn.Module], *arguments: Any) -> dict[str, Case]:
+    return {
+        "": lambda group: build(group, False)(tokens(group), *arguments),
+        "sp": lambda group: build(group, True)(tokens(group, sp=True), *arguments),
+    }
+
+
+def row_parallel(
+    sp: bool, change: Callable[[nn.Module], nn.Module] = lambda linear: linear, size: int = HIDDEN
+) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        linear = pl.RowParallelLinear(size, HIDDEN, bias=True, group=group, sequence_parallel=sp)
+        return change(linear)(numbers(TOKENS, size // group.size()))
+
+    return run
+
+
+def one_kv_head(bias: bool) -> Case:
+    return lambda group: pl.QKVParallelLinear(HIDDEN, 4, 1, 8, bias=bias, group=group)(tokens(group))
+
+
+def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
+    def run(group: ProcessGroup, sp: bool) -> Any:
+        weight = torch.randn(VOCAB // group.size(), HIDDEN, requires_grad=True)
+        options = {"group": group, "sequence_parallel": sp, "vocab_size": VOCAB}
+        return log_probs(tokens(group, sp), weight, torch.arange(TOKENS), **options)
+
+    return {"": lambda group: run(group, False), "sp": lambda group: run(group, True)}
+
+
+def policy_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return pl.linear_policy_loss(hidden, weight, labels, lambda log_probs, entropy: log_probs + entropy, **options)
+
+
+def loss(function: Callable[..., Tensor], *labels: Tensor) -> dict[str, Case]:
+    return {"": lambda group: function(numbers(TOKENS, VOCAB // group.size()), *labels, group=group, vocab_size=VOCAB)}
+
+
+def attention(attend: Callable[..., Tensor], **options: Any) -> Case:
+    """Tokens that any number of ranks up to 4 divides into two chunks each."""
+    length, bounds = 24, torch.tensor([0, 24], dtype=torch.int32)
+    return lambda group: attend(
+        *(numbers(length // group.size(), heads, 8) for heads in (12, 12, 12)), bounds, length, group=group, **options
+    )
+
+
+def routed(sp: bool, records: bool) -> Case:
+    """By a router that is not trained: what is counted is the context's."""
+
+    def run(group: ProcessGroup) -> Tensor:
+        router = moe.TopKRouter(HIDDEN, EXPERTS, group=group if sp else None).requires_grad_(False)
+        context = moe.RoutingContext(replay=moe.RouterReplay() if records else None)
+        return router(tokens(group, sp), context=context).weights
+
+    return run
+
+
+def experts(ep: bool) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        own = {"group": None if ep else group, "expert_group": group if ep else None}
+        chosen, weights = torch.rand(TOKENS, 4).topk(2).indices, torch.rand(TOKENS, 2, requires_grad=True)
+        return moe.GroupedExperts(HIDDEN, 16, 4, **own)(tokens(group), chosen, weights)
+
+    return run
+
+
+def auxiliary(function: Callable[..., Tensor], *arguments: Any) -> dict[str, Case]:
+    return {
+        "": lambda group: function(numbers(TOKENS, 4), *arguments),
+        "with a group": lambda group: function(numbers(TOKENS, 4), *arguments, group=group),
+    }
+
+
+def clipped(group: ProcessGroup) -> Tensor:
+    linear = pl.ColumnParallelLinear(HIDDEN, HIDDEN, group=group)
+    linear.get_parameter("weight").grad = torch.ones(linear.weight_shape)
+    return pl.clip_grad_norm_(linear, 1.0, groups=[group])
+
+
+def column_function(sp: bool) -> Case:
+    return lambda group: pl.column_parallel_linear(
+        tokens(group, sp), numbers(4, HIDDEN), group=group, sequence_parallel=sp
+    )
+
+
+def row_function(sp: bool) -> Case:
+    return lambda group: pl.row_parallel_linear(
+        numbers(TOKENS, HIDDEN), numbers(4, HIDDEN), group=group, sequence_parallel=sp
+    )
+
+
+def collective(name: str, **options: Any) -> Case:
+    return lambda group: getattr(collectives, name)(tokens(group), group, **options)
+
+
+LABELS = torch.arange(TOKENS)
+CHOSEN = torch.arange(TOKENS)[:, None] % 4
+ROTARY_AND_BOUNDS = (torch.randn(TOKENS, 8), torch.randn(TOKENS, 8)), torch.tensor([0, TOKENS]).int(), TOKENS
+WAYS = {"available_overlaps": pl.available_overlaps, "available_linear_backends": inference.available_linear_backends}
+
+# By name and by the label of the case in the table's cells ("": the first).
+CASES: dict[str, dict[str, Case]] = {
+    "copy_to_tensor_parallel": {"": collective("copy_to_tensor_parallel")},
+    "reduce_from_tensor_parallel": {"": collective("reduce_from_tensor_parallel")},
+    "scatter_to_tensor_parallel": {"": collective("scatter_to_tensor_parallel")},
+    "gather_from_tensor_parallel": {
+        "": collective("gather_from_tensor_parallel"),
+        "`reduce_gradient`": collective("gather_from_tensor_parallel", reduce_gradient=True),
+    },
+    "reduce_scatter_to_tensor_parallel": {"": collective("reduce_scatter_to_tensor_parallel")},
+    "scatter_to_sequence_parallel": {"": collective("scatter_to_sequence_parallel")},
+    "gather_from_sequence_parallel": {
+        "": collective("gather_from_sequence_parallel"),
+        "without `reduce_gradient`": collective("gather_from_sequence_parallel", reduce_gradient=False),
+    },
+    "reduce_scatter_to_sequence_parallel": {"": collective("reduce_scatter_to_sequence_parallel")},
+    "all_to_all": {"": collective("all_to_all")},
+    "ColumnParallelLinear": layer(
+        lambda group, sp: pl.ColumnParallelLinear(HIDDEN, 4, bias=True, group=group, sequence_parallel=sp)
+    ),
+    "column_parallel_linear": {"": column_function(False), "sp": column_function(True)},
+    "MergedColumnParallelLinear": layer(
+        lambda group, sp: pl.MergedColumnParallelLinear(HIDDEN, [4, 8], bias=True, group=group, sequence_parallel=sp)
+    ),
+    "QKVParallelLinear": {
+        **layer(lambda group, sp: pl.QKVParallelLinear(HIDDEN, 4, 2, 8, bias=True, group=group, sequence_parallel=sp)),
+        "KV heads on several ranks": one_kv_head(bias=False),
+        "these with a bias": one_kv_head(bias=True),
+    },
+    "RowParallelLinear": {"": row_parallel(False), "sp": row_parallel(True)},
+    "row_parallel_linear": {"": row_function(False), "sp": row_function(True)},
+    "VocabParallelEmbedding": {
+        "": lambda group: pl.VocabParallelEmbedding(VOCAB, HIDDEN, group=group)(LABELS),
+        "sp": lambda group: pl.VocabParallelEmbedding(VOCAB, HIDDEN, group=group, sequence_parallel=True)(LABELS),
+    },
+    "RMSNorm": layer(lambda group, sp: pl.RMSNorm(HIDDEN, group=group, sequence_parallel=sp)),
+    "ParallelAttention": layer(
+        lambda group, sp: pl.ParallelAttention(HIDDEN, 4, 2, 8, group=group, sequence_parallel=sp), *ROTARY_AND_BOUNDS
+    ),
+    "ParallelLatentAttention": layer(
+        lambda group, sp: pl.ParallelLatentAttention(HIDDEN, 4, LATENT, group=group, sequence_parallel=sp),
+        *ROTARY_AND_BOUNDS,
+    ),
+    "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, group=group, sequence_parallel=sp)),
+    "DecoderLayer": layer(
+        lambda group, sp: pl.DecoderLayer(DECODER, group=group, sequence_parallel=sp), *ROTARY_AND_BOUNDS
+    ),
+    "MoE": layer(lambda group, sp: moe.MoE(HIDDEN, EXPERTS, group=group, sequence_parallel=sp)),
+    "TopKRouter": layer(lambda group, sp: moe.TopKRouter(HIDDEN, EXPERTS, group=group if sp else None)),
+    "GroupedExperts": {"": experts(ep=False), "ep": experts(ep=True)},
+    "RoutingContext": {"": routed(False, False), "sp": routed(True, False), "sp, recording": routed(True, True)},
+    "load_balancing_loss": auxiliary(moe.load_balancing_loss, CHOSEN),
+    "sequence_balance_loss": auxiliary(moe.sequence_balance_loss, CHOSEN, CHOSEN[:, 0] * 0, 1),
+    "router_z_loss": auxiliary(moe.router_z_loss),
+    "linear_log_probs": head(pl.linear_log_probs),
+    "VocabParallelHead": layer(
+        lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
+    ),
+    "linear_policy_loss": head(policy_loss),
+    "vocab_parallel_log_probs": loss(pl.vocab_parallel_log_probs, LABELS),
+    "vocab_parallel_entropy": loss(pl.vocab_parallel_entropy),
+    "vocab_parallel_cross_entropy": loss(pl.vocab_parallel_cross_entropy, LABELS),
+    "tp_invariant": {
+        "row-parallel": row_parallel(False, invariant.tp_invariant),
+        "row-parallel, sp": row_parallel(True, invariant.tp_invariant),
+    },
+    "invariant.linear_log_probs": head(invariant.linear_log_probs),
+    "split_sequence": {"": lambda group: context_parallel.split_sequence(tokens(group), group)},
+    "gather_sequence": {"": lambda group: context_parallel.gather_sequence(tokens(group), group)},
+    "ulysses_attention": {"": attention(context_parallel.ulysses_attention)},
+    "ring_attention": {
+        "": attention(context_parallel.ring_attention),
+        "window": attention(context_parallel.ring_attention, window=3),
+    },
+    "broadcast_data": {"": lambda group: pl.broadcast_data({"a": torch.ones(3), "b": torch.ones(2)}, group)},
+    "clip_grad_norm_": {"": clipped},
+    "checkpoint": {
+        "": lambda group: checkpoint(torch.tanh, tokens(group)),
+        "`shard_group`": lambda group: checkpoint(torch.tanh, tokens(group), shard_group=group),
+    },
+    "gather_flat": {"": lambda group: gather_flat(flat_chunk(torch.ones(12), group), group)},
+    "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},
+    "available_linear_backends": {"": lambda group: inference.available_linear_backends(group, "cpu")},
+}
+
+
+def sent(group: ProcessGroup, name: str, label: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of the forward and of the backward."""
+    forward, backward = Counter[str](), Counter[str]()
+    CASES[name][label](group)  # heads compare their ranks' numbers of rows once
+    with collectives_in(forward):
+        out = CASES[name][label](group)
+    out = out.log_probs + out.entropy if isinstance(out, pl.LogProbs) else getattr(out, "weights", out)
+    with collectives_in(backward):
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.square().sum().backward()
+    return dict(forward), dict(backward)
+
+
+Cells = tuple[dict[str, str], dict[str, str]]
+"""What forward and backward send, by the label of each case."""
+
+
+def rows() -> Iterator[tuple[list[str], Cells]]:
+    """The README's table: the names of each row, and its cells for forward and backward by the labels of their cases.
+
+    A name that has been before is another module's, which stands in the section's heading.
+    """
+    before: set[str] = set()
+    module = ""
+    for line in README[README.index("| name | forward | backward |") :].splitlines()[2:]:
+        if not line.startswith("|"):
+            return
+        names, *cells = (cell.strip() for cell in line.split("|")[1:4])
+        if names.startswith("**"):
+            module = (re.findall(r"parallel_layers\.(\w+)`", names) or [""])[0]
+        found = [f"{module}.{name}" if name in before else name for name in re.findall(r"`(\w+)`", names)]
+        before |= set(found)
+        forward, backward = (dict(labelled(text) for text in cell.split("; ")) for cell in cells)
+        yield found, (forward, backward)
+
+
+def labelled(text: str) -> tuple[str, str]:
+    label, colon, rest = text.rpartition(": ")
+    return (label, rest) if colon else ("", text)
+
+
+TABLE = {name: cells for names, cells in rows() for name in names}
+
+
+def counts(cells: dict[str, str], label: str, ranks: int) -> Counter[str]:
+    """What the cell says of a case, or if it says nothing of that, of the first."""
+    text = cells.get(label, cells[""])
+    found: Counter[str] = Counter()
+    for number, of_n, name in re.findall(r"(?:(\d+|(n(?: - 1)?)) )?\b(AR|AG|RS|A2A|P2P|broadcasts)\b", text):
+        found[name] += ranks - number.count("- 1") if of_n else int(number or 1)
+    return found + counts(cells, "", ranks) if text.startswith("+") else found
+
+
+def stated(name: str, label: str, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
+    both = []
+    for direction, cells in enumerate(TABLE[name]):
+        like = re.fullmatch(r"as `(\w+)`", cells[""])
+        cells = TABLE[like.group(1)][direction] if like else cells
+        both.append(dict(counts(cells, label, ranks)))
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [(name, label) for name, cases in CASES.items() for label in cases], ids=str
+)
+def test_the_table_says_what_is_sent(ranks: RankPool, name: str, label: str) -> None:
+    assert ranks.run(sent, name, label, world=2) == [stated(name, label, 2)] * 2
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_ring_sends_more_often_the_more_ranks_it_has(ranks: RankPool, world: int) -> None:
+    expected = stated("ring_attention", "", world)
+    assert expected == ({"P2P": world - 1}, {"P2P": 2 * (world - 1)})
+    assert ranks.run(sent, "ring_attention", "", world=world) == [expected] * world
+
+
+def asked_twice(group: ProcessGroup, name: str) -> list[dict[str, int]]:
+    fresh = dist.new_group(list(range(group.size())))
+    first, second = Counter[str](), Counter[str]()
+    for counted in (first, second):
+        with collectives_in(counted):
+            WAYS[name](fresh, "cuda")
+    return [dict(first), dict(second)]
+
+
+ON_CUDA = "on CUDA, once for each group"
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", WAYS)
+def test_the_ways_to_overlap_are_found_out_once(nccl_ranks: RankPool, name: str) -> None:
+    first, nothing = stated(name, ON_CUDA, 2)[0], {}
+    assert nccl_ranks.run(asked_twice, name) == [[first, nothing]] * 2
+
+
+def test_every_case_in_the_table_is_counted() -> None:
+    for names, cells in rows():
+        labels = {label for cell in cells for label in cell}
+        if any(counts(cell, label, 2) for cell in cells for label in labels if label in cell):
+            counted = {label for name in names for label in CASES.get(name, {})}
+            assert counted >= labels - {"", ON_CUDA}, names
+            assert counted, names
+    assert CASES.keys() <= TABLE.keys()

@@ -1,0 +1,139 @@
+"""The vocabulary-parallel embedding against torch's embedding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.head.embedding import VocabParallelEmbedding, vocab_range
+from parallel_layers.sharding import load_full_
+from parallel_layers.testing import RankPool
+
+HIDDEN = 6
+
+
+def embed(
+    group: ProcessGroup | None, table: Tensor, ids: Tensor, dy: Tensor, sp: bool, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    layer = VocabParallelEmbedding(
+        len(table), HIDDEN, group=group, sequence_parallel=sp, dtype=table.dtype, device=device
+    )
+    load_full_(layer, {"weight": table})
+    y = layer(ids.to(device))
+    if sp and group is not None:
+        dy = dy.chunk(group.size())[group.rank()]
+    y.backward(dy.to(device))
+    assert layer.weight.grad is not None
+    return y, layer.weight.grad
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("vocab", [12, 9, 3])
+@pytest.mark.parametrize("shape", [(8,), (8, 2)])
+def test_rows_and_their_gradients(ranks: RankPool, shape: tuple[int, ...], vocab: int, world: int, sp: bool) -> None:
+    table = torch.randn(vocab, HIDDEN).requires_grad_()
+    ids = torch.randint(vocab, shape)
+    dy = torch.randn(*shape, HIDDEN)
+    y = F.embedding(ids, table)
+    y.backward(dy)
+    assert table.grad is not None
+    results = ranks.run(embed, table.detach(), ids, dy, sp, world=world)
+    rows = -(-vocab // world)
+    grad = F.pad(table.grad, (0, 0, 0, rows * world - vocab))
+    for rank, (output, gradient) in enumerate(results):
+        assert torch.equal(output, y.detach().chunk(world)[rank] if sp else y.detach())
+        torch.testing.assert_close(gradient, grad[rank * rows : (rank + 1) * rows])
+
+
+def communication(group: ProcessGroup, sp: bool) -> list[list[str]]:
+    layer = VocabParallelEmbedding(9, HIDDEN, group=group, sequence_parallel=sp)
+    y: list[Tensor] = []
+    counts = []
+    for step in (lambda: y.append(layer(torch.arange(8))), lambda: y[0].sum().backward()):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        names = [event.name for event in profile.events()]
+        counts.append(
+            [
+                name
+                for name in names
+                if name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_out"))
+            ]
+        )
+    return counts
+
+
+def test_how_often_it_communicates(ranks: RankPool) -> None:
+    reduce, scatter, gather = (
+        f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+    )
+    assert ranks.run(communication, False, world=2) == [[[reduce], []]] * 2
+    assert ranks.run(communication, True, world=2) == [[[scatter], [gather]]] * 2
+
+
+def test_without_a_group() -> None:
+    table, ids = torch.randn(5, HIDDEN), torch.tensor([4, 0, 4])
+    y, _ = embed(None, table, ids, torch.ones(3, HIDDEN), True)
+    assert torch.equal(y, table[ids])
+
+
+def id_outside(group: ProcessGroup | None, vocab: int, bad: int) -> str:
+    layer = VocabParallelEmbedding(vocab, HIDDEN, group=group)
+    with pytest.raises(ValueError, match="outside the vocabulary") as caught:
+        layer(torch.tensor([0, 1, bad]))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [-1, 9, 10, 100])
+def test_an_id_outside_the_vocabulary_raises_everywhere_alike(ranks: RankPool, bad: int) -> None:
+    """At tp 2 and 4 the ids 9 and 10 have padding rows: those are outside, too."""
+    expected = (
+        f"token id {bad} at index [2] is outside the vocabulary 0..8; check that the tokenizer belongs to the model"
+    )
+    assert id_outside(None, 9, bad) == expected
+    for world in (1, 2, 4):
+        assert ranks.run(id_outside, 9, bad, world=world) == [expected] * world
+
+
+def compiled(group: ProcessGroup, sp: bool) -> list[bool]:
+    torch._dynamo.reset()
+    layer = VocabParallelEmbedding(9, HIDDEN, group=group, sequence_parallel=sp)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    equal = []
+    for tokens in (8, 12):
+        ids = torch.arange(tokens) % 9
+        values = []
+        for run in (layer, fast):
+            y = run(ids)
+            (grad,) = torch.autograd.grad(y.square().sum(), [layer.weight])
+            values.append((y, grad))
+        torch.testing.assert_close(values[0], values[1])
+        equal.append(True)
+    return equal
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_compiles_without_a_graph_break(ranks: RankPool, sp: bool) -> None:
+    assert ranks.run(compiled, sp, world=2) == [[True, True]] * 2
+
+
+def ranges(group: ProcessGroup) -> list[tuple[int, int]]:
+    return [vocab_range(vocab, group) for vocab in (8, 9, 2)]
+
+
+def test_vocabulary_ranges(ranks: RankPool) -> None:
+    assert vocab_range(9, None) == (0, 9)
+    assert [r[1] for r in ranks.run(ranges)] == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    assert [r[2] for r in ranks.run(ranges)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("sp", [False, True])
+def test_two_gpus(nccl_ranks: RankPool, sp: bool) -> None:
+    table, ids, dy = torch.randn(9, HIDDEN), torch.randint(9, (8,)), torch.randn(8, HIDDEN)
+    for rank, (y, _) in enumerate(nccl_ranks.run(embed, table, ids, dy, sp, "cuda")):
+        assert torch.equal(y, table[ids].chunk(2)[rank] if sp else table[ids])

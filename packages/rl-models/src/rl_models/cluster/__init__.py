@@ -1,4 +1,0 @@
-"""Actors and critics on a Ray cluster: `RayModelGroup`, `Placement`, `Resources` (import them from `rl_models`).
-
-Empty on purpose: Ray imports `rl_models.cluster.host` on every rank before torch may be, so nothing here imports torch.
-"""

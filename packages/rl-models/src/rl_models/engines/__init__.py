@@ -1,0 +1,98 @@
+"""The backends: what an actor or a critic can stand on, all behind the protocol `Engine`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+from rl_models.engines.engine import OUTPUTS, Engine, LoadEngine, Loss, NextLogits, Outputs, Role
+from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
+from rl_models.grid import Grid
+
+__all__ = [
+    "BACKENDS",
+    "OUTPUTS",
+    "Backend",
+    "Engine",
+    "EngineOptions",
+    "Loss",
+    "MegatronOptions",
+    "NextLogits",
+    "Outputs",
+    "PipelineOptions",
+    "Role",
+    "RouterLosses",
+    "load_engine",
+    "offered",
+]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of `BACKENDS`.
+
+    Attributes:
+        module: has the function `load(path, role, grid, options) -> Engine`.
+        axes: the forms of parallelism that it offers.
+        roles: what it can be.
+        lacks: the fields of `EngineOptions` that must be left as they are.
+    """
+
+    module: str
+    axes: tuple[str, ...]
+    roles: tuple[Role, ...]
+    lacks: tuple[str, ...] = ()
+
+
+BACKENDS: dict[str, Backend] = {
+    "parallel": Backend(
+        "rl_models.engines.parallel.load", ("dp", "pp", "cp", "tp", "ep"), tuple(OUTPUTS), ("megatron",)
+    ),
+    "megatron": Backend(
+        "rl_models.engines.megatron",
+        ("dp", "pp", "cp", "tp", "ep"),
+        ("causal_lm", "value"),
+        ("recompute", "keep_probabilities", "tp_invariant"),
+    ),
+    "transformers": Backend(
+        "rl_models.engines.transformers.engine",
+        ("dp", "cp"),
+        ("causal_lm", "value"),
+        ("pipeline", "context_parallel", "router_losses", "recompute", "tp_invariant", "megatron"),
+    ),
+}
+
+
+def offered(backend: str, role: Role, grid: Grid) -> Backend:
+    """The row of a backend that offers a role on a grid.
+
+    Raises:
+        ValueError: it is unknown, or does not offer the role or a form of parallelism; says what it offers.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
+    entry = BACKENDS[backend]
+    grid.require(entry.axes, backend)
+    if role not in entry.roles:
+        others = " or ".join(f"backend={name!r}" for name, other in BACKENDS.items() if role in other.roles)
+        raise ValueError(
+            f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use {others}, "
+            "or a model for each"
+        )
+    return entry
+
+
+def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
+    """Load a checkpoint onto a backend.
+
+    Raises:
+        ValueError: as `offered`, or the backend does not offer an option.
+    """
+    entry = offered(backend, role, grid)
+    for name in entry.lacks:
+        if (value := getattr(options, name)) != getattr(EngineOptions(), name):
+            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")
+    # Imported when it is chosen: transformers takes seconds to import, and the native backend does not need it.
+    load = cast(LoadEngine, importlib.import_module(entry.module).load)
+    return load(path, role, grid, options)

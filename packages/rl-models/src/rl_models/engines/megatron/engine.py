@@ -1,0 +1,203 @@
+"""`MegatronEngine`: a GPTModel of Megatron-Core as an actor or a critic calls it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.transfer.agreement import all_gather_json
+from megatron_utils import MegatronGrid
+from megatron_utils.gpt import PackedGPTModel
+from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
+from megatron_utils.pipeline_parallel import run_schedule
+from megatron_utils.router_replay import complete_recordings, moe_layers
+from megatron_utils.testing import stand_in_is_active
+from parallel_layers import LogProbs, PackedSequence, next_token_labels
+from parallel_layers.memory import HostOffload
+from parallel_layers.moe import RouterReplay
+from rl_models.engines.engine import Loss, NextLogits, Outputs
+from rl_models.engines.megatron.chunks import stored_tensors
+from rl_models.engines.megatron.decoding import decoding
+from rl_models.engines.megatron.optimizer import MegatronOptimizer
+from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.options import MegatronOptions
+from rl_models.engines.shards import Shards
+from rl_models.grid import Grid
+
+
+class MegatronEngine:
+    """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
+
+    Attributes:
+        chunks: this rank's pipeline chunks.
+        layout, places: where they stand in a checkpoint; a place for each chunk.
+        distributed_optimizer: whether masters and moments are divided over the ranks that hold the same parameters.
+        routed_layers: the numbers of the layers with routed experts; none in a dense model.
+        num_experts: of each of these layers.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PackedGPTModel],
+        layout: ckpt.Layout,
+        places: Sequence[ckpt.Place],
+        grid: Grid,
+        enter: Callable[[], AbstractContextManager[MegatronGrid]],
+        source: str,
+        options: MegatronOptions,
+    ) -> None:
+        self.module: nn.Module = nn.ModuleList(chunks)
+        self.chunks, self.layout, self.places = list(chunks), layout, list(places)
+        self.grid, self.source, self._enter = grid, source, enter
+        self.distributed_optimizer = options.distributed_optimizer and grid.dims.dp * grid.dims.cp > 1
+        self.vocab_size = chunks[0].true_vocab_size
+        self.tokens_multiple_of = chunks[0].tokens_multiple_of
+        self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
+        self.routed_layers = moe_layers(chunks[0].config)
+        self.num_experts = int(chunks[0].config.num_moe_experts or 0)
+        self._replays: Sequence[RouterReplay] | None = None
+        self._scale_loss: Callable[[Tensor], Tensor] | None = None
+        self._trained: list[Any] | None = None
+        self._gradient_memory = HostOffload()
+
+    @contextmanager
+    def entered(self) -> Iterator[MegatronGrid]:
+        """Megatron's global state for this grid.
+
+        Raises:
+            ValueError: the device is not the current one, or a CPU without the stand-in.
+            RuntimeError: inside another `megatron_grid`.
+        """
+        check_device(self.grid.device)
+        with self._enter() as megatron:
+            yield megatron
+
+    def trained(self, megatron: MegatronGrid) -> list[Any]:
+        """The chunks with buffers for their gradients, made when they are first needed: a reference model has none."""
+        if self._trained is None:
+            self._trained = wrap_data_parallel(self.chunks, megatron, distributed=self.distributed_optimizer)
+        return self._trained
+
+    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
+        """The outputs of every micro-batch, on every rank, without a graph."""
+        with self.entered() as megatron, torch.no_grad():
+            outputs = run_schedule(self.chunks, micro_batches, megatron, **self._inputs(micro_batches, temperature))
+            self._complete_recordings(micro_batches, megatron)
+        assert outputs is not None
+        return [_outputs(output) for output in outputs]
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
+    ) -> None:
+        """Add the gradient of the losses. (Where the optimizer is divided, each rank has that of its own part.)
+
+        An error of the loss would leave the other stages waiting: the step goes on with nothing more to learn, and then
+        every rank raises.
+        """
+        errors: list[Exception] = []
+        dp = self.grid.dims.dp
+
+        def total(output: Any, number: int) -> Tensor:
+            outputs = _outputs(output)
+            if not errors:
+                try:
+                    # Megatron averages over the data-parallel ranks; the gradient here is their sum.
+                    return loss(number, outputs) * dp
+                except Exception as error:
+                    errors.append(error)
+            return torch.stack([column.sum() for column in outputs]).sum() * 0
+
+        with self.entered() as megatron:
+            chunks = self.trained(megatron)
+            self._gradient_memory.onload()
+            run_schedule(
+                chunks,
+                micro_batches,
+                megatron,
+                loss=total,
+                grad_scale=self._scale_loss,
+                broadcast=False,
+                **self._inputs(micro_batches, temperature),
+            )
+            self._complete_recordings(micro_batches, megatron)
+        messages = all_gather_json(str(errors[0]) if errors else None, self.grid.everyone)
+        if any(message is not None for message in messages):
+            self.drop_gradients()
+        if errors:
+            raise errors[0]
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise ValueError(f"rank {rank}: {message}")
+
+    def _inputs(self, micro_batches: Sequence[PackedSequence], temperature: float) -> dict[str, Any]:
+        """What the schedule gives the model beside the micro-batches."""
+        inputs: dict[str, Any] = {"routing": self._replays}
+        if self.layout.role == "causal_lm":
+            inputs |= {"labels": [next_token_labels(packed) for packed in micro_batches], "temperature": temperature}
+        return inputs
+
+    @contextmanager
+    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
+        """Route the micro-batches of one call by `replays`; what records holds all layers afterwards, on every rank."""
+        self._replays = replays
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def _complete_recordings(self, micro_batches: Sequence[PackedSequence], megatron: MegatronGrid) -> None:
+        if self._replays is not None and self._replays[0].recording:
+            complete_recordings(self._replays, micro_batches, self.chunks[0].config, megatron)
+
+    def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
+        """Megatron's AdamW; from now on gradients are multiplied by its loss scale, where it has one."""
+        optimizer = MegatronOptimizer(self, options)
+        self._scale_loss = None if optimizer.loss_scale is None else optimizer.inner.scale_loss
+        return optimizer
+
+    def drop_gradients(self) -> None:
+        """What the next `forward_backward` adds to is zero; until then their memory is given up."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if not self._gradient_memory.offloaded:
+            self._gradient_memory.offload([], discard=gradient_buffers(self._trained or []))
+
+    def shards(self) -> Shards:
+        """The parameters of this rank, and the biases by which its routers choose."""
+        pairs = zip(self.chunks, self.places, strict=True)
+        return Shards(self.layout, [(place, stored_tensors(chunk, place)) for chunk, place in pairs])
+
+    def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
+        """Decode with a KV cache, on every tp and cp rank alike."""
+        return decoding(self, num_sequences, max_length)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
+        tensors = [{name: x.detach() for name, x in part.items()} for _, part in self.shards().chunks]
+        ckpt.save_hf(path, tensors, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError where Megatron-Core cannot compute: it takes the current CUDA device for granted."""
+    if stand_in_is_active():
+        return
+    if device.type != "cuda":
+        raise ValueError(
+            f"backend='megatron' does not compute on device={str(device)!r}; use a GPU, or, for tests and "
+            "demonstrations on a CPU, enter megatron_utils.testing.cpu_stand_in() around everything"
+        )
+    if device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(f"{device} is not the current device; call torch.cuda.set_device({device.index}) first")
+
+
+def _outputs(output: LogProbs | Tensor) -> Outputs:
+    if isinstance(output, Tensor):
+        return (output,)
+    assert output.entropy is not None
+    return output.log_probs, output.entropy

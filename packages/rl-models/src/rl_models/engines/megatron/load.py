@@ -1,0 +1,106 @@
+"""Loading a checkpoint onto Megatron-Core's GPTModel, or refusing by name what this backend does not offer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.layout.config import classifies_sequences
+from ckpt.layout.families import Target
+from ckpt.transfer.agreement import agree
+from megatron_utils import megatron_grid
+from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
+from megatron_utils.gpt.config import family_of
+from rl_models.engines.engine import EngineOptions, Role
+from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
+from rl_models.engines.megatron.engine import MegatronEngine, check_device
+from rl_models.engines.megatron.optimizer import PRECISIONS
+from rl_models.engines.options import RouterLosses
+from rl_models.engines.stored import stored_dtype
+from rl_models.grid import Grid
+
+# What parallel-layers calls the forms of attention over divided sequences.
+CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
+# What ckpt calls the names that each kind of layers has.
+TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronEngine:
+    """Load a checkpoint; each rank reads only its own slices.
+
+    Raises:
+        ValueError: there is no process group, the device is a CPU outside `cpu_stand_in`, the architecture, an option
+            or a config field is not supported, sizes do not divide over the grid, or the checkpoint is broken; on every
+            rank alike.
+        ImportError: layers of Transformer Engine are asked for and it is not installed.
+        RuntimeError: inside a `megatron_grid`.
+    """
+    assert role != "causal_lm_with_value"  # refused by `load_engine`
+    dims, pipeline = grid.dims, options.pipeline
+    check_device(grid.device)
+    if not dist.is_initialized():
+        raise ValueError(
+            "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
+        )
+    if pipeline.schedule != "1f1b":
+        raise ValueError(
+            f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
+            "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
+        )
+    if options.router_losses != RouterLosses():
+        raise ValueError(
+            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's losses count padding, are 1/k "
+            "as large, and take the k best scores for the routing, whatever biases, groups or a replay chose; use "
+            "backend='parallel', or leave them out"
+        )
+    dtype = agree(lambda: _dtype(path, options), grid.everyone)
+    virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
+    ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())
+    enter = partial(megatron_grid, dims, ranks=ranks, virtual_stages=virtual_stages)
+    layers = options.megatron.layers
+    with enter() as megatron:
+
+        def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
+            config = hf_config(path)
+            if family_of(config).moe and dims.tp > 1 and options.sequence_parallel is False:
+                raise ValueError(
+                    f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
+                    "with sequence parallelism alone; leave it out, or use backend='parallel'"
+                )
+            split = "balanced" if pipeline.split is None else list(pipeline.split)
+            layout = ckpt.layout_for(config, target=TARGETS[layers], role=role, layers=split)
+            if virtual_stages:
+                layout = ChunkedLayout.of(layout)
+            places = places_of(megatron, pipeline.virtual_stages)
+            counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
+            extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
+            if dims.cp > 1:
+                extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
+            chunks = build_gpt(
+                # The bias that a critic's checkpoint may have, and a reward model's has not.
+                {**config, "score_bias": not classifies_sequences(config)},
+                megatron,
+                role=role,
+                dtype=dtype,
+                layer_spec=layers,
+                sequence_parallel=options.sequence_parallel,
+                **extra,
+            )
+            return chunks, layout, places
+
+        chunks, layout, places = agree(build, grid.everyone)
+    for chunk, place in zip(chunks, places, strict=True):
+        into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place).items()}
+        ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
+    return MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron)
+
+
+def _dtype(path: str, options: EngineOptions) -> torch.dtype:
+    dtype = options.dtype or stored_dtype(path)
+    if dtype not in PRECISIONS:
+        raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
+    return dtype

@@ -1,0 +1,79 @@
+"""Megatron's AdamW behind the protocol of an engine's optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_utils.optimizer import Optimizer, OptimizerConfig, ParameterStates
+from rl_models.engines.optimizer import OptimizerOptions
+
+if TYPE_CHECKING:
+    from rl_models.engines.megatron.engine import MegatronEngine
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class MegatronOptimizer:
+    """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters, and of fp16 a dynamic loss scale.
+
+    Over data parallelism masters and moments are divided (ZeRO stage 1), unless `MegatronOptions` says otherwise; then
+    `state` and `load_state` are collective. Megatron's own names for no decay are the vectors of these models: norms
+    and biases.
+    """
+
+    def __init__(self, engine: MegatronEngine, options: OptimizerOptions) -> None:
+        self.engine = engine
+        config = OptimizerConfig(
+            lr=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            clip_grad=options.max_grad_norm if math.isfinite(options.max_grad_norm) else None,
+            precision=PRECISIONS[next(engine.module.parameters()).dtype],  # type: ignore[arg-type]
+            distributed=engine.distributed_optimizer,
+        )
+        with engine.entered() as megatron:
+            self.inner = Optimizer(engine.trained(megatron), megatron, config)
+        self._states = ParameterStates(self.inner)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by before the backward; only of fp16."""
+        return self.inner.loss_scale
+
+    @property
+    def loss_scale_state(self) -> Mapping[str, float] | None:
+        """See `Optimizer`; only of fp16."""
+        return self.inner.loss_scale_state
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float]) -> None:
+        self.inner.loss_scale_state = dict(state)
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, step, and drop the gradients; returns the norm before clipping, infinity where fp16 overflowed."""
+        with self.engine.entered():
+            result = self.inner.step(learning_rate)
+        self.zero_grad()
+        return math.inf if result.grad_norm is None else result.grad_norm
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.engine.drop_gradients()
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """`step`, `exp_avg`, `exp_avg_sq`, and of a bf16 or fp16 parameter `master`; in DTensors where divided."""
+        return self._states.state(parameter)
+
+    def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Take over a state; without a `master` in it, the master is the parameter as it is."""
+        self._states.load(parameter, state)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The moments, and the masters that are not parameters, as far as this rank holds them."""
+        return self._states.tensors()

@@ -1,0 +1,138 @@
+"""How a user wants a model to be loaded and run, whatever the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from parallel_layers.attention.layer import ContextParallel
+from rl_models.models.decoder import Recompute
+
+Schedule = Literal["1f1b", "zero-bubble"]
+
+# The types of parameters that models compute in.
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a pipeline divides the layers and orders its micro-batches.
+
+    Attributes:
+        schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
+            arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
+            pipeline's bubbles (arXiv:2401.10241).
+        virtual_stages: chunks that each rank holds; chunk v of rank p is the (v * pp + p)th of the model.
+        split: the number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
+
+    Raises:
+        ValueError: an unknown schedule, fewer than one virtual stage, or a chunk without layers.
+    """
+
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    split: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "zero-bubble"):
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use '1f1b' or 'zero-bubble'")
+        if self.virtual_stages < 1:
+            raise ValueError(f"virtual_stages={self.virtual_stages} must be at least 1")
+        if self.split is not None and min(self.split, default=0) < 1:
+            raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
+
+    def require_pipeline(self, pp: int) -> None:
+        """Raise ValueError for chunks of a model that is not divided: virtual stages or a split where pp is 1."""
+        if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
+            raise ValueError(f"{self} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLosses:
+    """Weights of the auxiliary losses of a mixture of experts, which an update adds to the loss it is given.
+
+    Each is, for each layer, that of all tokens of the update together, prompts included: those of all micro-batches and
+    all ranks, so that it does not depend on how the batch was divided.
+
+    Attributes:
+        balance: of the load-balancing loss (`router_aux_loss_coef`; `parallel_layers.moe.load_balancing_loss`), over
+            the global batch (arXiv:2501.11873). It needs every expert's load before the first gradient: a further
+            forward pass of each update, without the head, counts them.
+        sequence_balance: of DeepSeek-V3's loss within each sequence (`parallel_layers.moe.sequence_balance_loss`).
+        z: of the router z-loss (`parallel_layers.moe.router_z_loss`).
+    """
+
+    balance: float = 0.0
+    sequence_balance: float = 0.0
+    z: float = 0.0
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """What only `backend="megatron"` has to choose.
+
+    Attributes:
+        layers: "local": Megatron-Core's own layers on torch; "transformer_engine": Transformer Engine's linears, norms
+            and grouped experts.
+        distributed_optimizer: where dp * cp > 1, divide the optimizer's masters and moments over those ranks (ZeRO
+            stage 1, arXiv:1910.02054). Loading a training checkpoint then needs them whole in host memory, for once.
+
+    Raises:
+        ValueError: unknown layers.
+    """
+
+    layers: Literal["local", "transformer_engine"] = "local"
+    distributed_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layers not in ("local", "transformer_engine"):
+            raise ValueError(f"layers={self.layers!r} is unknown; use 'local' or 'transformer_engine'")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load a model.
+
+    Attributes:
+        dtype: of the parameters; None: as the checkpoint stores them.
+        sequence_parallel: keep `[T/tp, H]` between blocks; None: where the backend has tensor parallelism and tp > 1.
+        pipeline: where pp > 1.
+        context_parallel: where cp > 1, the attention over divided sequences: "ulysses" or "ring"
+            (`parallel_layers.attention.context_parallel`).
+        router_losses: of a mixture of experts; the config's own coefficients count for nothing.
+        recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
+            "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
+        keep_probabilities: the head keeps its probabilities, `[T, V/tp]` in bf16, from the forward to the backward,
+            which then needs a matrix product less (`parallel_layers.linear_log_probs`; on GPUs).
+        tp_invariant: log-probs and values whose bits depend neither on tp nor on the rest of a batch
+            (`parallel_layers.invariant`).
+        deterministic: see `rl_models.workers.determinism`.
+        megatron: of that backend.
+
+    Raises:
+        ValueError: a `dtype` that no model computes in, an unknown `recompute`, or options that exclude each other.
+    """
+
+    dtype: torch.dtype | None = None
+    sequence_parallel: bool | None = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    context_parallel: ContextParallel = "ulysses"
+    router_losses: RouterLosses = field(default_factory=RouterLosses)
+    recompute: Recompute = None
+    keep_probabilities: bool = False
+    tp_invariant: bool = False
+    deterministic: bool = False
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *COMPUTED):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
+        if isinstance(self.recompute, str) and self.recompute not in ("full", "selective"):
+            raise ValueError(
+                f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"
+            )
+        if self.keep_probabilities and self.tp_invariant:
+            raise ValueError("keep_probabilities=True is the ordinary head's; leave out tp_invariant=True")

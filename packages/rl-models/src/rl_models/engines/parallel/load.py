@@ -1,0 +1,147 @@
+"""`backend="parallel"`: the models of this package over parallel-layers, loaded by ckpt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+import ckpt
+from ckpt import agree
+from parallel_layers import ParallelDims
+from parallel_layers.distributed.parallel_dims import divisors
+from parallel_layers.mlp.activations import XIELU
+from rl_models.engines.engine import Role
+from rl_models.engines.options import EngineOptions, RouterLosses
+from rl_models.engines.parallel.engine import ParallelEngine
+from rl_models.engines.stored import stored_dtype
+from rl_models.grid import Grid
+from rl_models.models.config import ModelConfig
+from rl_models.models.decoder import Chunk, ModelOptions
+from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
+
+MODELS: dict[Role, type[PackedModel]] = {
+    "causal_lm": CausalLM,
+    "value": ValueModel,
+    "causal_lm_with_value": CausalLMWithValue,
+}
+
+
+def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions) -> None:
+    """Raise ValueError for an option that means nothing on this grid, or nothing to this model."""
+    if options.sequence_parallel and dims.tp == 1:
+        raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
+    options.pipeline.require_pipeline(dims.pp)
+    for given, text in (
+        (dims.ep > 1, f"ep={dims.ep} is"),
+        (options.router_losses != RouterLosses(), f"router_losses={options.router_losses} is"),
+    ):
+        if given and not any(config.moe):
+            raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
+    # See `Grid.expert_tensor_parallel`.
+    divided_experts = dims.dp * dims.cp % dims.ep == 0
+    if misfit := _tp_misfit(config, dims.tp, divided_experts):
+        fits = [n for n in divisors(config.decoder.num_heads) if not _tp_misfit(config, n, divided_experts)]
+        raise ValueError(f"{misfit}; use tp in {{{', '.join(map(str, fits))}}}")
+
+
+def _tp_misfit(config: ModelConfig, tp: int, divided_experts: bool) -> str:
+    """The first size of the model that does not divide over `tp` ranks, empty where all do."""
+    decoder, sizes = config.decoder, {"num_attention_heads": config.decoder.num_heads}
+    if None in config.moe:
+        sizes["intermediate_size"] = decoder.intermediate_size
+    for moe in filter(None, config.moe):
+        if divided_experts:
+            sizes["moe_intermediate_size"] = moe.intermediate_size
+        sizes["the shared experts' intermediate_size"] = moe.shared_intermediate_size
+    for name, size in sizes.items():
+        if size % tp:
+            return f"{name}={size} is not divisible by tp={tp}"
+    groups = decoder.num_heads if decoder.latent else decoder.num_kv_heads
+    if groups % tp and tp % groups:
+        return f"num_key_value_heads={groups} neither divides tp={tp} nor is divisible by it"
+    return ""
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
+    """Load a checkpoint; each rank reads only its own slices.
+
+    Raises:
+        ValueError: the architecture or a config field is not supported, sizes do not divide over the grid, or the
+            checkpoint is broken; on every rank alike.
+    """
+    group = grid.group("tp")
+    sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
+    pipeline = options.pipeline
+    places = _places(grid, pipeline.virtual_stages)
+
+    def build() -> tuple[PackedModel, ckpt.Layout]:
+        config = ModelConfig.from_hf(path)
+        require_fit(config, grid.dims, options)
+        config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
+        losses = options.router_losses
+        config = config.with_router_losses(
+            balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
+        )
+        split = "balanced" if pipeline.split is None else list(pipeline.split)
+        layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=split)
+        model_options: ModelOptions = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "context_group": grid.group("cp"),
+            "expert_group": grid.group("ep"),
+            "expert_tensor_parallel": grid.expert_tensor_parallel,
+            "chunks": _chunks(layout, places),
+            "recompute": options.recompute,
+            "keep_probabilities": options.keep_probabilities,
+            "tp_invariant": options.tp_invariant,
+            "dtype": options.dtype or stored_dtype(path),
+            # Nothing is allocated or initialised that the checkpoint then replaces.
+            "device": "meta",
+        }
+        return MODELS[role](config, **model_options), layout
+
+    model, layout = agree(build, grid.everyone)
+    model.to_empty(device=grid.device)
+    for module in model.modules():
+        if isinstance(module, XIELU):
+            module.reset_parameters()  # a checkpoint may lack the activation's constants
+    if isinstance(model, ValueModel) and model.chunks[-1].last:
+        # What a causal language model's checkpoint does not have: a value head starts with the value 0 everywhere.
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
+    state = model.state_dict()
+    for place in places:
+        ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)
+    return ParallelEngine(model, layout, places, grid, options, path)
+
+
+def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
+    """Where each of this rank's chunks stands."""
+    dims = grid.dims
+    return [
+        ckpt.Place(
+            tp=(grid.rank("tp"), dims.tp),
+            pp=(grid.rank("pp"), dims.pp),
+            vpp=(chunk, virtual_stages),
+            ep=(grid.rank("ep"), dims.ep),
+            etp=None if grid.expert_tensor_parallel else (0, 1),
+        )
+        for chunk in range(virtual_stages)
+    ]
+
+
+def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
+    """The layers of each of this rank's chunks.
+
+    Raises:
+        ValueError: a chunk would have no layer, or what `ckpt.place_layers` refuses.
+    """
+    layers = layout.chunk_layers(places[0].grid)
+    if not all(layers):
+        raise ValueError(
+            f"num_hidden_layers={layout.num_layers} is fewer than pp * virtual_stages = {len(layers)}; every chunk "
+            f"needs a layer: use pp * virtual_stages up to {layout.num_layers}"
+        )
+    return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]

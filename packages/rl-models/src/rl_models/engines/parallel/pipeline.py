@@ -1,0 +1,200 @@
+"""Pipelines over torch.distributed.pipelining: its stages and schedules, fed with packed micro-batches.
+
+torch's stages exchange tensors of one shape in a call, so all its micro-batches are padded to the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers import PackedSequence
+from parallel_layers.sharding import is_dtensor
+from rl_models.engines.engine import Loss, Outputs
+from rl_models.engines.guarded import GuardedLoss
+from rl_models.engines.options import PipelineOptions
+from rl_models.engines.padding import pad_to
+from rl_models.engines.parallel.stage import Stage, Task
+
+# torch's pipelines bring its compiler; together they take over a second to import. Whoever has a pipeline does so.
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+# (stage, number of the micro-batch, micro-batch) -> what the stage does with it.
+MakeTask = Callable[[Stage, int, PackedSequence], Task]
+
+
+def why_no_zero_bubble() -> str | None:
+    """Why this torch cannot order micro-batches by the zero-bubble schedule; None where it can.
+
+    Its second pass, the gradients of weights, starts from nodes in the middle of the graph. In torch 2.11 and 2.12
+    those of custom autograd functions, which the parallel layers are made of, are gone by then (seen with both).
+    """
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+        return None
+    return f"schedule='zero-bubble' needs torch 2.13 or newer, not {torch.__version__}; use '1f1b'"
+
+
+class Pipeline:
+    """The stages of one rank of a pipeline.
+
+    Args:
+        stages: the rank's chunks, in their order.
+        group: the ranks of the pipeline.
+        options: how micro-batches are ordered.
+        hidden_shape: number of a micro-batch's tokens -> shape of what goes from stage to stage.
+        dtype: of that.
+        num_outputs: of the model, each `[T]` fp32.
+
+    Raises:
+        ValueError: `why_no_zero_bubble`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        group: ProcessGroup,
+        options: PipelineOptions,
+        *,
+        hidden_shape: Callable[[int], tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_outputs: int,
+    ) -> None:
+        self.stages, self.group = stages, group
+        self.hidden_shape, self.dtype, self.device, self.num_outputs = hidden_shape, dtype, device, num_outputs
+        if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
+            raise ValueError(reason)
+        from torch.distributed.pipelining import schedules
+
+        self._single = options.schedule == "1f1b" and len(stages) == 1
+        self._schedule_class: Any = schedules.ScheduleInterleavedZeroBubble
+        if options.schedule == "1f1b":
+            self._schedule_class = schedules.Schedule1F1B if self._single else schedules.ScheduleInterleaved1F1B
+
+    def forward(self, micro_batches: Sequence[PackedSequence], make_task: MakeTask) -> list[Outputs]:
+        """The outputs of every micro-batch on every rank, without a graph. Communication: of them, one broadcast."""
+        with torch.no_grad():
+            last = self._run(micro_batches, make_task, None)
+            num_tokens = max(packed.num_tokens for packed in micro_batches)
+            shape = (self.num_outputs, len(micro_batches), num_tokens)
+            result = torch.empty(shape, device=self.device) if last is None else torch.stack(last).view(shape)
+            dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
+        return [
+            tuple(output[: packed.num_tokens] for output in result[:, number].unbind())
+            for number, packed in enumerate(micro_batches)
+        ]
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedSequence],
+        make_task: MakeTask,
+        loss: Loss,
+        everyone: ProcessGroup | None,
+    ) -> None:
+        """Add up the gradients of the losses, which the last stage computes.
+
+        An error of the loss is raised on every rank of `everyone`, at the end.
+        """
+        guarded = GuardedLoss(loss, everyone)
+
+        def last_stage(outputs: Any, number: Tensor) -> Tensor:
+            index = int(number)
+            return guarded(index, tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs)))
+
+        self._run(micro_batches, make_task, last_stage)
+        guarded.raise_errors()
+
+    def _run(
+        self,
+        micro_batches: Sequence[PackedSequence],
+        make_task: MakeTask,
+        loss: Callable[[Any, Tensor], Tensor] | None,
+    ) -> tuple[Tensor, ...] | None:
+        """Run torch's schedule; without a loss, returns the last stage's outputs, one after the other."""
+        num_tokens = max(packed.num_tokens for packed in micro_batches)
+        padded = [pad_to(packed, num_tokens) for packed in micro_batches]
+        for stage in self.stages:
+            stage.give([partial(_dense, make_task(stage, number, packed)) for number, packed in enumerate(padded)])
+        stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
+        count = len(micro_batches)
+        schedule = self._schedule_class(stages[0] if self._single else stages, count, loss_fn=loss, scale_grads=False)
+        target = None if loss is None else torch.arange(count)
+        outputs = schedule.step(target=target, return_outputs=loss is None)
+        return None if outputs is None else _tuple(outputs)
+
+    def _torch_stage(self, stage: Stage, number: int, num_tokens: int) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
+        # With shapes given torch runs nothing to find them out.
+        between = torch.empty(self.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
+        output = torch.empty(num_tokens, device="meta", requires_grad=True)
+        size = self.group.size()
+        return PipelineStage(
+            stage,
+            number * size + self.group.rank(),
+            size * len(self.stages),
+            self.device,
+            input_args=() if stage.chunk.first else (between,),
+            output_args=(output,) * self.num_outputs if stage.chunk.last else (between,),
+            group=self.group,
+        )
+
+    def relay(self, shape: tuple[int, int], run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
+        """One pass through all stages, without a schedule; returns what `run` gives on the last, else None.
+
+        `shape` of what goes from stage to stage.
+        """
+        rank, size = self.group.rank(), self.group.size()
+        result: Tensor | None = None
+        for stage in self.stages:
+            hidden = None
+            if not stage.chunk.first:
+                hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
+                dist.recv(hidden, group=self.group, group_src=(rank - 1) % size)
+            result = run(stage, hidden)
+            if not stage.chunk.last:
+                dist.send(result, group=self.group, group_dst=(rank + 1) % size)
+                result = None
+        return result
+
+
+@torch.no_grad()
+def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> None:
+    """Add up the gradients of an embedding that the first and the last stage hold; both get the same bits.
+
+    Args:
+        embedding: this rank's copy; None on the other stages.
+        group: the ranks of the pipeline.
+
+    Communication: the gradient, once each way between the two.
+    """
+    if embedding is None or embedding.grad is None:
+        return
+    own = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
+    other = torch.empty_like(own)
+    peer = group.size() - 1 - group.rank()
+    for request in dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, own.clone(), group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        ]
+    ):
+        request.wait()
+    own.add_(other)
+
+
+def _dense(task: Task, hidden: Tensor | None) -> Any:
+    """What the task returns, contiguous, as `_torch_stage` announces it: torch 2.11 compares the strides."""
+    outputs = task(hidden)
+    return tuple(output.contiguous() for output in outputs) if isinstance(outputs, tuple) else outputs.contiguous()
+
+
+def _tuple(outputs: Any) -> Outputs:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,48 @@
+"""`Stage`: one chunk of a model as FSDP2 and a pipeline call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from rl_models.models.decoder import Chunk
+from rl_models.models.language_models import PackedModel
+
+# What the chunk before has returned (None in the first) -> the next chunk's input, or the outputs.
+Task = Callable[[Tensor | None], Any]
+
+
+class Stage(nn.Module):
+    """The parameters of one chunk of a model, and a `forward` that does the next of the tasks it was given.
+
+    FSDP2 and torch's pipelines know a module by its `forward`; what the models do has other arguments each time.
+
+    Args:
+        model: holds the chunk; it keeps its own names for the same parameters.
+        chunk: one of `model.chunks`.
+    """
+
+    def __init__(self, model: PackedModel, chunk: Chunk) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.blocks = nn.ModuleList(model.model.layers[str(i)] for i in chunk.layers)
+        ends: list[nn.Module] = [model.model.embed_tokens] if chunk.first else []
+        if chunk.last:
+            ends += [model.model.norm, *(getattr(model, name) for name in ("lm_head", "score") if hasattr(model, name))]
+        self.ends = nn.ModuleList(ends)
+        self._tasks: Iterator[Task] = iter(())
+
+    def give(self, tasks: Iterable[Task]) -> None:
+        """What the next calls of `forward` do, one each."""
+        self._tasks = iter(tasks)
+
+    def run(self, task: Task, hidden: Tensor | None = None) -> Any:
+        """Do one task."""
+        self.give([task])
+        return self(hidden)
+
+    def forward(self, hidden: Tensor | None = None) -> Any:
+        """Do the next task."""
+        return next(self._tasks)(hidden)

@@ -1,0 +1,1 @@
+"""The engine on patched Hugging Face models."""

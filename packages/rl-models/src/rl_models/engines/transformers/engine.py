@@ -1,0 +1,232 @@
+"""`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
+
+It is the reference that the native backend is compared with, and it runs whatever family hf-patches knows. The cp ranks
+share the tokens of every batch (Ulysses), and all dp x cp ranks the parameters (FSDP2). transformers maps the files: a
+rank reads the rows that it keeps, unless the type is cast or the checkpoint has another form than the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+import ckpt
+from ckpt import FolderWriter, agree, copy_companions
+from ckpt.layout.config import classifies_sequences
+from hf_patches import Patch, patch
+from parallel_layers import PackedSequence
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.moe import RouterReplay
+from rl_models.engines.accumulate import Model, backward_each, forward_each
+from rl_models.engines.engine import EngineOptions, Loss, NextLogits, Outputs, Role
+from rl_models.engines.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
+from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.shards import Shards
+from rl_models.engines.transformers.hub import load_model, own_memory, save_model, stacked_experts, stored_tensors
+from rl_models.engines.transformers.hub_layout import HubLayout
+from rl_models.grid import Grid
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a role is in transformers."""
+
+    auto_class: Any
+    value_head: bool
+    options: Mapping[str, Any]
+
+
+KINDS: dict[Role, _Kind] = {
+    "causal_lm": _Kind(AutoModelForCausalLM, False, {}),
+    # A causal language model's checkpoint serves as well: its head is left out, the value head is new.
+    "value": _Kind(
+        AutoModelForTokenClassification,
+        True,
+        {"num_labels": 1, "may_lack": r"score\.(weight|bias)", "may_have": r"lm_head\.weight"},
+    ),
+}
+
+
+class TransformersEngine:
+    """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2."""
+
+    tokens_multiple_of = 1
+    micro_batches_multiple_of = 1
+
+    def __init__(self, model: PreTrainedModel, patched: Patch, role: Role, grid: Grid, source: str) -> None:
+        self.module: nn.Module = model
+        self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.routed_layers = list(patched.routers)
+        self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
+        self._replays: Sequence[RouterReplay] | None = None
+
+    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
+        """The outputs of every micro-batch, without a graph."""
+        outputs = forward_each(self._model(temperature), micro_batches)
+        release(self.model)
+        return outputs
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
+    ) -> None:
+        """Add the gradient of the losses."""
+        backward_each(self._model(temperature), self.model, micro_batches, loss, self.grid.everyone)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients."""
+        drop_gradients(self.model)
+
+    @contextmanager
+    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
+        """Route the micro-batches of one call by `replays`."""
+        self._replays = replays
+        try:
+            yield
+        finally:
+            self._replays = None
+
+    def _model(self, temperature: float) -> Model:
+        """The model as it is called for one micro-batch after the other."""
+        replays: Iterator[RouterReplay | None] = repeat(None) if self._replays is None else iter(self._replays)
+
+        def outputs(packed: PackedSequence) -> Outputs:
+            if self.role == "value":
+                return (self.model(packed=packed, router_replay=next(replays)).values,)
+            output = self.model(packed=packed, temperature=temperature, entropy=True, router_replay=next(replays))
+            return output.log_probs, output.entropy
+
+        return outputs
+
+    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
+        """AdamW on this rank's shards."""
+        return AdamW(self.model, options)
+
+    def shards(self) -> Shards:
+        """The parameters of this rank, and the buffers that a checkpoint has."""
+        tensors = stored_tensors(self.model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        layout = HubLayout(self.model.config.to_dict(), self.role, shapes, stacked_experts(self.model))
+        return Shards(layout, [(ckpt.Place(), tensors)])
+
+    @contextmanager
+    def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
+        """Decode with a KV cache; the cp ranks decode a part of the sequences each and exchange the logits."""
+        group, rank, size = self.grid.group("cp"), self.grid.rank("cp"), self.grid.dims.cp
+        # The cp rank that has each sequence, and its number there.
+        places = [(n % size, n // size) for n in range(num_sequences)]
+        with gathered(self.model), torch.no_grad():
+            cache = self.patch.new_cache(len(range(rank, num_sequences, size)), max_length)
+
+            def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
+                if keep is not None:
+                    kept = [places[n] for n in keep]
+                    cache.select([number for owner, number in kept if owner == rank])
+                    counters = [count() for _ in range(size)]
+                    places[:] = [(owner, next(counters[owner])) for owner, _ in kept]
+                own = [new for new, (owner, _) in zip(tokens, places, strict=True) if owner == rank]
+                most = max((number + 1 for _, number in places), default=0)
+                logits = torch.zeros(most, self.vocab_size, device=self.grid.device)
+                if any(len(new) for new in own):
+                    logits[: len(own)] = self.model(packed=PackedSequence.from_sequences(own), cache=cache).logits
+                if group is None:
+                    return logits
+                everyone = gather_from_sequence_parallel(logits, group)
+                return everyone[[owner * most + number for owner, number in places]]
+
+            yield next_logits
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """The first rank writes what `save_pretrained` writes, into a folder that appears when it is complete."""
+        tensors = full_tensors(self.model)
+        group = self.grid.everyone
+
+        def write() -> None:
+            if group is not None and group.rank() != 0:
+                return
+            writer = FolderWriter(Path(path))
+            try:
+                save_model(self.model, writer.path, tensors)
+                if self.role == "value" and self.model.score.bias is None:
+                    _name_sequence_classifier(writer.path / "config.json")
+                for file in writer.path.iterdir():
+                    with open(file, "rb") as written:
+                        os.fsync(written.fileno())
+                copy_companions(self.source, writer.path)  # syncs what it copies
+                writer.commit()
+            except BaseException:
+                writer.discard()
+                raise
+
+        agree(write, group)
+
+
+def _name_sequence_classifier(config: Path) -> None:
+    """Have a saved reward model loaded as what it was: transformers has written the class that computes here."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["architectures"] = [
+        name.replace("ForTokenClassification", "ForSequenceClassification") for name in values["architectures"]
+    ]
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> TransformersEngine:
+    """Load a checkpoint with transformers and patch it.
+
+    Raises:
+        ValueError: the family is unknown to hf-patches, or sequence parallelism is asked for; on every rank alike.
+    """
+    if options.sequence_parallel:
+        raise ValueError(
+            "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
+            "with dims=ParallelDims(cp=...)"
+        )
+
+    def build() -> tuple[PreTrainedModel, Patch, list[str]]:
+        kind = KINDS[role]
+        # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
+        model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
+        if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
+            # A reward model: its head has no bias, and is saved without one again.
+            model.score.bias = None
+            lacked = [name for name in lacked if name != "score.bias"]
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                # Batches are packed, without padding: where the token stands that others pad with, it is learned from.
+                module.padding_idx = None
+        patched = patch(
+            model,
+            value_head=kind.value_head,
+            sequence_parallel_group=grid.group("cp"),
+            router_replay=None,
+            keep_probabilities=options.keep_probabilities,
+            probe=False,
+        )
+        return model, patched, lacked
+
+    model, patched, lacked = agree(build, grid.everyone)
+    layers = patched.backbone.layers
+    assert isinstance(layers, nn.ModuleList)
+    if grid.everyone is None:
+        model.to(grid.device)
+        own_memory(model)
+    else:
+        # On the CPU until now: FSDP2 takes one block after the other to the device.
+        shard_over_dp(model, layers, grid)
+    with gathered(model):  # afterwards all is sharded again, as the optimizer must find it
+        patched.probe()
+    with torch.no_grad():
+        # A value head that the checkpoint lacks starts at 0, as on the native backend; the probe needs one that is not.
+        for name in lacked:
+            model.get_parameter(name).zero_()
+    return TransformersEngine(model, patched, role, grid, path)

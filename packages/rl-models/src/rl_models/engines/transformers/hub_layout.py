@@ -1,0 +1,67 @@
+"""How the parameters of a transformers model follow from the tensors of its checkpoint, for training checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ckpt
+from ckpt import Block, Canonical, Piece, Role
+from ckpt.layout.pieces import extents, full_box
+
+
+class HubLayout(ckpt.Layout):
+    """A transformers model that is whole on its rank; FSDP2 may divide it further.
+
+    A tensor is the checkpoint's of its name, or, of a mixture of experts, the stack of the checkpoint's experts: by
+    ckpt's table of the family, or, where it has none, by transformers' own.
+
+    Args:
+        config: the Hugging Face configuration.
+        role: "causal_lm" or "value".
+        shapes: of the model's parameters and stored buffers, by name.
+        stacks: `hub.stacked_experts` of the model.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        role: Role,
+        shapes: Mapping[str, tuple[int, ...]],
+        stacks: Mapping[str, Sequence[str]],
+    ) -> None:
+        try:
+            known = ckpt.layout_for(dict(config), target="parallel", role=role)
+            canonical, stacked = known.canonical, known.at(ckpt.Place())
+        except ValueError:
+            canonical, stacked = {}, {}
+        blocks: dict[str, Block] = {}
+        for name, shape in shapes.items():
+            block = stacked.get(name)
+            fits = block is not None and block.shape == shape
+            blocks[name] = block if block is not None and fits else _block(name, shape, stacks)
+        pieces = [(piece.name, piece.canonical_range) for block in blocks.values() for piece in block.pieces]
+        own = {name: canonical.get(name) or Canonical(extents(box)) for name, box in pieces if box is not None}
+        for name, value in (("config", dict(config)), ("canonical", own), ("blocks", blocks)):
+            object.__setattr__(self, name, value)
+
+    def at(self, place: ckpt.Place) -> dict[str, Block]:
+        """The parameters; every rank has all of them."""
+        blocks: dict[str, Block] = object.__getattribute__(self, "blocks")
+        return blocks
+
+
+def _block(name: str, shape: tuple[int, ...], stacks: Mapping[str, Sequence[str]]) -> Block:
+    """The checkpoint's tensor of this name, or each expert's matrices, one below the other."""
+    ending = next((ending for ending in stacks if name.endswith(f".{ending}")), None)
+    if ending is None:
+        return Block.whole(name, shape)
+    sources = [name.removesuffix(ending) + source for source in stacks[ending]]
+    experts, rows, columns = shape
+    matrix = full_box((rows // len(sources), columns))
+    pieces = [
+        Piece(source.replace("*", str(e)), matrix, ((e, e + 1), (start, start + matrix[0][1]), matrix[1]))
+        for e in range(experts)
+        for source, start in zip(sources, range(0, rows, matrix[0][1]), strict=True)
+    ]
+    return Block(shape, tuple(pieces))

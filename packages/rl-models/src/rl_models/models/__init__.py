@@ -1,0 +1,1 @@
+"""Native models: configs, decoders, and language models with heads."""

@@ -1,0 +1,302 @@
+"""`CausalLM`, `ValueModel`, and both on one decoder: models over parallel layers, for every family, from one config.
+
+Shape legend: T tokens of a packed batch (with its padding), H hidden, V vocabulary, N sequences; T': this rank's part
+of the tokens under sequence and context parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ckpt.layout.config import classifies_sequences
+from parallel_layers import (
+    DecoderLayer,
+    LogProbs,
+    PackedSequence,
+    VocabParallelHead,
+    invariant,
+    linear_log_probs,
+    next_token_labels,
+)
+from parallel_layers.attention.context_parallel import gather_sequence
+from parallel_layers.distributed.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_from_tensor_parallel,
+)
+from parallel_layers.inference import KVCache, SequenceCache
+from parallel_layers.moe import RoutingContext
+from rl_models.models.config import ModelConfig
+from rl_models.models.decoder import Chunk, Decoder, ModelOptions
+
+
+class PackedModel(nn.Module):
+    """A decoder, to which each kind of model adds its head.
+
+    Args:
+        config: `ModelConfig.from_hf(...)`.
+        **options: how it is divided, see `ModelOptions`.
+
+    The names in `state_dict()` are those of `ckpt.layout_for(config, target="parallel")`. A model with some chunks of a
+    pipeline has the tensors of those alone. The parameters are not initialised beyond what the layers do:
+    `Actor.from_pretrained` loads them.
+    """
+
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__()
+        self.config, self.group = config, options.get("group")
+        self.sequence_parallel = options.get("sequence_parallel", False) and self.group is not None
+        options["sequence_parallel"] = self.sequence_parallel
+        self.tp_invariant = options.get("tp_invariant", False)
+        self.keep_probabilities = options.get("keep_probabilities", False)
+        self.model = Decoder(config, **options)
+        self.tokens_multiple_of = self._tokens_multiple_of(options.get("expert_tensor_parallel", True))
+        if any(chunk.last for chunk in self.chunks):
+            self._add_head(options.get("dtype"), options.get("device"))
+
+    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        """Add the parameters that make a decoder this kind of model; they stand on the last chunk."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """What this rank holds of a pipeline."""
+        return self.model.chunks
+
+    def _tokens_multiple_of(self, expert_tensor_parallel: bool) -> int:
+        """Packed batches must have a multiple of so many tokens."""
+        tp = 1 if self.group is None else self.group.size()
+        context = self.model.context_group
+        cp = 1 if context is None else context.size()
+        # Without expert tensor parallelism the ranks of a group divide their tokens among them on the way to experts.
+        per_rank = tp if self.sequence_parallel or not expert_tensor_parallel else 1
+        return math.lcm(cp * per_rank, 2 * cp if cp > 1 and self.model.context_layout == "zigzag" else 1)
+
+    def forward(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        cache: SequenceCache | None = None,
+        routing: RoutingContext | None = None,
+    ) -> Tensor:
+        """Hidden states `[T', H]` of this rank's tokens: final ones after the last chunk; see `Decoder.forward`.
+
+        Raises:
+            ValueError: the number of tokens is no multiple of `tokens_multiple_of`.
+        """
+        if packed.num_tokens % self.tokens_multiple_of:
+            raise ValueError(
+                f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
+                f"context parallelism (cp) need; pack with multiple_of={self.tokens_multiple_of}"
+            )
+        result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing)
+        return result
+
+    def outputs(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        temperature: float | Tensor = 1.0,
+        routing: RoutingContext | None = None,
+    ) -> tuple[Tensor, ...]:
+        """What every head of the model says after each token, `[T]` fp32 each, from one pass through the decoder: the
+        log-probability of the next token and its entropy, the value. Args as for `CausalLM.log_probs`."""
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
+        return self._outputs(states, packed, temperature)
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def _gather_context(self, per_token: Tensor) -> Tensor:
+        """All tokens' numbers from those of this rank's tokens. Every rank goes on with all of them, so backward each
+        takes its own tokens' gradients."""
+        if self.model.context_group is None:
+            return per_token
+        # No view: FSDP2 warns of one, since what is done to it in place would pass by its hooks.
+        return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
+
+
+class CausalLM(PackedModel):
+    """A language model: log-probabilities of the next tokens of packed sequences.
+
+    A tied head has no tensor of its own, except on the last of several pipeline stages.
+    """
+
+    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super()._add_head(dtype, device)
+        tied = self.config.tie_word_embeddings
+        if not (tied and hasattr(self.model, "embed_tokens")):
+            self.lm_head = VocabParallelHead(
+                self.config.decoder.hidden_size,
+                self.config.vocab_size,
+                group=self.group,
+                counted=not tied,
+                dtype=dtype,
+                device=device,
+            )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """`[ceil(V/tp), H]`: the head's, or the embedding's when they are tied."""
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        weight = head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def log_probs(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = True,
+        routing: RoutingContext | None = None,
+    ) -> LogProbs:
+        """Log-probability of each token's label, and the entropy of its prediction, both `[T]` fp32.
+
+        Args:
+            packed: the batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
+            hidden, chunk: in a pipeline, what the chunk before this last one has returned; see `Decoder.forward`.
+            labels: `[T]`; default the next token of each sequence (-100 at its last, which gives 0).
+            temperature: the logits are divided by it; a number or `[T]`.
+            entropy: compute it, too.
+            routing: for the routers of a mixture of experts.
+
+        Raises:
+            ValueError: a label or an id is outside the vocabulary (on every rank alike).
+        """
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
+        labels = next_token_labels(packed) if labels is None else labels
+        return self._log_probs(states, labels, temperature, entropy)
+
+    def _log_probs(self, states: Tensor, labels: Tensor, temperature: float | Tensor, entropy: bool = True) -> LogProbs:
+        if isinstance(temperature, Tensor) and temperature.dim():
+            temperature = self.model.split(temperature)
+        ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
+        head = invariant.linear_log_probs if self.tp_invariant else ordinary
+        own = head(
+            states,
+            self.head_weight,
+            self.model.split(labels),
+            group=self.group,
+            temperature=temperature,
+            entropy=entropy,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.config.vocab_size,
+        )
+        if self.model.context_group is None:
+            return own
+        if own.entropy is None:
+            return LogProbs(self._gather_context(own.log_probs), None)
+        both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
+        return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        result = self._log_probs(states, next_token_labels(packed), temperature)
+        assert result.entropy is not None
+        return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature)
+
+    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+        """An empty cache for `next_logits`, for this rank's layers and their key-value heads."""
+        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
+        shape = layers[0].self_attn.cache_shape
+        weight = next(self.parameters())
+        return KVCache(
+            len(layers),
+            num_sequences,
+            max_length,
+            shape.num_kv_heads,
+            shape.head_dim,
+            value_dim=shape.value_dim,
+            values_in_keys=shape.values_in_keys,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def next_logits(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        cache: SequenceCache,
+        chunk: Chunk | None = None,
+    ) -> Tensor:
+        """Logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
+
+        Args as for `log_probs`; `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row.
+        Nothing of the size `[T, V]` is made. Communication: under sequence parallelism one all-gather of the hidden
+        states; one all-gather of the logits.
+        """
+        hidden = self(packed, hidden, chunk=chunk, cache=cache)
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel(hidden, self.group)
+        last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
+        local = hidden[last.clamp(min=0)].float() @ self.head_weight.float().T
+        logits: Tensor = gather_from_tensor_parallel(local, self.group)
+        return logits[:, : self.config.vocab_size]
+
+
+class ValueModel(PackedModel):
+    """A value model: one number per token from its hidden state, `score` being a linear map with a bias.
+
+    In Hugging Face's terms a model for token classification with one label. Where the config is that of a model for
+    sequence classification, a reward model, the head has no bias, as in transformers. The head is replicated over the
+    tensor-parallel group and computed in fp32; under sequence parallelism each rank computes the values of its own
+    tokens, and the head's gradients are summed over the group, so that its copies stay equal.
+    """
+
+    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super()._add_head(dtype, device)
+        bias = not classifies_sequences(self.config.hf)
+        self.score = nn.Linear(self.config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=device)
+
+    def values(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        routing: RoutingContext | None = None,
+    ) -> Tensor:
+        """Value `[T]` fp32 of the state after each token, the same on every rank; args as for `CausalLM.log_probs`."""
+        return self._values(self(packed, hidden, chunk=chunk, routing=routing))
+
+    def _values(self, states: Tensor) -> Tensor:
+        states = states.float()
+        weight: Tensor = self.score.weight
+        bias: Tensor | None = self.score.bias
+        if self.sequence_parallel:
+            weight = copy_to_tensor_parallel(weight, self.group)
+            bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
+        if self.tp_invariant:
+            values = invariant.linear(states, weight.float(), None if bias is None else bias.float())[:, 0]
+        else:
+            values = states @ weight[0].float()
+            values = values if bias is None else values + bias.float()
+        if self.sequence_parallel:
+            # Every rank computes the same loss from all values: backward each takes its own tokens' gradients.
+            values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
+        return self._gather_context(values)
+
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return self._values(states), *super()._outputs(states, packed, temperature)
+
+
+class CausalLMWithValue(CausalLM, ValueModel):
+    """A language model and a value model on one decoder: both heads read its final hidden states.
+
+    `outputs` is what both say from one forward pass, in the order log-probabilities, entropies, values; the decoder's
+    gradients are the sums of those of the two.
+    """

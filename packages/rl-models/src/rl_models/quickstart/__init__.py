@@ -1,6 +1,0 @@
-"""`rl-models quickstart`: a small model learns a small task, end to end on real files."""
-
-from rl_models.quickstart.report import Display, result_table
-from rl_models.quickstart.run import QuickstartOptions, quickstart
-
-__all__ = ["Display", "QuickstartOptions", "quickstart", "result_table"]

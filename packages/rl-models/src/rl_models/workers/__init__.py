@@ -1,0 +1,1 @@
+"""Actors and critics: what a user calls, the same on each engine."""

@@ -1,0 +1,148 @@
+"""`Actor`: a policy that computes log-probabilities, generates and learns; `Policy`: the same without the learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Literal, NamedTuple, overload
+
+from torch import Tensor
+
+from ckpt import agree
+from rl_models.batch import Batch
+from rl_models.engines import Role
+from rl_models.losses import LossTerms
+from rl_models.workers.generation import SamplingOptions, generate
+from rl_models.workers.worker import Worker
+
+# (log_probs [T], entropy [T], batch) -> terms [T]
+PolicyLoss = Callable[[Tensor, Tensor, Batch], LossTerms]
+
+
+class TokenLogProbs(NamedTuple):
+    """Both `[T]` fp32, aligned with the batch's tokens; zero for the first token of each sequence."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class RoutedLogProbs(NamedTuple):
+    """`TokenLogProbs`, and the experts `[T, M, k]` int16 that each token went to in the M layers of a mixture."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    routing: Tensor
+
+
+class Policy(Worker):
+    """A worker whose model has a language-model head."""
+
+    @overload
+    def log_probs(
+        self, batch: Batch, *, temperature: float = ..., record_routing: Literal[False] = ...
+    ) -> TokenLogProbs: ...
+
+    @overload
+    def log_probs(self, batch: Batch, *, temperature: float = ..., record_routing: Literal[True]) -> RoutedLogProbs: ...
+
+    def log_probs(
+        self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
+    ) -> TokenLogProbs | RoutedLogProbs:
+        """Log-probability of every token given those before it, and the entropy of the choice, without gradients.
+
+        Router replay (arXiv:2510.11370): a batch with the field `routing` `[T, M, k]`, which `record_routing` or an
+        inference engine's export gives, sends its tokens to those experts, here and in `update`, whatever the backend;
+        a row of -1 leaves the choice to the router.
+
+        Args:
+            batch: this data-parallel rank's part.
+            temperature: the logits are divided by it: give the one that the tokens were generated with.
+            record_routing: of a mixture of experts, also return where each token went.
+
+        Warns:
+            UserWarning: a sequence goes beyond the model's positions (`max_position_embeddings`); once.
+
+        Raises:
+            ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
+                without it; ranks that differ in tp, cp or pp alone are given other sequences or temperatures; on every
+                rank alike. Tokens of a batch that is on a GPU already are not looked at: one outside the vocabulary
+                stops the process there, by an assertion of the device.
+        """
+        found = self.predict(batch, temperature=temperature, record_routing=record_routing)
+        result = TokenLogProbs(found["log_probs"], found["entropy"])
+        return RoutedLogProbs(*result, found["routing"]) if record_routing else result
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> Batch:
+        """Continue every prompt, with a KV cache, on all ranks of the tensor-parallel group alike.
+
+        Args:
+            prompts: this data-parallel rank's, each with at least one token.
+            max_new_tokens: the most tokens of a response.
+            n: responses for each prompt.
+            temperature, top_k, top_p: see `rl_models.workers.sampling.sample`; temperature 0 is greedy.
+            stop_ids: a response ends with the first of these that it draws.
+            seed: of the draws; data-parallel ranks with the same seed still draw differently.
+
+        Returns:
+            Prompts and responses, the n of a prompt next to each other, the responses in the mask, with the field
+            `log_probs` `[T]`: of each response token at this temperature, equal to what `log_probs` gives; 0 elsewhere.
+
+        Warns:
+            UserWarning: a response goes beyond the model's positions, as for `log_probs`.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, other prompts or
+                options on ranks that differ in tp, cp or pp alone, or logits that are NaN or infinite, which names the
+                responses; on every rank alike. (A token of a prompt that is on a GPU already: as for `log_probs`.)
+        """
+        self._memory.require("generate")
+        options = agree(
+            lambda: SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed),
+            self.grid.everyone,
+        )
+        batch = generate(self.engine, prompts, options)
+        self._warn_of_length(batch)
+        return batch
+
+
+class Actor(Policy):
+    """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
+
+    role: ClassVar[Role] = "causal_lm"
+
+    def update(
+        self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+    ) -> dict[str, float]:
+        """One optimizer step on the batch.
+
+        One that raises changes nothing, and the next starts without its gradients. An error of the loss on one rank is
+        raised on every rank.
+
+        Args:
+            batch: this data-parallel rank's part, with the fields that the loss reads.
+            loss: a pure function of the log-probabilities, the entropies and the batch, called for each micro-batch;
+                outside the mask both are 0 and carry no gradient.
+            temperature: as for `log_probs`.
+            aggregation: how the terms are averaged (`rl_models.losses.aggregation.token_weights`).
+
+        Returns:
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
+            `learning_rate` of the step.
+
+        Raises:
+            ValueError: there is nothing to learn from, the loss is not one number per token, or it reports other
+                metrics of some micro-batches or on some ranks, or ranks give other aggregations; else as `log_probs`.
+            FloatingPointError: the gradient is not finite.
+            RuntimeError: weights or optimizer state are offloaded.
+        """
+        return self.step(batch, loss, aggregation=aggregation, temperature=temperature)

@@ -1,0 +1,87 @@
+"""`ActorCritic`: a policy and its value function on one backbone, which learn together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, overload
+
+from torch import Tensor
+
+from rl_models.batch import Batch
+from rl_models.engines import Role
+from rl_models.losses import LossTerms
+from rl_models.workers.actor import Policy
+from rl_models.workers.critic import Valuing
+
+# (log_probs [T], entropy [T], values [T], batch) -> terms [T]
+JointLoss = Callable[[Tensor, Tensor, Tensor, Batch], LossTerms]
+
+
+class TokenEstimates(NamedTuple):
+    """All `[T]` fp32, aligned with the batch's tokens; zero for the first token of each sequence."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    values: Tensor
+
+
+class RoutedEstimates(NamedTuple):
+    """`TokenEstimates`, and the experts `[T, M, k]` int16 that each token went to in the M layers of a mixture."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    values: Tensor
+    routing: Tensor
+
+
+class ActorCritic(Policy, Valuing):
+    """A causal language model with a value head beside its own, on a grid of ranks.
+
+    One set of layers where an `Actor` and a `Critic` have two: half the weights and optimizer states, and one forward
+    and backward for both. Make one with `from_pretrained`, from the checkpoint of a causal language model, which gets
+    a value head of zeros, or from one that has both heads; every rank of the grid calls it.
+
+    `save_pretrained` writes the checkpoint of a causal language model with `score.weight` and `score.bias` beside it
+    and one label: transformers reads it by `AutoModelForCausalLM` and by `AutoModelForTokenClassification`, an `Actor`
+    and a `Critic` read each their own head.
+    """
+
+    role: ClassVar[Role] = "causal_lm_with_value"
+
+    @overload
+    def estimate(
+        self, batch: Batch, *, temperature: float = ..., record_routing: Literal[False] = ...
+    ) -> TokenEstimates: ...
+
+    @overload
+    def estimate(self, batch: Batch, *, temperature: float = ..., record_routing: Literal[True]) -> RoutedEstimates: ...
+
+    def estimate(
+        self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
+    ) -> TokenEstimates | RoutedEstimates:
+        """What `log_probs` and `values` return, from one forward pass; arguments and errors as for `log_probs`.
+
+        Each of those alone computes both heads, too.
+        """
+        found = self.predict(batch, temperature=temperature, record_routing=record_routing)
+        return RoutedEstimates(**found) if record_routing else TokenEstimates(**found)
+
+    def update(
+        self, batch: Batch, loss: JointLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+    ) -> dict[str, float]:
+        """One optimizer step on the batch, of the policy and the values together.
+
+        The loss is one sum, such as `policy + 0.5 * value`, of terms that read the log-probabilities, the entropies and
+        the values of one forward pass; terms add and scale (`LossTerms`). All else as for `Actor.update`.
+        """
+        return self.step(batch, loss, aggregation=aggregation, temperature=temperature)
+
+    def stream_weights(self, *, value_head: bool = False, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """The language model's tensors, which are all that an inference engine knows.
+
+        Args:
+            value_head: `score.weight` and `score.bias` as well.
+            **options: `to`, `dtype`, `device` and `bucket_bytes`, as for `Actor.stream_weights`.
+        """
+        tensors = super().stream_weights(**options)
+        return (pair for pair in tensors if value_head or not pair[0].startswith("score."))

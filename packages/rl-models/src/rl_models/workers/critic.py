@@ -1,0 +1,47 @@
+"""`Critic`: a value model that estimates, and learns from, returns; `Valuing`: the same without the learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl_models.batch import Batch
+from rl_models.engines import Role
+from rl_models.losses import LossTerms
+from rl_models.workers.worker import Worker
+
+# (values [T], batch) -> terms [T]
+ValueLoss = Callable[[Tensor, Batch], LossTerms]
+
+
+class Valuing(Worker):
+    """A worker whose model has a value head."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
+        return self.predict(batch)["values"]
+
+    def rewards(self, batch: Batch) -> Tensor:
+        """`[N]` fp32 without gradient: the value after the last token of each sequence; 0 for one without tokens.
+
+        What a reward model gives that is a checkpoint of transformers' sequence classification with one label, which a
+        critic loads as well. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
+        """
+        # The value before a token is that after the one before it, so one more token (any) is enough.
+        longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
+        ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
+        return self.values(longer)[ends.to(self.device)]
+
+
+class Critic(Valuing):
+    """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
+
+    role: ClassVar[Role] = "value"
+
+    def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
+        """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
+        return self.step(batch, loss, aggregation=aggregation)

@@ -1,0 +1,155 @@
+"""Generation on an engine: one run over every prompt, then a token at a time for each response until it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt import agree
+from parallel_layers.head.embedding import check_token_ids
+from rl_models.batch import Batch, token_ids
+from rl_models.engines import Engine
+from rl_models.workers.agreement import described, require_same_call
+from rl_models.workers.sampling import check_sampling, sample
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to draw; see `Actor.generate`."""
+
+    max_new_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "n"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options: SamplingOptions) -> Batch:
+    """Continue every prompt `options.n` times; see `Actor.generate`. What fails for one dp rank's prompts is raised on
+    all of them: the others would wait for it in whatever they do next."""
+    rows = agree(lambda: _checked(engine, prompts), engine.grid.everyone)
+    given = {"prompts": described([len(row) for row in rows], *rows), **vars(options)}
+    require_same_call(engine.grid, given | {"stop_ids": sorted(options.stop_ids)})
+    rows = [row.to(engine.grid.device) for row in rows]
+    return agree(lambda: _responses(engine, rows, options), engine.grid.group("dp"))
+
+
+def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
+    """The prompts as tokens, where they are.
+
+    Raises:
+        ValueError: one is empty, no row of integers, or has a token outside the vocabulary.
+    """
+    rows = [token_ids(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    if empty := [i for i, row in enumerate(rows) if not len(row)]:
+        raise ValueError(
+            f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
+        )
+    for row in rows:
+        check_token_ids(row, engine.vocab_size)  # where they are: once on a GPU, an id could only stop the process
+    return rows
+
+
+def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:
+    """Prompts and responses.
+
+    Raises:
+        ValueError: the model gives logits that are no distribution.
+    """
+    device = engine.grid.device
+    # Ranks that share experts run every forward pass together: who has nothing to do brings a token that nobody reads.
+    together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
+    inputs = rows
+    if together is not None and not rows:
+        inputs = [torch.zeros(1, dtype=torch.int64, device=device)]
+    rows = [row for row in rows for _ in range(options.n)]
+    generator = torch.Generator(device).manual_seed(_seed(options.seed, engine.grid.rank("dp")))
+    stop = torch.tensor(sorted(options.stop_ids), dtype=torch.int64, device=device)
+    tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
+    lengths = [0] * len(rows)
+    # The responses that the engine's sequences are, once it has the prompts, and which of them go on.
+    held, alive = list(range(len(rows))), [True] * len(rows)
+    nothing, broken = stop[:0], list[int]()
+    longest = max((len(row) for row in rows), default=0)
+    with engine.decoding(len(inputs), longest + options.max_new_tokens) as next_logits:
+        step, keep = 0, None
+        while _anyone(going := step < options.max_new_tokens and any(alive), together, device):
+            logits = next_logits(inputs, keep)
+            inputs, keep = [nothing] * len(logits), None
+            if not going:
+                continue
+            if step == 0:
+                # The n responses of a prompt go on from one run over it.
+                logits, keep = logits.repeat_interleave(options.n, dim=0), [number // options.n for number in held]
+            drawn, drawn_log_probs = sample(
+                logits,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                generator=generator,
+            )
+            tokens[held, step], log_probs[held, step] = drawn, drawn_log_probs
+            step += 1
+            stopping, undrawn = torch.stack([torch.isin(drawn, stop), drawn_log_probs.isnan()]).tolist()
+            if broken := [held[place] for place, bad in enumerate(undrawn) if bad and alive[place]]:
+                # Ranks that share experts still need this one in their forward passes.
+                alive, inputs = [False] * len(alive), [nothing] * len(alive)
+                continue
+            for place, stops in enumerate(stopping):
+                lengths[held[place]] += alive[place]
+                alive[place] &= not stops
+            if 0 < 2 * sum(alive) <= len(alive):
+                # What has stopped leaves the cache; when half of it has, for a cache may copy what it keeps.
+                stay = [place for place, goes_on in enumerate(alive) if goes_on]
+                keep = stay if keep is None else [keep[place] for place in stay]
+                held, alive, drawn = [held[place] for place in stay], [True] * len(stay), drawn[stay]
+            inputs = [nothing] * len(held)
+            if step < options.max_new_tokens:
+                inputs = [drawn[i : i + 1] if goes_on else nothing for i, goes_on in enumerate(alive)]
+    if broken:
+        where = [(number // options.n, number % options.n) for number in broken]
+        raise ValueError(
+            f"the model gives NaN or infinite logits after {step - 1} tokens of the responses (prompt, response) "
+            f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
+            "an earlier one, and look at the learning rate and the loss"
+        )
+    responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    of_responses = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
+    of_prompts = [torch.zeros(len(row), device=device) for row in rows]
+    return Batch.from_sequences(
+        [torch.cat(pair) for pair in zip(rows, responses, strict=True)],
+        response_lengths=lengths,
+        device=device,
+        log_probs=[torch.cat(pair) for pair in zip(of_prompts, of_responses, strict=True)],
+    )
+
+
+def _anyone(going: bool, group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether this rank, or any other of the group, has a token to draw."""
+    if group is None:
+        return going
+    flag = torch.tensor(int(going), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+def _seed(seed: int, dp_rank: int) -> int:
+    """Streams of neighbouring seeds and of neighbouring ranks are unrelated: splitmix64's finaliser of the pair."""
+    z = (seed * 0x9E3779B97F4A7C15 + dp_rank * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) & (2**63 - 1)

@@ -1,0 +1,271 @@
+"""The console command `rl-train`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from typer.core import TyperCommand
+
+from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions, declared
+from rl_train.options.resolve import resolve_options
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Device = Annotated[str | None, typer.Option(help=DEVICE)]
+Dtype = Annotated[str | None, typer.Option(help="Type of the weights: float32 or bfloat16 (default: as stored).")]
+
+
+@app.callback()
+def main() -> None:
+    """Sharded actors and critics for reinforcement learning on language models."""
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
+    steps: Annotated[int, typer.Option(min=10, help="Steps of learning.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the prompts and the sampling.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Make a small model, teach it a small task by PPO, save it, and check it against transformers.
+
+    It runs on 2 ranks; with one CUDA device on 1.
+    """
+    with _mistakes_as_messages():
+        # The models take seconds to import; `--help` and a wrong option should not.
+        from rl_train.quickstart import Display, QuickstartOptions, result_table
+        from rl_train.quickstart import quickstart as run
+
+        options = QuickstartOptions(out=out, steps=steps, seed=seed, device=device)
+        with Display(steps) as display:
+            result = run(options, display)
+        if as_json:
+            typer.echo(json.dumps(result))
+        else:
+            Console().print(result_table(result))
+
+
+@app.command()
+def score(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
+    data: Annotated[Path, typer.Option(help=escape('JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
+    dims: Annotated[
+        str, typer.Option(help="Grid of ranks to start: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")
+    ] = "",
+    tp: Annotated[int | None, typer.Option(min=1, help="Short for --dims tp=N.")] = None,
+    critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model, for values as well.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
+    temperature: Annotated[float, typer.Option(min=1e-6, help="Temperature: the logits are divided by it.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one forward pass.")] = 16384,
+    tp_invariant: Annotated[
+        bool, typer.Option("--tp-invariant", help="Numbers of the same bits at every tp, in every batch.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Numbers of the same bits at every run on the same grid.")
+    ] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
+    with _mistakes_as_messages():
+        from parallel_layers import ParallelDims
+        from rl_train.data.prompts import read_prompts
+        from rl_train.planner.plan import parse_dtype
+        from rl_train.score import ScoreOptions, open_result
+        from rl_train.score import score as run
+
+        if tp is not None and dims:
+            raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
+        grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
+        options = ScoreOptions(
+            model,
+            critic,
+            grid,
+            temperature,
+            max_tokens,
+            device,
+            tp_invariant=tp_invariant,
+            deterministic=deterministic,
+            dtype=parse_dtype(dtype),
+        )
+        console = Console(stderr=True)
+        inputs = [path for path in (data, model, critic) if path is not None]
+        result = nullcontext(sys.stdout) if out is None else open_result(out, *inputs)
+        with result as file, Progress(console=console, disable=not console.is_terminal) as progress:
+            sequences = [line.tokens for line in read_prompts(data, model, max_tokens)]
+            task = progress.add_task("scoring", total=len(sequences))
+
+            def write(record: dict[str, Any]) -> None:
+                file.write(json.dumps(record) + "\n")
+                progress.advance(task)
+
+            run(options, sequences, write)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, or a folder with a config.json alone.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, one forward pass.")] = 16384,
+    dims: Annotated[str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")] = "",
+    critic: Annotated[bool, typer.Option("--critic", help="Plan for a critic of the same size, too.")] = False,
+    share_backbone: Annotated[
+        bool, typer.Option("--share-backbone", help="Plan for a critic that is a head on the actor's layers.")
+    ] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Plan for a reference of the same size, too.")] = False,
+    recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
+    virtual_stages: Annotated[int, typer.Option(help="Chunks of the model on each rank of a pipeline.")] = 1,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(help="Micro-batches of an update, for a pipeline's buffers; default two for each stage."),
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="A model is in host memory while another one works.")
+    ] = False,
+    dtype: Dtype = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory of a device in GiB: say which grids fit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The memory that training needs on every rank of a grid, from the config alone."""
+    with _mistakes_as_messages():
+        from parallel_layers import ParallelDims
+        from rl_models.engines import PipelineOptions
+        from rl_train.options.texts import parse_recompute
+        from rl_train.planner.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
+        from rl_train.planner.tables import memory_tables
+
+        options = MemoryOptions(
+            ParallelDims.parse(dims),
+            tokens,
+            parse_dtype(dtype),
+            recompute=parse_recompute(recompute),
+            pipeline=PipelineOptions(virtual_stages=virtual_stages),
+            micro_batches=micro_batches,
+        )
+        models = {
+            "critic": critic,
+            "share_backbone": share_backbone,
+            "reference": reference,
+            "offload": offload,
+        }
+        planned = plan_models(model, options, **models)
+        if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
+            raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
+        limit = None if gpu_gib is None else int(gpu_gib * GIB)
+        fits = [] if limit is None else list(fitting(model, options, limit, **models))
+        if as_json:
+            found = [entry.to_json() for entry in fits]
+            typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))
+        else:
+            for table in memory_tables(planned, limit, fits):
+                Console().print(table)
+
+
+def train(**given: Any) -> None:
+    """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended.
+
+    Every option that is on or off has a --no- form too, such as --no-ray.
+    """
+    config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
+    with _mistakes_as_messages():
+        from rl_train.loop.run import plan
+        from rl_train.loop.run import train as run
+        from rl_train.report import Display, plan_table
+        from rl_train.rewards.function import load_reward
+
+        planned = plan(resolve_options(config, given))
+        if dry_run:
+            load_reward(planned.options.reward)
+            described = planned.describe()
+            if as_json:
+                typer.echo(json.dumps(described))
+            else:
+                Console().print(plan_table(described, "rl-train train"))
+            return
+        with Display(planned.options.steps) as display:
+            result = run(planned, display)
+        if as_json:
+            typer.echo(json.dumps(result))
+
+
+def _train_parameters() -> list[inspect.Parameter]:
+    """An option for every field of `TrainOptions`; what is not given is None, for the file of --config to say."""
+    options = declared()
+    extra = {
+        "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins.", None),
+        "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing.", None),
+        "as_json": (bool, False, "Print the last step's metrics, or the plan of --dry-run, as one JSON object.", None),
+    }
+    found, panel = {}, ""
+    for entry in dataclasses.fields(TrainOptions):
+        kind, says = options[entry.name]
+        plain = entry.default is dataclasses.MISSING or entry.default in (None, "")
+        panel = PANELS.get(entry.name, panel)
+        help = says.text if plain else f"{says.text} [default: {entry.default}]"
+        found[entry.name] = (kind | None, None, help, panel)
+    flags = {"as_json": "--json", "dry_run": "--dry-run"}
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[
+                kind,
+                typer.Option(
+                    *[flags[name]] if name in flags else [],
+                    help=escape(help),
+                    show_default=False,
+                    rich_help_panel=panel,
+                ),
+            ],
+        )
+        for name, (kind, default, help, panel) in (found | extra).items()
+    ]
+
+
+class _SwitchesInOneColumn(TyperCommand):
+    """A command whose `--help` names a switch once: a column of the `--no-` forms would cut the others off."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy.copy(self)
+        shown.params = [copy.copy(parameter) for parameter in self.params]
+        for parameter in shown.params:
+            parameter.secondary_opts = []
+        TyperCommand.format_help(shown, ctx, formatter)
+
+
+# typer reads a command's options from its signature.
+train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
+train.__annotations__ = {parameter.name: parameter.annotation for parameter in _train_parameters()}
+app.command(cls=_SwitchesInOneColumn)(train)
+
+
+@contextmanager
+def _mistakes_as_messages() -> Iterator[None]:
+    """A user's mistake is one line and exit status 2; a failed rank is shown in its own words, status 1."""
+    from rl_train.cluster.launch import RankFailed
+
+    try:
+        yield
+    except RankFailed as failure:
+        typer.secho(f"error: {failure.mistake or failure}", fg="red", err=True)
+        raise typer.Exit(2 if failure.mistake else 1) from None
+    except (ValueError, OSError) as mistake:
+        typer.secho(f"error: {mistake}", fg="red", err=True)
+        raise typer.Exit(2) from None

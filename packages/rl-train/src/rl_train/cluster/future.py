@@ -1,0 +1,160 @@
+"""`Future`: the result of a call that runs on the ranks of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rl_train.cluster.host import Raised
+from rl_train.cluster.launch import RankFailed
+from rl_train.cluster.resources import import_ray
+
+# After one rank has failed its peers wait in a collective that may never end; they get so long to answer, too.
+_GRACE_SECONDS = 5.0
+# A RuntimeError may be a collective's, because a peer is dead: Ray notices a lost process at once, a lost node later.
+_DEATH_SECONDS = 40.0
+
+T = TypeVar("T")
+
+
+class RankDied(RankFailed):
+    """The process of a rank ended, or its node did, while a call ran.
+
+    Attributes:
+        rank: of the group.
+        node: its node's IP address.
+        method: the call that ran.
+    """
+
+    def __init__(self, message: str, rank: int, node: str, method: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.node = node
+        self.method = method
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on the ranks.
+
+    Attributes:
+        method: its name.
+        raised: what ranks raised, by rank.
+        waiting: Ray's references to the answers of ranks that had none when the call was given up.
+        died: the error of the first rank that died.
+    """
+
+    method: str
+    raised: dict[int, Raised]
+    waiting: dict[int, Any]
+    died: RankDied | None
+
+
+class Future(Generic[T]):
+    """The result of `RayModelGroup.submit`; `result()` waits for it."""
+
+    def __init__(
+        self,
+        label: str,
+        method: str,
+        references: list[Any],
+        nodes: list[str],
+        join: Callable[[list[Any]], T],
+        settle: Callable[[Outcome], None],
+    ) -> None:
+        self._label, self._method = label, method
+        self._nodes, self._join, self._settle = nodes, join, settle
+        self._waiting = {reference: rank for rank, reference in enumerate(references)}
+        self._answers: dict[int, Any] = {}
+        self._raised: dict[int, Raised] = {}
+        self._deadline = float("inf")
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self._over = False
+
+    def done(self) -> bool:
+        """Whether `result()` would return, or raise, without waiting for the ranks."""
+        self._receive(0.0)
+        return self._over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for all ranks; returns the joined result.
+
+        Args:
+            timeout: seconds; None: as long as it takes. The call goes on after a TimeoutError, and may be waited for
+                again.
+
+        Raises:
+            Exception: what the lowest failing rank raised, of the same type, with each failing rank's number, node and
+                traceback as notes.
+            RankDied: a rank's process or node ended; the group needs a `restart`.
+            TimeoutError: names the ranks that have not answered.
+        """
+        self._receive(timeout)
+        if not self._over:
+            raise TimeoutError(
+                f"{self._label} did not end within {timeout:g} s; ranks {sorted(self._waiting.values())} still run"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _receive(self, timeout: float | None) -> None:
+        """Take the answers that come within the time."""
+        ray = import_ray()
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self._over:
+            if not self._waiting:
+                self._end(None)
+                return
+            left = min(until, self._deadline) - time.monotonic()
+            ready, _ = ray.wait(list(self._waiting), timeout=None if left == float("inf") else max(0.0, left))
+            for reference in ready:
+                rank = self._waiting.pop(reference)
+                try:
+                    answer = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    self._end(self._death(rank, error))
+                    return
+                if isinstance(answer, Raised):
+                    self._raised[rank] = answer
+                    grace = _DEATH_SECONDS if isinstance(answer.exception(), RuntimeError) else _GRACE_SECONDS
+                    self._deadline = min(self._deadline, time.monotonic() + grace)
+                else:
+                    self._answers[rank] = answer
+            if not ready and time.monotonic() >= self._deadline:
+                self._end(None)
+            elif not ready and time.monotonic() >= until:
+                return
+
+    def _end(self, died: RankDied | None) -> None:
+        waiting = {rank: reference for reference, rank in self._waiting.items()}
+        self._over = True
+        if died is not None:
+            self._error = died
+        elif self._raised:
+            self._error = self._as_exception()
+        self._settle(Outcome(self._method, self._raised, waiting, died))
+        if self._error is None:
+            try:
+                self._result = self._join([self._answers[rank] for rank in sorted(self._answers)])
+            except Exception as error:
+                self._error = error
+        # Nothing holds the ranks' results in Ray's object store any longer.
+        self._waiting, self._answers = {}, {}
+
+    def _death(self, rank: int, error: Exception) -> RankDied:
+        where = f"rank {rank} (node {self._nodes[rank]})"
+        return RankDied(f"{where} died during {self._label}: {error}", rank, self._nodes[rank], self._method)
+
+    def _as_exception(self) -> Exception:
+        first = min(self._raised)
+        error = self._raised[first].exception()
+        for rank, raised in sorted(self._raised.items()):
+            note = f"on rank {rank} (node {self._nodes[rank]}), in {raised.method}:\n{raised.text}"
+            if raised.method != self._method:
+                note += f"{self._label} was not run after that."
+            error.add_note(note)
+        return error

@@ -1,0 +1,291 @@
+"""`RayModelGroup`: an actor or a critic whose ranks are processes of a Ray cluster."""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from parallel_layers import ParallelDims
+from rl_models.batch import Batch
+from rl_models.losses import LossTerms
+from rl_models.workers.actor import TokenLogProbs
+from rl_models.workers.actor_critic import TokenEstimates
+from rl_models.workers.dispatch import METHODS, Join
+from rl_models.workers.worker import Worker
+from rl_train.cluster.future import Future
+from rl_train.cluster.host import Seat
+from rl_train.cluster.launch import RankFailed
+from rl_train.cluster.placement import Placement, Share
+from rl_train.cluster.ranks import Ranks, Stand
+from rl_train.cluster.resources import Resources, import_ray
+
+
+class RayModelGroup:
+    """An `Actor` or `Critic` on a grid of Ray actors, one a device, used from a program that is no rank itself.
+
+    Args:
+        kind: `Actor`, `Critic` or a subclass.
+        dims: the sizes of the grid.
+        path: the checkpoint folder; every node must see it, as it must the folders of later saves.
+        resources: what each rank takes of the cluster; or `Placement.share(...)`, to stand on the devices of a
+            placement that other groups use, too. Default `Resources()`.
+        name: in error messages; default the kind's.
+        wait: whether to return only when the model is loaded. With False it loads meanwhile, `ready()` waits, and so
+            does the first call.
+        collective_timeout: seconds after which a collective that not all ranks have reached fails.
+        **options: further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
+
+    Methods take the whole batch: it is split over dp in parts of about equal work, all ranks of a part's tp, pp and cp
+    groups get the same part, and the results are returned on the CPU, joined in the batch's order. Each is
+    `submit(name, ...).result()`; with `submit` itself several groups work at the same time. A loss travels by
+    cloudpickle: it is a lambda or a nested function, or a function of a module that the nodes can import.
+
+    Use it as a context manager, or call `shutdown`.
+
+    Raises:
+        ValueError: Ray is not installed, an option is wrong, or the cluster has no room; or what `from_pretrained`
+            raises on the ranks.
+        RankFailed: the processes do not start.
+    """
+
+    def __init__(
+        self,
+        kind: type[Worker],
+        dims: ParallelDims,
+        path: str | os.PathLike[str],
+        *,
+        resources: Resources | Share | None = None,
+        name: str | None = None,
+        wait: bool = True,
+        collective_timeout: float = 600.0,
+        **options: Any,
+    ) -> None:
+        if fixed := options.keys() & {"device", "mesh"}:
+            raise ValueError(f"{' and '.join(sorted(fixed))}: the group chooses that itself; see Resources(device=...)")
+        self.kind, self.dims, self.name = kind, dims, name or kind.__name__
+        self._path, self._options = os.path.abspath(path), options
+        self._collective_timeout = collective_timeout
+        self._owns_placement = not isinstance(resources, Share)
+        share = resources if isinstance(resources, Share) else Placement(dims.world_size, resources).share(1.0)
+        self.placement = share.placement
+        self._ranks: Ranks | None = None
+        self._stand: Stand | None = None
+        self._checkpoint: str | None = None
+        self._updated = False
+        try:
+            bundles = self.placement.take(dims.world_size, share.fraction, dims.tp)
+            self._stand = Stand(self.placement, bundles, share.fraction, dims.tp)
+            self._start()
+            if wait:
+                self.ready()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> RayModelGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Where each rank is, in order of rank."""
+        return self._running().seats
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            Exception: what `from_pretrained` raised on the ranks.
+            TimeoutError: it takes longer than `timeout` seconds.
+        """
+        self._running()
+        loaded = self._loading.result(timeout)
+        devices = sorted({device.partition(":")[0] for _, device in loaded})
+        if len(devices) > 1:
+            raise ValueError(f"the ranks found different devices, {devices}; ask for one with Resources(device=...)")
+        self._vocab_size: int = loaded[0][0]
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin a method of the actor or critic; the calls of one group run one after the other.
+
+        Args:
+            method: its name, one of `METHODS`.
+            *args: its arguments; the whole batch, or all prompts, where it takes them.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: the kind has no such method, or the batch is none that it can take.
+            RankFailed: after an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
+        """
+        offered = [name for name in METHODS if name == "apply" or hasattr(self.kind, name)]
+        if method not in offered:
+            raise ValueError(f"{self.kind.__name__} has no method {method!r} for groups; it has {', '.join(offered)}")
+        self.ready()
+        self._updated |= method == "update"
+        if method not in ("save_training", "load_training"):
+            return self._send(method, args, kwargs)
+        if not args:
+            raise ValueError(f"{method} takes the checkpoint's folder as its first argument")
+        path = os.path.abspath(args[0])
+        # It is what `restart` goes back to, once all ranks have come back from it.
+        return self._send(method, (path, *args[1:]), kwargs, done=partial(setattr, self, "_checkpoint", path))
+
+    def log_probs(self, batch: Batch, **options: Any) -> TokenLogProbs:
+        """As `Actor.log_probs`."""
+        return self.submit("log_probs", batch, **options).result()
+
+    def values(self, batch: Batch) -> Tensor:
+        """As `Critic.values`."""
+        return self.submit("values", batch).result()
+
+    def estimate(self, batch: Batch, **options: Any) -> TokenEstimates:
+        """As `ActorCritic.estimate`."""
+        return self.submit("estimate", batch, **options).result()
+
+    def rewards(self, batch: Batch) -> Tensor:
+        """As `Critic.rewards`."""
+        return self.submit("rewards", batch).result()
+
+    def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
+        """As the kind's own `update`."""
+        return self.submit("update", batch, loss, **options).result()
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Iterable[int] = (),
+        **options: Any,
+    ) -> Batch:
+        """As `Actor.generate`, for all prompts; each dp rank draws from a stream of its own."""
+        options |= {"max_new_tokens": max_new_tokens, "stop_ids": list(stop_ids)}
+        return self.submit("generate", prompts, **options).result()
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """As `Worker.save_pretrained`."""
+        self.submit("save_pretrained", os.path.abspath(path)).result()
+
+    def save_training(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """As `Worker.save_training`; `restart` goes back to the latest checkpoint in this folder."""
+        self.submit("save_training", path, **options).result()
+
+    def load_training(self, path: str | os.PathLike[str], **options: Any) -> Any:
+        """As `Worker.load_training`."""
+        return self.submit("load_training", path, **options).result()
+
+    def wait_for_save(self) -> None:
+        """As `Worker.wait_for_save`."""
+        self.submit("wait_for_save").result()
+
+    def offload(self, **which: bool) -> int:
+        """As `Worker.offload`, on every rank; returns the bytes that all of them together gave up."""
+        return self.submit("offload", **which).result()
+
+    def onload(self, **which: bool) -> None:
+        """As `Worker.onload`, on every rank."""
+        self.submit("onload", **which).result()
+
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(worker, *args, **kwargs)` on every rank, `worker` being the `Actor` or `Critic` there.
+
+        Returns:
+            What each rank returned, in order of rank, tensors on the CPU.
+        """
+        return self.submit("apply", function, *args, **kwargs).result()
+
+    def restart(self, checkpoint: str | os.PathLike[str] | None = None) -> Any:
+        """End what is left of the ranks, start new ones in the same placement, and load a training checkpoint.
+
+        Where a node is gone, Ray finds another for its part of the placement. Futures of the old ranks fail.
+
+        Args:
+            checkpoint: the folder of `save_training`; default the last that this group saved to or loaded from. One
+                that was never updated needs none.
+
+        Returns:
+            What `load_training` returned; None without a checkpoint.
+
+        Raises:
+            ValueError: the group has been updated and there is no training checkpoint: a new group would start over. Or
+                the cluster has had no room for `Resources.timeout` seconds.
+        """
+        checkpoint = checkpoint or self._checkpoint
+        if checkpoint is None and self._updated:
+            raise ValueError(
+                f"{self.name} has been updated and has no training checkpoint to go back to; call save_training(path) "
+                "as you go, pass restart(checkpoint), or make a new RayModelGroup to start over"
+            )
+        self._running().end()
+        deadline = time.monotonic() + self.placement.resources.timeout
+        while True:
+            self.placement.wait()
+            try:
+                self._start()
+                break
+            except RankFailed:
+                # Ray may learn only now that a node of the placement is gone.
+                if time.monotonic() > deadline:
+                    raise
+        self.ready()
+        return None if checkpoint is None else self.load_training(checkpoint)
+
+    def shutdown(self) -> None:
+        """End the ranks and give their devices back. Safe to call twice."""
+        if self._ranks is not None:
+            self._ranks.end()
+        if self._stand is not None:
+            self.placement.give_back(self._stand.bundles, self._stand.fraction)
+        if self._owns_placement:
+            self.placement.remove()
+        self._ranks = self._stand = None
+
+    def _start(self) -> None:
+        assert self._stand is not None
+        self._ranks = Ranks(self.name, self._stand, self._collective_timeout)
+        self._loading = self._send("load", (self.kind, self._path), {"dims": self.dims, **self._options})
+
+    def _running(self) -> Ranks:
+        if self._ranks is None:
+            raise ValueError(f"{self.name} has been shut down; make a new RayModelGroup")
+        return self._ranks
+
+    def _send(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None] | None = None
+    ) -> Future[Any]:
+        ray, method = import_ray(), METHODS[name]
+        places = [_place(self.dims, rank) for rank in range(self.dims.world_size)]
+        # For each dp rank the one that has the results of the last pipeline stage.
+        replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]
+        parts: list[Any] | None = None
+        join: Join = operator.itemgetter(0)
+        if method.gather is not None:
+            replies, join = list(range(len(places))), method.gather
+        elif method.split is not None:
+            if not args:
+                raise ValueError(f"{name} takes the whole batch, or all prompts, as its first argument")
+            divided, join = method.split(args[0], self.dims.dp, self._vocab_size)
+            references = [ray.put(part) for part in divided]
+            parts, args = [references[dp] for _, dp, _ in places], args[1:]
+
+        def result(answers: list[Any]) -> Any:
+            value = join([answers[rank] for rank in replies])
+            if done is not None:
+                done()
+            return value
+
+        return self._running().send(name, ray.cloudpickle.dumps((args, kwargs)), parts, replies, result)
+
+
+def _place(dims: ParallelDims, rank: int) -> tuple[int, int, int]:
+    """The coordinates of a rank of `dims.build_mesh`: pp, dp, and its number inside cp * tp."""
+    stage, inner = divmod(rank, dims.cp * dims.tp)
+    return (*divmod(stage, dims.dp), inner)

@@ -1,0 +1,203 @@
+"""`RankHost`: the Ray actor around one rank. Ray imports this file before torch may be: no import here brings torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_train.cluster.resources import import_ray
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank's process sits.
+
+    Attributes:
+        node: Ray's id of the node.
+        address: the node's IP address.
+        device: the id of its device on that node; "" on the CPU.
+        port: where it listens, in case it becomes rank 0.
+        pid: of the process.
+    """
+
+    node: str
+    address: str
+    device: str
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a call raised on one rank.
+
+    Attributes:
+        number: of the call that raised; a later call that was refused because of it carries the same.
+        method: of that call.
+        error: the exception, pickled.
+        text: the exception with its traceback.
+    """
+
+    number: int
+    method: str
+    error: bytes
+    text: str
+
+    def exception(self) -> Exception:
+        """The exception itself; not every one survives pickling, its text always does."""
+        try:
+            error = pickle.loads(self.error)
+        except Exception:
+            error = None
+        return error if isinstance(error, Exception) else RuntimeError(self.text.strip().splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a rank joins the others. `address`, `port`: of rank 0's store; `timeout`: of collectives, in seconds."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    timeout: float
+
+
+class RankHost:
+    """Holds an `Actor` or `Critic` and runs its methods; one Ray actor a device."""
+
+    def __init__(self, accelerator: str) -> None:
+        self._accelerator = accelerator
+        self._failure: Raised | None = None
+        self._worker: Any = None
+        # Bound before anyone knows the port, and handed to the store as it is: nobody can take the port in between.
+        self._address = import_ray().util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=1024)
+
+    def seat(self) -> Seat:
+        """Where this process sits."""
+        context = import_ray().get_runtime_context()
+        devices = context.get_accelerator_ids().get(self._accelerator, [])
+        port = self._listener.getsockname()[1]
+        return Seat(context.get_node_id(), self._address, devices[0] if devices else "", port, os.getpid())
+
+    def prepare(self, env: Mapping[str, str], rendezvous: Rendezvous) -> None:
+        """Set the environment, before torch is imported; where the user has chosen a network interface, it stays."""
+        self._rendezvous = rendezvous
+        if self._accelerator == "CPU":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.update(env)
+        if (interface := interface_of(self._address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def call(self, number: int, settled: int, method: str, payload: bytes, part: Any = None, reply: bool = True) -> Any:
+        """Call a method of the actor or critic; returns its result on the CPU, or what it raised.
+
+        Args:
+            number: of the call.
+            settled: calls up to this number that failed are over on all ranks. After any other failure the ranks are
+                out of step, and collectives of different calls would meet: the call is refused.
+            method: its name; "load" makes the worker, "apply" calls a function with it.
+            payload: `(args, kwargs)`, pickled: unpickling may import torch or fail, which is then reported.
+            part: this rank's part of the batch, which goes before the arguments.
+            reply: whether the result is wanted.
+        """
+        if self._failure is not None and self._failure.number > settled:
+            return self._failure
+        # Imported here: torch reads the environment that `prepare` sets when it is imported.
+        from rl_models.workers.dispatch import on_cpu
+
+        try:
+            args, kwargs = pickle.loads(payload)
+            if part is not None:
+                args = (part, *args)
+            if method == "load":
+                result: Any = self._load(*args, **kwargs)
+            elif method == "apply":
+                function, *rest = args
+                # Pickled here: what cannot be is the function's mistake, and to Ray the end of the process.
+                result = import_ray().cloudpickle.dumps(on_cpu(function(self._worker, *rest, **kwargs)))
+            else:
+                result = getattr(self._worker, method)(*args, **kwargs)
+            return on_cpu(result) if reply else None
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            self._failure = Raised(number, method, _pickled(error), text)
+            return self._failure
+
+    def _load(self, kind: Any, path: str, **options: Any) -> tuple[int, str]:
+        """Join the other ranks and load the model; returns the size of its vocabulary and its device."""
+        device = self._join(self._rendezvous)
+        self._worker = kind.from_pretrained(path, device=device, **options)
+        return self._worker.engine.vocab_size, str(device)
+
+    def _join(self, rendezvous: Rendezvous) -> Any:
+        import datetime
+
+        import torch
+        import torch.distributed as dist
+
+        from rl_train.cluster.launch import Devices
+
+        devices = Devices.find("cpu" if self._accelerator == "CPU" else None)
+        if devices.type == "cpu" and self._accelerator != "CPU":
+            raise ValueError(
+                f"Ray gave this rank a {self._accelerator}, but torch {torch.__version__} finds none that it can use; "
+                "install a build of torch for it on every node, or ask for Resources(device='cpu')"
+            )
+        device = devices.take(self.seat().device)
+        timeout = datetime.timedelta(seconds=rendezvous.timeout)
+        first = rendezvous.rank == 0
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            rendezvous.address,
+            rendezvous.port,
+            rendezvous.world_size,
+            is_master=first,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach() if first else None,
+        )
+        self._listener.close()
+        dist.init_process_group(
+            devices.backend,
+            store=store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timeout,
+            device_id=device if devices.type != "cpu" else None,
+        )
+        return device
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address (Linux); gloo needs its name where host names do not resolve."""
+    try:
+        import fcntl
+
+        packed = socket.inet_aton(address)
+    except (ImportError, OSError):
+        return None
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(query, get_address, name.encode().ljust(256, b"\0"))
+            except OSError:  # an interface without an address
+                continue
+            if found[20:24] == packed:
+                return name
+    return None
+
+
+def _pickled(error: Exception) -> bytes:
+    """Nothing for one that can not be pickled: `Raised.exception` makes do with its text, which travels beside it."""
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return b""

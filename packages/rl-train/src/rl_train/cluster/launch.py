@@ -1,0 +1,307 @@
+"""Run a function on ranks of this machine: own processes, a file store, and no way to hang.
+
+`rl-train quickstart` and `rl-train score` start their ranks with it. Programs on many machines use torchrun.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Modules ask whether there is CUDA when they are imported: transformers does where flash-attn is installed. torch then
+# asks CUDA itself, which the ranks that are forked later could not use any more, unless this tells it to ask NVML.
+_CUDA_UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+# After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where ranks run.
+
+    Attributes:
+        type: torch's name: "cpu", "cuda" or another accelerator's.
+        backend: of the process groups: "gloo", "nccl" or the accelerator's own.
+        count: accelerators that torch sees; 0 on the CPU.
+    """
+
+    type: str
+    backend: str
+    count: int
+
+    @classmethod
+    def find(cls, device: str | None = None) -> Devices:
+        """The accelerator that torch finds, with its own collectives, else the CPU with gloo; `device` asks for one.
+
+        Raises:
+            ValueError: `device` is neither the CPU nor an accelerator that is here.
+        """
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        name = found.type if found is not None and count else None
+        if device not in (None, "cpu", name):
+            if device == "cuda":
+                raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
+            raise ValueError(
+                f"device={device!r} must be cpu or cuda, or another accelerator that torch finds (here: {name})"
+            )
+        backend = dist.get_default_backend_for_device(name) if name else "gloo"
+        # An accelerator without collectives of its own, such as a Mac's, is used only when it is asked for.
+        if name is None or device == "cpu" or (device is None and backend == "gloo"):
+            return cls("cpu", "gloo", 0)
+        return cls(name, backend, count)
+
+    def take(self, device: str) -> torch.device:
+        """Make one device the current one of this process.
+
+        Args:
+            device: its id where all devices of the machine are numbered. A process that sees one device takes that one.
+
+        Raises:
+            ValueError: several devices are visible, and this is none of them.
+        """
+        if self.type == "cpu":
+            return torch.device("cpu")
+        index = 0 if self.count == 1 else int(device) if device.isdecimal() else -1
+        if not 0 <= index < self.count:
+            raise ValueError(f"device {device!r} is none of the {self.count} {self.type} devices that torch sees")
+        torch.accelerator.set_device_index(index)
+        return torch.device(self.type, index)
+
+    @property
+    def current(self) -> torch.device:
+        """The device of this process: the CPU, or the one that `take` has made the current one."""
+        if self.type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.type, torch.accelerator.current_device_index())
+
+    def require(self, ranks: int) -> None:
+        """Raise ValueError unless each rank can have a device of its own."""
+        if self.type != "cpu" and ranks > self.count:
+            what = f"{self.type.upper()} devices"
+            raise ValueError(f"{ranks} ranks need as many {what}, found {self.count}; use --device cpu or fewer")
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an exception, or its process ended; the message holds the rank's own words.
+
+    `mistake` is the text of a ValueError that the ranks raised, for a message without a traceback; else None.
+    """
+
+    def __init__(self, message: str, mistake: str | None = None) -> None:
+        super().__init__(message)
+        self.mistake = mistake
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a rank is started with: its place, the file that it meets the others by, and where it reports to."""
+
+    rank: int
+    world_size: int
+    devices: Devices
+    store: str
+    collective_timeout: float
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank says of its end; `mistake` as in `RankFailed`."""
+
+    rank: int
+    text: str
+    mistake: str | None = None
+    died: bool = False
+
+
+def prepare(*modules: str) -> None:
+    """Start the server that forks the ranks, and let it import these modules while this process does other things.
+
+    It imports them once for all ranks, and once for all later calls of `run_on_ranks`. It starts no threads and touches
+    no device, so forking it is safe. A second call changes nothing.
+    """
+    forkserver.set_forkserver_preload(list(modules))
+    with _environment(_CUDA_UNTOUCHED):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    devices: Devices | None = None,
+    on_event: Callable[[Any], None] | None = None,
+    collective_timeout: float = 1800.0,
+) -> Any:
+    """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; returns rank 0's result.
+
+    Args:
+        fn: a function at the top level of a module. `send(value)` brings a picklable value to `on_event`, in this
+            process, while the ranks run.
+        world_size: number of ranks; rank r has CUDA device r or shares the CPU.
+        *args: picklable arguments.
+        devices: default `Devices.find()`.
+        on_event: called with what the ranks send.
+        collective_timeout: seconds after which a collective that not all ranks have reached fails.
+
+    Raises:
+        RankFailed: a rank raised or died. The others are ended within seconds.
+        ValueError: there are fewer CUDA devices than ranks.
+    """
+    devices = devices or Devices.find()
+    devices.require(world_size)
+    prepare(fn.__module__)
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="rl-models-") as folder:
+        processes: list[ForkServerProcess] = []
+        connections: dict[Connection, int] = {}
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                setup = _Setup(rank, world_size, devices, str(Path(folder) / "store"), collective_timeout, theirs)
+                process = context.Process(target=_rank, args=(setup, fn, args), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                connections[ours] = rank
+            return _collect(connections, processes, on_event or (lambda event: None))
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(
+    connections: dict[Connection, int], processes: list[ForkServerProcess], on_event: Callable[[Any], None]
+) -> Any:
+    """Pass events on until every rank has returned; raise for the first that fails."""
+    failures: list[_Failure] = []
+    result: Any = None
+    deadline = float("inf")
+    while connections and time.monotonic() < deadline:
+        for ready in wait(list(connections), timeout=min(1.0, max(0.0, deadline - time.monotonic()))):
+            assert isinstance(ready, Connection)
+            rank = connections[ready]
+            try:
+                kind, value = pickle.loads(ready.recv_bytes())
+            except (EOFError, OSError):
+                processes[rank].join(timeout=_GRACE_SECONDS)
+                text = f"its process ended with exit code {processes[rank].exitcode}"
+                kind, value = "raised", _Failure(rank, text, died=True)
+            if kind == "event":
+                on_event(value)
+                continue
+            del connections[ready]
+            if kind == "raised":
+                failures.append(value)
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            elif rank == 0:
+                result = value
+    if failures:
+        raise _cause(failures)
+    return result
+
+
+def _cause(failures: list[_Failure]) -> RankFailed:
+    """The first failure to arrive, but a death or a caller's mistake before what they made other ranks run into."""
+    cause = min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
+    return RankFailed(f"rank {cause.rank} failed:\n{cause.text}", cause.mistake)
+
+
+def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    # The parent hears of an interrupt and ends the ranks; here it would only print a traceback each.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+
+    def send(kind: str, value: Any) -> None:
+        setup.connection.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        _join(setup)
+        result = fn(lambda event: send("event", event), *args)
+        send("returned", result if setup.rank == 0 else None)
+    except BaseException as error:
+        mistake = str(error) if isinstance(error, ValueError) else None
+        if "Timed out waiting" in str(error):  # gloo's words; NCCL ends the process, and says so itself
+            error.add_note(
+                f"A collective waited collective_timeout={setup.collective_timeout:g} seconds for a rank that did not "
+                "come; where ranks only take long (slow rewards, say), give it more"
+            )
+        with suppress(OSError):
+            send("raised", _Failure(setup.rank, "".join(traceback.format_exception(error)), mistake))
+    # The launcher ends this process. Leaving by itself, it would cut off peers that are still at work, and they would
+    # report that instead of the cause.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while True:
+        time.sleep(60)
+
+
+def _end_with_the_launcher() -> None:
+    """Wait until the process that called `run_on_ranks` is gone, however it ended, and end this one.
+
+    The server that forked this rank would not: it stays for as long as any rank does.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(setup: _Setup) -> None:
+    # All ranks are on this machine: the loopback device needs neither a network nor a resolvable host name.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    on_cpu = setup.devices.type == "cpu"
+    device = setup.devices.take(str(setup.rank))
+    # torch reads OMP_NUM_THREADS itself; without it, every rank would take all cores.
+    if on_cpu and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
+    dist.init_process_group(
+        setup.devices.backend,
+        init_method=f"file://{setup.store}",
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=datetime.timedelta(seconds=setup.collective_timeout),
+        device_id=None if on_cpu else device,
+    )

@@ -1,0 +1,191 @@
+"""`Placement`: devices of a Ray cluster, reserved together, on which one or several groups of ranks stand."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_train.cluster.resources import Resources, import_ray
+
+_POLL_SECONDS = 0.2
+# Ray counts in ten-thousandths: three groups that ask for 1/3 each fit on a device.
+_PRECISION = 1e-3
+
+
+class Placement:
+    """A Ray placement group of one bundle a device.
+
+    Args:
+        devices: how many.
+        resources: what each bundle holds, and how the bundles are spread; default `Resources()`.
+
+    Groups stand on it by `RayModelGroup(..., resources=placement.share(0.5))`: groups with shares that add up to 1 are
+    on the same devices, each in processes of its own. `group` is Ray's own handle. Use it as a context manager, or call
+    `remove`.
+
+    Raises:
+        ValueError: Ray is not installed, or the cluster has no room within `resources.timeout`; says what it has.
+    """
+
+    def __init__(self, devices: int, resources: Resources | None = None) -> None:
+        if devices < 1:
+            raise ValueError(f"devices={devices} must be at least 1")
+        self.resources = resources or Resources()
+        ray = import_ray()
+        if not ray.is_initialized():
+            ray.init()
+        self.accelerator = self.resources.accelerator(ray.cluster_resources())
+        self.bundle = self.resources.bundle(self.accelerator)
+        self.free = [1.0] * devices
+        self.group = ray.util.placement_group([self.bundle] * devices, strategy=self.resources.strategy)
+        self._finalizer = weakref.finalize(self, _remove, self.group)
+        try:
+            self.wait()
+        except BaseException:
+            self.remove()
+            raise
+
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __len__(self) -> int:
+        return len(self.free)
+
+    def share(self, fraction: float) -> Share:
+        """A part of each device, for one group.
+
+        Raises:
+            ValueError: the fraction is not in (0, 1].
+        """
+        return Share(self, fraction)
+
+    def wait(self) -> list[str]:
+        """Wait until Ray has placed every bundle; after the loss of a node it looks for another by itself.
+
+        Returns:
+            The id of each bundle's node.
+
+        Raises:
+            ValueError: the cluster has had no room for `resources.timeout` seconds; says what it has.
+        """
+        ray = import_ray()
+        deadline = time.monotonic() + self.resources.timeout
+        while True:
+            table = ray.util.placement_group_table(self.group)
+            nodes: dict[int, str] = table.get("bundles_to_node_id", {})
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            if table["state"] == "CREATED" and set(nodes.values()) <= alive:
+                return [nodes[bundle] for bundle in range(len(self))]
+            if table["state"] == "REMOVED":
+                raise ValueError("the placement has been removed; make a new one")
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{len(self)} x {self.bundle} with strategy {self.resources.strategy} found no room within "
+                    f"{self.resources.timeout:g} s; the nodes have {_by_node(ray)}, free of it in all is "
+                    f"{_amounts(ray.available_resources())}. Add nodes, ask for less, or use another strategy"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def take(self, count: int, fraction: float, tp: int) -> list[int]:
+        """Reserve a fraction of `count` devices; returns their bundles, those of a node next to each other.
+
+        Raises:
+            ValueError: not so many devices have so much left.
+        """
+        nodes = self.wait()
+        room = [bundle for bundle, free in enumerate(self.free) if free + _PRECISION >= fraction]
+        if len(room) < count:
+            raise ValueError(
+                f"{count} ranks need {fraction:g} of a device each, but the {len(self)} devices of the placement have "
+                f"{', '.join(f'{free:.3g}' for free in self.free)} left; ask for a smaller share or shut a group down"
+            )
+        seats = [(nodes[bundle], str(bundle)) for bundle in room]
+        bundles = [room[i] for i in rank_order(seats, tp)[:count]]
+        for bundle in bundles:
+            self.free[bundle] -= fraction
+        return bundles
+
+    def give_back(self, bundles: Sequence[int], fraction: float) -> None:
+        """End what `take` began."""
+        for bundle in bundles:
+            self.free[bundle] += fraction
+
+    def options(self, bundle: int, fraction: float) -> dict[str, Any]:
+        """The options of a Ray actor that is to have a fraction of a bundle."""
+        ray = import_ray()
+        amounts = {name: int(amount * fraction * 10_000) / 10_000 for name, amount in self.bundle.items()}
+        return {
+            "num_cpus": amounts.pop("CPU"),
+            "num_gpus": amounts.pop("GPU", 0),
+            "resources": amounts,
+            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=bundle
+            ),
+        }
+
+    def remove(self) -> None:
+        """Give the devices back to the cluster; Ray ends the processes that still stand on them. Safe to call twice."""
+        self._finalizer()
+
+
+@dataclass(frozen=True)
+class Share:
+    """A fraction of each device of a placement; see `Placement.share`."""
+
+    placement: Placement
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction} must lie in (0, 1]")
+
+
+def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
+    """In which order devices become ranks, so that as many tensor-parallel groups as possible lie inside a node.
+
+    Ranks of a node are neighbours, sorted by device, and tp groups are runs of tp ranks. Nodes that hold a whole number
+    of tp groups come first, the larger ones before the smaller; one that does not would displace those behind it.
+
+    Args:
+        seats: the node and the device of each.
+        tp: the size of a tensor-parallel group.
+
+    Returns:
+        The indices of the seats, rank 0 first.
+    """
+    sizes = Counter(node for node, _ in seats)
+
+    def key(index: int) -> tuple[Any, ...]:
+        node, device = seats[index]
+        return (
+            sizes[node] % tp != 0,
+            -sizes[node],
+            node,
+            not device.isdecimal(),
+            int(device or 0) if device.isdecimal() else device,
+        )
+
+    return sorted(range(len(seats)), key=key)
+
+
+def _remove(group: Any) -> None:
+    ray = import_ray()
+    if ray.is_initialized():
+        ray.util.remove_placement_group(group)
+
+
+def _by_node(ray: Any) -> str:
+    return "; ".join(_amounts(node["Resources"]) for node in ray.nodes() if node["Alive"])
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    shown = {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}
+    hidden = ("memory", "object_store_memory")
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items()) if name not in hidden) or "nothing"

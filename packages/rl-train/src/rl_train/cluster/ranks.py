@@ -1,0 +1,187 @@
+"""`Ranks`: the processes of a group from their start to their end, and what is known of their failures."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_models.workers.dispatch import METHODS
+from rl_train.cluster.future import Future, Outcome
+from rl_train.cluster.host import RankHost, Rendezvous, Seat
+from rl_train.cluster.launch import RankFailed
+from rl_train.cluster.placement import Placement, rank_order
+from rl_train.cluster.resources import import_ray
+
+_INCARNATIONS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where the ranks of a group stand: a fraction of some bundles of a placement, sorted for tp groups of `tp`."""
+
+    placement: Placement
+    bundles: Sequence[int]
+    fraction: float
+    tp: int
+
+
+class Ranks:
+    """One Ray actor for each bundle, numbered by node and device.
+
+    Args:
+        name: of the group.
+        stand: where.
+        collective_timeout: in seconds.
+
+    Raises:
+        RankFailed: a process did not start; none is left.
+    """
+
+    def __init__(self, name: str, stand: Stand, collective_timeout: float) -> None:
+        ray = import_ray()
+        self.name = name
+        self._calls = 0
+        self._settled = -1
+        self._broken: str | None = None
+        self._behind: Outcome | None = None
+        actor = ray.remote(max_restarts=0, max_task_retries=0)(RankHost)
+        runtime_env = {"env_vars": _process_environment(name, stand)}
+        hosts = [
+            actor.options(runtime_env=runtime_env, **stand.placement.options(bundle, stand.fraction)).remote(
+                stand.placement.accelerator
+            )
+            for bundle in stand.bundles
+        ]
+        try:
+            seats: list[Seat] = ray.get(
+                [host.seat.remote() for host in hosts], timeout=stand.placement.resources.timeout
+            )
+        except ray.exceptions.RayError as error:
+            _kill(hosts)
+            raise RankFailed(f"the processes of {name} did not start: {error}") from None
+        except BaseException:
+            _kill(hosts)
+            raise
+        order = rank_order([(seat.node, seat.device) for seat in seats], stand.tp)
+        self._hosts = [hosts[i] for i in order]
+        self.seats = [seats[i] for i in order]
+        first = self.seats[0]
+        for rank, (host, env) in enumerate(zip(self._hosts, rank_environments(self.seats), strict=True)):
+            host.prepare.remote(env, Rendezvous(rank, len(hosts), first.address, first.port, collective_timeout))
+
+    def send(
+        self,
+        method: str,
+        payload: bytes,
+        parts: Sequence[Any] | None,
+        replies: Collection[int],
+        join: Callable[[list[Any]], Any],
+    ) -> Future[Any]:
+        """Begin a call on every rank.
+
+        Args:
+            method, payload: see `RankHost.call`.
+            parts: for each rank its part, or Ray's reference to it.
+            replies: the ranks whose results are wanted.
+            join: makes the result of what all ranks answered; of the others that is None.
+
+        Raises:
+            RankFailed: after an earlier failure the ranks are dead, waiting or out of step.
+        """
+        self._require_in_step(method)
+        number, self._calls = self._calls, self._calls + 1
+        # One copy in the object store for all ranks.
+        shared = import_ray().put(payload)
+        references = [
+            host.call.remote(
+                number, self._settled, method, shared, None if parts is None else parts[rank], rank in replies
+            )
+            for rank, host in enumerate(self._hosts)
+        ]
+        nodes = [seat.address for seat in self.seats]
+        return Future(
+            f"{self.name}.{method}",
+            method,
+            references,
+            nodes,
+            join,
+            self._settle,
+        )
+
+    def end(self) -> None:
+        """Kill the processes. Safe to call twice."""
+        _kill(self._hosts)
+        self._hosts = []
+        self._broken = "its processes have been ended"
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Learn from the end of a call whether the next one can be run."""
+        if outcome.died is not None:
+            died = outcome.died
+            self._broken = f"rank {died.rank} (node {died.node}) died during {died.method}"
+        elif outcome.raised:
+            failed = ", ".join(map(str, sorted(outcome.raised)))
+            methods = sorted({raised.method for raised in outcome.raised.values()})
+            on_some = len(outcome.raised) < len(self.seats)
+            if on_some and any(METHODS[name].changes for name in methods):
+                self._broken = f"{', '.join(methods)} failed on ranks {failed} alone, so the ranks no longer agree"
+            elif outcome.waiting:
+                self._behind = outcome
+            else:
+                self._settled = max(self._settled, *(raised.number for raised in outcome.raised.values()))
+
+    def _require_in_step(self, method: str) -> None:
+        if self._behind is not None:
+            # Ranks that were still at work when the call was given up may have come to its end since.
+            waiting = self._behind.waiting
+            ready, _ = import_ray().wait(list(waiting.values()), num_returns=len(waiting), timeout=0)
+            if len(ready) == len(waiting):
+                self._settled = max(self._settled, *(raised.number for raised in self._behind.raised.values()))
+                self._behind = None
+        why = self._broken
+        if self._behind is not None:
+            why = (
+                f"{self._behind.method} failed on ranks {sorted(self._behind.raised)}, and ranks "
+                f"{sorted(self._behind.waiting)} have not come back from it"
+            )
+        if why is not None:
+            raise RankFailed(f"{self.name}.{method} can not run: {why}; call restart(), or shutdown()")
+
+
+def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
+    """For each rank the variables that torchrun would set, in the order of the seats."""
+    first = seats[0]
+    sizes = Counter(seat.node for seat in seats)
+    seen: Counter[str] = Counter()
+    environments = []
+    for rank, seat in enumerate(seats):
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_RANK": str(seen[seat.node]),
+                "LOCAL_WORLD_SIZE": str(sizes[seat.node]),
+                "MASTER_ADDR": first.address,
+                "MASTER_PORT": str(first.port),
+            }
+        )
+        seen[seat.node] += 1
+    return environments
+
+
+def _process_environment(name: str, stand: Stand) -> dict[str, str]:
+    """What is set before the processes start. One variable is like no other's: so Ray starts new processes."""
+    # A process that Ray has kept from a task may have imported torch with another environment.
+    own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
+    threads = {"OMP_NUM_THREADS": str(max(1, int(stand.placement.resources.cpus * stand.fraction)))}
+    return {**threads, **stand.placement.resources.env, **own}
+
+
+def _kill(hosts: Sequence[Any]) -> None:
+    ray = import_ray()
+    if ray.is_initialized():
+        for host in hosts:
+            ray.kill(host, no_restart=True)

@@ -1,0 +1,71 @@
+"""What a rank takes of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
+
+# torch's name of a device type -> the resource that Ray counts such devices by.
+RAY_RESOURCE = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "cpu": "CPU"}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each rank takes of the cluster, and how the ranks are spread over its nodes.
+
+    Attributes:
+        device: torch's name of the device type, a key of `RAY_RESOURCE`; None: an accelerator where the cluster has
+            one, else the CPU.
+        cpus: CPU cores of each rank; on the CPU they are its threads.
+        strategy: Ray's placement strategy. "PACK": as few nodes as possible; "STRICT_PACK": one node, or an error;
+            "SPREAD": as many nodes as possible; "STRICT_SPREAD": a node of its own for each rank, or an error.
+        extra: further Ray resources of each rank, such as `{"accelerator_type:H100": 0.001}`.
+        env: environment variables that are set before the processes of the ranks start, such as `NCCL_DEBUG`.
+        timeout: seconds to wait until the cluster has room and the ranks' processes have started.
+
+    Raises:
+        ValueError: an unknown device type or strategy, or an amount that is not positive.
+    """
+
+    device: str | None = None
+    cpus: float = 1
+    strategy: str = "PACK"
+    extra: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.device is not None and self.device not in RAY_RESOURCE:
+            raise ValueError(f"device={self.device!r} is not one of {', '.join(RAY_RESOURCE)}, or None")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
+        for name, amount in {"cpus": self.cpus, "timeout": self.timeout, **self.extra}.items():
+            if not amount > 0:
+                raise ValueError(f"{name}={amount} must be greater than 0")
+
+    def accelerator(self, cluster: Mapping[str, float]) -> str:
+        """The Ray resource that a rank has one of: that of `device`, or the first that the cluster has."""
+        if self.device is not None:
+            return RAY_RESOURCE[self.device]
+        return next(name for name in RAY_RESOURCE.values() if cluster.get(name) or name == "CPU")
+
+    def bundle(self, accelerator: str) -> dict[str, float]:
+        """What one rank takes."""
+        device = {} if accelerator == "CPU" else {accelerator: 1.0}
+        return {"CPU": float(self.cpus), **device, **self.extra}
+
+
+def import_ray() -> ModuleType:
+    """Ray, which only the extra `rl-train[ray]` brings.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("RayModelGroup needs Ray, which is not installed: pip install 'rl-train[ray]'") from None
+    return ray

@@ -1,0 +1,1 @@
+"""Data: prompts from files."""

@@ -1,0 +1,223 @@
+"""The algorithms, as a table: how scores become advantages, and which loss learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_models import losses
+from rl_models.batch import Batch
+from rl_models.losses import LossTerms
+from rl_models.losses.aggregation import AGGREGATIONS
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of one run that the advantages and the losses read.
+
+    Attributes:
+        surrogate: a key of `SURROGATES`.
+        clip_low, clip_high: the trust interval.
+        kl_in_loss: coefficient of the penalty in the loss.
+        kl_in_reward: coefficient of the penalty in the reward.
+        kl_estimator: of the penalty, a key of `losses.KL_ESTIMATORS`.
+        entropy: coefficient of the bonus.
+        dual_clip: see `losses.ppo_clip`; None: none.
+        value_clip: of the critic's loss; None: none.
+        value_coefficient: of the critic's loss beside the policy's, where they share a backbone.
+        importance_cap: of `losses.importance_weights`, the policy against the engine that drew; None: no weights.
+        aggregation: how the policy's terms are averaged, a key of `rl_models.losses.aggregation.AGGREGATIONS`.
+        gamma, lam: of the advantages over time.
+
+    Raises:
+        ValueError: a name is unknown, or a number outside its range.
+    """
+
+    surrogate: str
+    clip_low: float
+    clip_high: float
+    kl_in_loss: float = 0.0
+    kl_in_reward: float = 0.0
+    kl_estimator: str = "k3"
+    entropy: float = 0.0
+    dual_clip: float | None = None
+    value_clip: float | None = 0.2
+    value_coefficient: float = 0.5
+    importance_cap: float | None = None
+    aggregation: str = "token-mean"
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("kl_estimator", losses.KL_ESTIMATORS), ("aggregation", AGGREGATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        if self.kl_in_loss and self.kl_estimator == "k1":
+            raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
+        if self.dual_clip is not None and not (self.dual_clip > 1 and self.surrogate == "ppo"):
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1, and is of the surrogate of PPO, not of gspo")
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.importance_cap is not None and not self.importance_cap > 0:
+            raise ValueError(f"importance_cap={self.importance_cap} must be above 0")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+
+
+# (batch, scores [N], groups [N], rules) -> fields [T] of the batch: `advantages`, and `returns` for a critic.
+Estimate = Callable[[Batch, Tensor, Tensor, Rules], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of `ALGORITHMS`.
+
+    Attributes:
+        estimate: from the scores of responses to what the losses learn from.
+        source: the paper.
+        surrogate: the policy's loss, a key of `SURROGATES`.
+        aggregation: how its terms are averaged (`rl_models.losses.aggregation`).
+        clip_low, clip_high: its trust interval, unless the user gives another.
+        kl: where a penalty for leaving the reference goes: into the reward (as k1) or the loss (as k3).
+        critic: it needs one.
+        samples: responses to each prompt, unless the user says otherwise; `groups` compare them: at least two.
+        dynamic_sampling: prompts whose responses all score the same are replaced by others.
+    """
+
+    estimate: Estimate
+    source: str
+    surrogate: str = "ppo"
+    aggregation: str = "token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: Literal["reward", "loss"] = "reward"
+    critic: bool = False
+    samples: int = 1
+    groups: bool = False
+    dynamic_sampling: bool = False
+
+
+def _rewards(batch: Batch, scores: Tensor, rules: Rules) -> Tensor:
+    penalty = None
+    if rules.kl_in_reward:
+        penalty = losses.kl_penalty(batch["old_log_probs"], batch["reference_log_probs"], rules.kl_estimator)
+    return losses.token_rewards(scores, batch.mask, batch.lengths, penalty=penalty, coefficient=rules.kl_in_reward)
+
+
+def _gae(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapping[str, Tensor]:
+    rewards = _rewards(batch, scores, rules)
+    found = losses.gae(rewards, batch["old_values"], batch.mask, batch.lengths, gamma=rules.gamma, lam=rules.lam)
+    return {"advantages": losses.whiten(found.advantages, batch.mask), "returns": found.returns}
+
+
+def _returns(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapping[str, Tensor]:
+    returns = losses.discounted_returns(_rewards(batch, scores, rules), batch.mask, batch.lengths, gamma=rules.gamma)
+    return {"advantages": losses.whiten(returns, batch.mask)}
+
+
+def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapping[str, Tensor]:
+    # The penalty is part of what a whole response is worth.
+    totals = batch.sum_by_sequence(_rewards(batch, scores, rules))
+    return {"advantages": _per_token(batch, losses.rloo_advantages(totals, groups))}
+
+
+def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapping[str, Tensor]:
+    return {"advantages": _per_token(batch, losses.grpo_advantages(scores, groups))}
+
+
+def _per_token(batch: Batch, per_sequence: Tensor) -> Tensor:
+    return torch.where(batch.mask, per_sequence[batch.sequence_ids], 0)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "ppo": Algorithm(_gae, "Schulman et al. 2017, arXiv:1707.06347", critic=True),
+    "grpo": Algorithm(
+        _group_relative,
+        "Shao et al. 2024, arXiv:2402.03300",
+        aggregation="sequence-mean",
+        kl="loss",
+        samples=8,
+        groups=True,
+    ),
+    "rloo": Algorithm(_leave_one_out, "Ahmadian et al. 2024, arXiv:2402.14740", samples=4, groups=True),
+    "reinforce++": Algorithm(_returns, "Hu 2025, arXiv:2501.03262"),
+    "gspo": Algorithm(
+        _group_relative,
+        "Zheng et al. 2025, arXiv:2507.18071",
+        surrogate="gspo",
+        aggregation="sequence-mean",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        kl="loss",
+        samples=8,
+        groups=True,
+    ),
+    "dapo": Algorithm(
+        _group_relative,
+        "Yu et al. 2025, arXiv:2503.14476",
+        clip_high=0.28,
+        kl="loss",
+        samples=8,
+        groups=True,
+        dynamic_sampling=True,
+    ),
+}
+
+
+def _ppo(rules: Rules, log_probs: Tensor, batch: Batch) -> LossTerms:
+    return losses.ppo_clip(
+        log_probs,
+        batch["old_log_probs"],
+        batch["advantages"],
+        clip_low=rules.clip_low,
+        clip_high=rules.clip_high,
+        dual_clip=rules.dual_clip,
+    )
+
+
+def _gspo(rules: Rules, log_probs: Tensor, batch: Batch) -> LossTerms:
+    return losses.gspo_clip(
+        log_probs,
+        batch["old_log_probs"],
+        batch["advantages"],
+        batch.mask,
+        batch.lengths,
+        clip_low=rules.clip_low,
+        clip_high=rules.clip_high,
+    )
+
+
+SURROGATES: dict[str, Callable[[Rules, Tensor, Batch], LossTerms]] = {"ppo": _ppo, "gspo": _gspo}
+
+
+def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
+    """The surrogate, the penalty for leaving the reference, and the entropy bonus."""
+    terms = SURROGATES[rules.surrogate](rules, log_probs, batch)
+    if rules.importance_cap is not None:
+        # `log_probs` of a batch are those of the engine that drew it.
+        weights = losses.importance_weights(batch["old_log_probs"], batch["log_probs"], cap=rules.importance_cap)
+        terms = terms.weighted(weights)
+    terms += losses.entropy_bonus(entropy, rules.entropy)
+    if rules.kl_in_loss:
+        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], rules.kl_estimator)
+        terms += LossTerms(rules.kl_in_loss * penalty)
+    return terms
+
+
+def value_loss(rules: Rules, values: Tensor, batch: Batch) -> LossTerms:
+    """The critic's."""
+    return losses.value_clip(values, batch["old_values"], batch["returns"], clip=rules.value_clip)
+
+
+def joint_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
+    """The policy's and the critic's on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
+    of_critic = value_loss(rules, values, batch)
+    metrics = {f"critic_{name}": metric for name, metric in of_critic.metrics.items()}
+    metrics["critic_loss"] = of_critic.loss.detach()
+    return policy_loss(rules, log_probs, entropy, batch) + rules.value_coefficient * LossTerms(of_critic.loss, metrics)

@@ -1,0 +1,76 @@
+"""The folder of a run, `--out`: what is written there, what may be there already, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import ckpt
+from rl_train.data.prompts import read_json
+from rl_train.options.options import TrainOptions
+from rl_train.planner.preflight import check_foreign, check_output, check_writable, replace_text
+from rl_train.report import read_metrics
+
+# What a run reads for as long as it lasts, and again when it is resumed.
+INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
+# An `options.json` without them is none of ours.
+MARKS = {"model", "algorithm"}
+
+
+def check_folder(options: TrainOptions) -> None:
+    """Refuse a folder that cannot take the results, that the inputs stand in, or that holds another run or other files.
+
+    Raises:
+        ValueError: names what is in the way.
+    """
+    trained = ["actor", "critic"] if options.separate_critic else ["actor"]
+    check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
+    folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
+    for name in folders:
+        check_writable(options.out / name)
+    _check_inputs(options)
+    check_foreign(options.out, mark="options.json")
+    before = options.out / "options.json"
+    if before.is_file():
+        try:
+            found = read_json(before)
+            if not (isinstance(found, dict) and found.keys() >= MARKS):
+                raise ValueError(f"{before} is not of a run of rl-train train")
+        except ValueError as error:
+            raise ValueError(f"{error}; remove it, or choose another out") from None
+        options.check_resumes(found)
+    read_metrics(options.out / "metrics.jsonl")
+
+
+def _check_inputs(options: TrainOptions) -> None:
+    """Refuse inputs that a result or a training checkpoint would replace."""
+    for name in INPUTS:
+        if (given := getattr(options, name)) is None:
+            continue
+        for replaced in (options.out / part for part in ("actor", "critic", "training")):
+            if given.resolve().is_relative_to(replaced.resolve()):
+                raise ValueError(
+                    f"{name}={given} is in {replaced}, which the results of this run replace; choose another out than "
+                    f"{options.out}"
+                )
+
+
+def write_options(options: TrainOptions) -> None:
+    """Make the folder, with the options of the run that it belongs to."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    replace_text(options.out / "options.json", json.dumps(options.to_json(), indent=2) + "\n")
+
+
+def newest_step(training: Path, models: Iterable[str]) -> int:
+    """Return the newest step at which all of these models have a training checkpoint; 0 without one.
+
+    Checkpoints after the one that `latest` names are left out: they belong to a line that the run has gone back from.
+
+    Raises:
+        ValueError: a model's `latest` is damaged; names it.
+    """
+    folders = [training / name for name in models]
+    latest = min(ckpt.latest_step(folder) or 0 for folder in folders)
+    common = set.intersection(*(set(ckpt.saved_steps(folder)) for folder in folders))
+    return max((step for step in common if step <= latest), default=0)

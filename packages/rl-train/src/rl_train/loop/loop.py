@@ -1,0 +1,367 @@
+"""The loop: generate, score, estimate, learn; evaluate and save now and then; go on where a kill has ended it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_models import losses
+from rl_models.batch import Batch
+from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.loop.folder import newest_step
+from rl_train.loop.models import Models
+from rl_train.options.derived import loss_rules
+from rl_train.options.options import TrainOptions
+from rl_train.report import Metrics
+from rl_train.rewards.function import Reward, score
+
+# A step of dynamic sampling gives up the search for prompts with something to learn after so many batches.
+_MOST_BATCHES = 10
+
+
+@dataclass
+class _Experience:
+    """Responses with their scores, and the number of the prompt that each answers."""
+
+    batch: Batch
+    scores: Tensor
+    groups: Tensor
+
+    @property
+    def spread(self) -> Tensor:
+        """`[prompts]`: the difference between the highest and the lowest score of each prompt's responses."""
+        count = int(self.groups.max()) + 1 if len(self.groups) else 0
+        bounds = [
+            torch.zeros(count).scatter_reduce(0, self.groups, self.scores, how, include_self=False)
+            for how in ("amax", "amin")
+        ]
+        return bounds[0] - bounds[1]
+
+
+class _NothingToLearnError(ValueError):
+    """Dynamic sampling has found no prompt whose responses differ in score."""
+
+
+@dataclass
+class Loop:
+    """One run; every rank of a program of ranks has one, and takes the same steps.
+
+    Attributes:
+        options: of the run.
+        prompts, eval_prompts: read from their files.
+        stop_ids: that end a response.
+        models: what is trained.
+        reward: the user's function; None where `once` calls nothing.
+        once: calls a function on one rank and gives all its result (`rl_models.workers.whole_batches.from_first`).
+        writes: this process writes the metrics.
+        tell: is told of every step, and in words of what else happens.
+    """
+
+    options: TrainOptions
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    stop_ids: tuple[int, ...]
+    models: Models
+    reward: Reward | None
+    once: Callable[[Callable[[], Any]], Any]
+    writes: bool
+    tell: Callable[[Mapping[str, Any]], None]
+    _position: int = field(default=0, init=False)
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _said_equal: bool = field(default=False, init=False)
+
+    def run(self) -> dict[str, float]:
+        """All steps that are left, and the result's checkpoint; returns the last step's metrics.
+
+        Raises:
+            ValueError: a step has a number that is not finite, the reward made a mistake, or a step has nothing to
+                learn; in the last case what was learned before is saved.
+        """
+        options, training = self.options, self.options.out / "training"
+        done = saved = self._resume(training)
+        metrics = Metrics(options.out, done=done, tensorboard=options.tensorboard) if self.writes else None
+        values = {} if metrics is None else metrics.last
+        nothing: _NothingToLearnError | None = None
+        try:
+            for step in range(done + 1, options.steps + 1):
+                self._seconds, position = {}, self._position
+                try:
+                    values = self._step(step)
+                except FloatingPointError as error:
+                    raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
+                except _NothingToLearnError as error:
+                    nothing, self._position = error, position
+                    break
+                done = step
+                if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
+                    with self._phase("evaluating"):
+                        values |= self._evaluate()
+                values |= self._seconds
+                if metrics is not None:
+                    metrics.write(step, values)
+                self.tell({"step": step, **values})
+                if options.save_every and (step % options.save_every == 0 or step == options.steps):
+                    self._save(training, step)
+                    saved = step
+        finally:
+            if metrics is not None:
+                metrics.close()
+        if nothing is not None and done == 0:
+            raise nothing
+        if options.save_every and saved < done:
+            self._save(training, done)
+        for name, model in self.models.trained.items():
+            model.wait_for_save()
+            model.save_pretrained(options.out / name)
+        if nothing is not None:
+            raise ValueError(
+                f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in {done} steps "
+                f"is saved in {', '.join(str(options.out / name) for name in self.models.trained)}"
+            )
+        return values
+
+    @cached_property
+    def _codec(self) -> TextCodec:
+        return TextCodec(self.options.model)
+
+    def _resume(self, training: Path) -> int:
+        """Load the newest checkpoint that all models have; return the number of steps done."""
+        trained = self.models.trained
+        step = int(self.once(lambda: newest_step(training, trained)))
+        if step:
+            for name, model in trained.items():
+                found = model.load_training(training / name, step=step)
+                self._position = int(found.extra["position"])
+            self.tell({"message": f"going on after step {step} of {training}"})
+        return step
+
+    def _save(self, training: Path, step: int) -> None:
+        # Each of the models prunes its own checkpoints: none may be a save ahead of another.
+        for model in self.models.trained.values():
+            model.wait_for_save()
+        # One more than is kept: of two models one may have its newest checkpoint when a kill comes, the other not yet.
+        keep = self.options.keep + (self.models.critic is not None)
+        for name, model in self.models.trained.items():
+            extra = {"position": self._position}
+            model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
+
+    def _step(self, step: int) -> dict[str, float]:
+        began = time.monotonic()
+        experience, values = self._collect()
+        self._say_if_equal(step, experience)
+        with self._phase("estimating"):
+            batch, estimates = self._estimate(experience)
+            values |= estimates
+        with self._phase("learning"):
+            values |= self._learn(batch, step)
+        seconds = time.monotonic() - began
+        return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+
+    def _say_if_equal(self, step: int, experience: _Experience) -> None:
+        """Tell once of steps in a row whose rewards are all equal; for algorithms with groups: equal in each group."""
+        scores, grouped = experience.scores, self.options.rule.groups
+        equal = not bool(experience.spread.any()) if grouped else bool(scores.min() == scores.max())
+        if equal and not self._said_equal:
+            what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
+            self.tell(
+                {
+                    "message": f"step {step}: {what} (their mean is {float(scores.mean()):g}), so the policy learns "
+                    "nothing from them; look at the reward, or draw more responses"
+                }
+            )
+        self._said_equal = equal
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the time inside as `seconds_<name>` of the step."""
+        began = time.monotonic()
+        yield
+        key = f"seconds_{name}"
+        self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
+
+    def _collect(self) -> tuple[_Experience, dict[str, float]]:
+        """Draw responses to a step's prompts, and describe all of them.
+
+        Under dynamic sampling the returned responses answer only prompts whose responses differ in score; the metrics
+        describe the discarded responses, too.
+        """
+        options, drawn = self.options, list[_Experience]()
+        dynamic, wanted = options.rule.dynamic_sampling, options.prompts_per_step
+        kept = drawn if not dynamic else list[_Experience]()
+        for _ in range(_MOST_BATCHES if dynamic else 1):
+            drawn.append(self._draw(wanted))
+            if not dynamic:
+                break
+            # By the scores alone: a penalty for length would make responses differ that are all right or all wrong.
+            kept.append(_informative(drawn[-1]))
+            wanted -= len(kept[-1].batch) // options.responses
+            if wanted <= 0:
+                break
+        found = self._joined(kept)
+        if not len(found.batch):
+            raise _NothingToLearnError(
+                f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
+                f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
+            )
+        if not dynamic:
+            return found, self._describe(found)
+        of_kept = {"reward_kept": float(found.scores.mean()), "responses_kept": len(found.batch)}
+        return found, self._describe(self._joined(drawn)) | of_kept
+
+    def _joined(self, parts: Sequence[_Experience]) -> _Experience:
+        """Join the responses of several batches, and add the penalty for length to their scores."""
+        options = self.options
+        batch, scores = Batch.concatenate([part.batch for part in parts]), torch.cat([part.scores for part in parts])
+        if options.overlong_buffer:
+            lengths = torch.tensor([len(response) for response in batch.responses()])
+            scores = scores + losses.overlong_penalty(
+                lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
+            )
+        groups = torch.arange(len(batch) // options.responses).repeat_interleave(options.responses)
+        return _Experience(batch, scores, groups)
+
+    def _describe(self, drawn: _Experience) -> dict[str, float]:
+        """Return the metrics of all responses that a step has drawn."""
+        batch, scores = drawn.batch, drawn.scores
+        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        values = {
+            "reward": float(scores.mean()),
+            "reward_std": float(scores.std(correction=0)),
+            "reward_min": float(scores.min()),
+            "reward_max": float(scores.max()),
+            "response_length": float(lengths.mean()),
+            "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
+            "responses": len(batch),
+            "tokens": batch.num_tokens,
+        }
+        if self.options.rule.groups:
+            values["equal_rewards"] = float((drawn.spread == 0).float().mean())
+        return values
+
+    def _draw(self, count: int) -> _Experience:
+        options = self.options
+        chosen = [self.prompts[index] for index in self._next(count)]
+        with self._phase("generating"):
+            batch = self.models.actor.generate(
+                [prompt.tokens for prompt in chosen],
+                max_new_tokens=options.max_new_tokens,
+                n=options.responses,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                stop_ids=self.stop_ids,
+                # No two batches of a run draw from the same stream.
+                seed=options.seed * 1_000_003 + self._position,
+            )
+        asked = [prompt for prompt in chosen for _ in range(options.responses)]
+        with self._phase("scoring"):
+            scores = self._score(options.prompts, asked, batch)
+        return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
+
+    def _next(self, count: int) -> list[int]:
+        """Prompts in an order of their own for each pass through the file, which the position alone decides."""
+        total = len(self.prompts)
+        places = [divmod(position, total) for position in range(self._position, self._position + count)]
+        self._position += count
+        return [_order(self.options.seed, epoch, total)[place] for epoch, place in places]
+
+    def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
+        """`[N]`, from the user's function, which runs once."""
+
+        def scores() -> list[float]:
+            assert self.reward is not None
+            text = self._codec.available
+            values = []
+            for prompt, response in zip(prompts, batch.responses(), strict=True):
+                ids = response.tolist()
+                asked, answer = (
+                    (prompt.tokens, ids) if not text else (_text(self._codec, prompt), self._codec.decode(ids))
+                )
+                values.append(score(self.reward, file, prompt, asked, answer))
+            return values
+
+        return torch.tensor(self.once(scores), dtype=torch.float32)
+
+    def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
+        """Add what the losses read, while the policy is still the one that drew the responses."""
+        options, models, rules = self.options, self.models, loss_rules(self.options)
+        batch, scores = experience.batch, experience.scores
+        batch = models.estimate(batch, temperature=options.temperature, record_routing=options.router_replay)
+        old = batch["old_log_probs"]
+        # What generation said against what training says of the same tokens.
+        values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
+        if models.reference is not None:
+            reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
+            batch = batch.with_fields(reference_log_probs=reference)
+            values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
+        return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
+
+    def _truncated(self, response: Tensor) -> bool:
+        """It has the longest length without having come to an end."""
+        return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.stop_ids
+
+    def _learn(self, batch: Batch, step: int) -> dict[str, float]:
+        """The epochs over mini-batches; the means of their metrics."""
+        options, models, rules = self.options, self.models, loss_rules(self.options)
+        sums: dict[str, float] = {}
+        updates = 0
+        for epoch in range(options.epochs):
+            order = list(range(len(batch)))
+            if options.mini_batch and options.mini_batch < options.batch:
+                random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
+            for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
+                part = batch.select(order[start:end])
+                for name, value in models.update(part, rules, temperature=options.temperature).items():
+                    sums[name] = sums.get(name, 0.0) + value
+                updates += 1
+        return {name: total / updates for name, total in sums.items()}
+
+    def _evaluate(self) -> dict[str, float]:
+        """The mean score of greedy responses."""
+        options = self.options
+        batch = self.models.actor.generate(
+            [prompt.tokens for prompt in self.eval_prompts],
+            max_new_tokens=options.max_new_tokens,
+            temperature=0.0,
+            stop_ids=self.stop_ids,
+        )
+        assert options.eval_prompts is not None
+        scores = self._score(options.eval_prompts, self.eval_prompts, batch)
+        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, total: int) -> list[int]:
+    """Of the prompts in one pass through their file."""
+    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
+
+
+def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
+    """Where each mini-batch of a step begins and ends: `size` responses of the `wanted`.
+
+    A step of dynamic sampling may have found fewer. Its mini-batches are smaller in proportion and as many, so that the
+    schedule of the learning rate, which counts optimizer steps, ends with the run.
+    """
+    ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
+    return [(start, end) for start, end in itertools.pairwise(ends) if start < end]
+
+
+def _text(codec: TextCodec, prompt: Prompt) -> str:
+    return str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
+
+
+def _informative(drawn: _Experience) -> _Experience:
+    """The responses to prompts whose responses do not all score the same (DAPO, section 3.2)."""
+    keep = (drawn.spread[drawn.groups] > 0).nonzero().flatten()
+    return _Experience(drawn.batch.select(keep), drawn.scores[keep], drawn.groups[keep])

@@ -1,0 +1,57 @@
+"""`Models`: what a run trains and asks, whether the critic is a model of its own or a head on the policy's backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rl_models.batch import Batch
+from rl_train.loop.algorithms import Rules, joint_loss, policy_loss, value_loss
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
+
+    Attributes:
+        actor: the policy; an `ActorCritic` where the backbone is shared.
+        critic: where the algorithm has one of its own.
+        reference: where there is a KL penalty.
+        share_backbone: the actor has the values, too.
+    """
+
+    actor: Any
+    critic: Any = None
+    reference: Any = None
+    share_backbone: bool = False
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """Those with a training checkpoint, by the name of its folder."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: model for name, model in named.items() if model is not None}
+
+    def estimate(self, batch: Batch, *, temperature: float, record_routing: bool) -> Batch:
+        """The batch with `old_log_probs`, `old_values` where there is a critic, and on request `routing`."""
+        options: dict[str, Any] = {"temperature": temperature}
+        if record_routing:
+            options["record_routing"] = True
+        found = (self.actor.estimate if self.share_backbone else self.actor.log_probs)(batch, **options)
+        batch = batch.with_fields(old_log_probs=found.log_probs)
+        if record_routing:
+            batch = batch.with_fields(routing=found.routing)
+        if self.share_backbone:
+            return batch.with_fields(old_values=found.values)
+        if self.critic is not None:
+            return batch.with_fields(old_values=self.critic.values(batch))
+        return batch
+
+    def update(self, part: Batch, rules: Rules, *, temperature: float) -> dict[str, float]:
+        """One optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
+        loss = partial(joint_loss if self.share_backbone else policy_loss, rules)
+        found: dict[str, float] = self.actor.update(part, loss, temperature=temperature, aggregation=rules.aggregation)
+        if self.critic is not None:
+            of_critic = self.critic.update(part, partial(value_loss, rules))
+            found |= {f"critic_{name}": value for name, value in of_critic.items()}
+        return found

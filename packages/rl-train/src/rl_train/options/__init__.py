@@ -1,0 +1,1 @@
+"""Options of a run: declared, derived, checked and resolved."""

@@ -1,0 +1,31 @@
+"""Options whose text stands for several values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from rl_models.models.decoder import Recompute
+
+
+def parse_recompute(text: str | None) -> Recompute:
+    """What `Actor.from_pretrained(recompute=...)` takes, from "full", "selective" or numbers of layers with commas.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text is None or text in ("full", "selective"):
+        return cast("Recompute", text)
+    return numbers("recompute", text, "full, selective, or ")
+
+
+def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
+    """The numbers of a text such as "2,7"; `otherwise` is what else the option `name` may be.
+
+    Raises:
+        ValueError: they are no numbers.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None

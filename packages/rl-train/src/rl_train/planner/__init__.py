@@ -1,0 +1,1 @@
+"""The planner: memory and communication of a run before it starts."""

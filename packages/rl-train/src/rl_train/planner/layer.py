@@ -1,0 +1,124 @@
+"""What one decoder layer saves for its backward, from its config alone.
+
+Counted is what torch's own kernels save; the fused kernels on a GPU save less. All numbers are bytes for each token of
+a rank. H is the hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel_layers import DecoderConfig
+from parallel_layers.decoder import NORM_PLACEMENTS
+from parallel_layers.moe import MoEConfig
+from rl_models.models.decoder import Recompute
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layer stands on a grid.
+
+    Attributes:
+        tp: tensor-parallel size.
+        sequence_parallel: between blocks a rank has 1/tp of the tokens.
+        expert_tp: over how many of the tp ranks each expert is divided: tp or 1.
+        size: bytes of an element.
+    """
+
+    tp: int
+    sequence_parallel: bool
+    expert_tp: int
+    size: int
+
+    def hidden(self, config: DecoderConfig) -> int:
+        """H, as divided between blocks."""
+        return -(-config.hidden_size // (self.tp if self.sequence_parallel else 1))
+
+    def norm(self, width: int) -> int:
+        """A norm's input and its normalised form, both in fp32, and its output."""
+        return (2 * 4 + self.size) * width
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes for each token.
+
+    Attributes:
+        entry: the layer's input, which is all that "full" recomputation saves.
+        attention: saved by the norms and the attention.
+        mlp: saved inside the MLP or the experts; their input is a norm's output.
+        backward: needed beside all that while the MLP runs backward.
+    """
+
+    entry: int
+    attention: int
+    mlp: int
+    backward: int
+
+    def saved(self, number: int, recompute: Recompute) -> int:
+        """From the forward of layer `number` until its backward."""
+        if recompute == "full" or _listed(number, recompute):
+            return self.entry
+        return self.attention + (0 if recompute == "selective" else self.mlp)
+
+    def working(self, number: int, recompute: Recompute) -> int:
+        """More than that while the layer itself runs backward: what it computes again, and its gradients."""
+        again = self.attention + self.mlp - self.saved(number, recompute) if recompute is not None else 0
+        return self.backward + max(0, again)
+
+
+def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
+    """The bytes of one layer."""
+    hidden, size = division.hidden(config), division.size
+    norms = sum(name is not None for name in NORM_PLACEMENTS[config.norm_placement])
+    attention = norms * division.norm(hidden)
+    attention += _latent_attention(config, division) if config.latent is not None else _attention(config, division)
+    if config.moe is None:
+        width = -(-config.intermediate_size // division.tp)
+        # Gate, up, the activation and the product; or up and the activation.
+        mlp = (4 if config.gated_mlp else 2) * width
+    else:
+        width, mlp = _experts(config, config.moe, division)
+    return LayerBytes(size * hidden, attention, size * mlp, size * 2 * width)
+
+
+def _attention(config: DecoderConfig, division: Division) -> int:
+    assert config.head_dim is not None
+    queries = config.num_heads // division.tp * config.head_dim
+    keys = max(1, config.num_kv_heads // division.tp) * config.head_dim
+    # The fused projection, the rotated queries and keys, the output; and the log-sum-exp of every head.
+    saved = division.size * (3 * queries + 3 * keys) + _statistics(config, division)
+    if config.qk_norm is not None:
+        # Their normalised form in fp32, and a copy of their input where that is not fp32.
+        saved += (4 if division.size == 4 else 8) * (queries + keys)
+    return saved
+
+
+def _latent_attention(config: DecoderConfig, division: Division) -> int:
+    sizes = config.latent
+    assert sizes is not None
+    heads = config.num_heads // division.tp
+    # Queries and keys as they are put together, keys and values as they are projected, and the output.
+    inside = heads * (2 * sizes.qk_head_dim + sizes.qk_nope_head_dim + 2 * sizes.v_head_dim)
+    queries = sizes.q_lora_rank or 0
+    share = division.tp if division.sequence_parallel else 1
+    latents = queries + sizes.kv_lora_rank + sizes.qk_rope_head_dim
+    norms = -(-division.norm(queries + sizes.kv_lora_rank) // share)
+    return division.size * (inside + latents) + norms + _statistics(config, division)
+
+
+def _statistics(config: DecoderConfig, division: Division) -> int:
+    return 4 * (2 + config.num_heads // division.tp)
+
+
+def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple[int, int]:
+    """The width of a token's experts, and the elements saved: rows go to as many experts, and come back."""
+    # Experts that are whole see 1/tp of the tokens on each rank; divided ones see all of them.
+    width = -(-moe.top_k * moe.intermediate_size // division.tp)
+    rows = moe.top_k * config.hidden_size // (division.tp // division.expert_tp)
+    shared = -(-moe.shared_intermediate_size // division.tp)
+    return width + shared, 4 * (width + shared) + 2 * rows
+
+
+def _listed(number: int, recompute: Recompute) -> bool:
+    return recompute is not None and not isinstance(recompute, str) and number in recompute

@@ -1,0 +1,100 @@
+"""What can be known of a model on a grid before any rank is started."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import ckpt
+from ckpt.files.atomic import check_target
+from ckpt.transfer.match import match
+from parallel_layers import ParallelDims
+from rl_models.engines import EngineOptions, Role
+from rl_models.engines.parallel.load import require_fit
+from rl_models.grid import checkpoint_folder
+from rl_models.models.config import ModelConfig
+from rl_train.planner.plan import MemoryOptions, plan_memory
+
+
+def check_native_model(path: Path, role: Role, dims: ParallelDims, options: EngineOptions, max_tokens: int) -> None:
+    """Refuse now what the ranks would refuse when they load a checkpoint on the native backend; reads headers alone.
+
+    Raises:
+        ValueError: there is no checkpoint folder, its family is unknown, an option means nothing on this grid, heads,
+            layers or experts do not divide over it, a file is broken or has other tensors than the config says; names
+            the values and what would do.
+    """
+    folder = checkpoint_folder(path)
+    config = ModelConfig.from_hf(folder)
+    require_fit(config, dims, options)
+    memory = MemoryOptions(dims, max_tokens, recompute=options.recompute, pipeline=options.pipeline)
+    plan_memory(Path(folder), memory, role=role, trained=True)
+    match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
+
+
+def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
+    """Refuse a folder for results before anything is computed for it; nothing is made.
+
+    Args:
+        folder: Where the results go; it is made when they come, if it is not there.
+        files: Names in it that become files.
+        checkpoints: Names that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
+
+    Raises:
+        ValueError: something cannot be written, or something else is in its place; names it.
+    """
+    check_writable(folder)
+    for file in (folder / name for name in files):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, and a file is to be written there; choose another than {folder}")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ValueError(f"{file} cannot be written to; choose another folder than {folder}")
+    for name in checkpoints:
+        check_target(folder / name)
+
+
+def check_foreign(folder: Path, *, mark: str) -> None:
+    """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
+    held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    # A kill may leave the temporary file or folder that becomes the mark.
+    if mark not in held and (others := [name for name in held if not name.startswith(f".{mark}.")]):
+        raise ValueError(
+            f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
+            "another out, or move them elsewhere"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be written into `folder`, or into the one that it would be made in."""
+    existing = folder.absolute()
+    try:
+        while not _is_there(existing):
+            existing = existing.parent
+        if existing.is_file() and existing == folder.absolute():
+            raise ValueError(f"{folder} exists and is no folder; choose another")
+        if existing.is_file():
+            raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
+        # Without a name, so that nothing is to be seen. Permissions alone do not tell of a disk that takes no files.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{existing} cannot be written to ({error.strerror})"
+        raise ValueError(f"{why}; choose another folder than {folder}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step: a kill leaves the old one, and a temporary file that the next call replaces."""
+    temporary = path.with_name(f".{path.name}.saving")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name, if only a link to nothing; raises OSError for a name that nothing can have."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

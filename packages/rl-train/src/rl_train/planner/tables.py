@@ -1,0 +1,56 @@
+"""The tables of `rl-train plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from rich.table import Table
+
+from rl_train.planner.plan import GIB, Memory, Planned, dims_text
+
+# Where a heading is broken, so that a terminal of 80 columns shows every word and number whole.
+HEADINGS = {
+    "optimizer": "opti-\nmizer",
+    "gradients": "gradi-\nents",
+    "gathered": "gath-\nered",
+    "activations": "activa-\ntions",
+}
+
+
+def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
+    """What each model needs on a rank of each stage, the peak of all, and with a limit in bytes what fits.
+
+    Args:
+        planned: the grid that was asked for.
+        limit: of a device; None: unknown.
+        fits: the grids of the fewest ranks that fit the limit.
+    """
+    columns = [entry.name for entry in fields(Memory)]
+    title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
+    table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    table.add_column("stage", justify="right")
+    for name in (*columns, "total"):
+        table.add_column(HEADINGS.get(name, name), justify="right", overflow="fold")
+    for model, stages in planned.models.items():
+        for number, memory in enumerate(stages):
+            cells = [getattr(memory, name) for name in columns]
+            table.add_row(model, str(number), *(f"{cell / GIB:.2f}" for cell in (*cells, memory.total)))
+    yield table
+    how = "each on the host while another works" if planned.offload else "all on the same devices"
+    yield f"peak: {planned.peak / GIB:.2f} GiB, {how}"
+    if limit is None:
+        return
+    verdict = "fits" if planned.peak <= limit else "does not fit"
+    yield f"{dims_text(planned.options.dims)} {verdict} {limit / GIB:.2f} GiB"
+    if not fits:
+        yield "no grid that was tried fits"
+        return
+    yield f"the fewest ranks on which it fits: {fits[0].options.dims.world_size}"
+    found = Table(box=None, pad_edge=False)
+    found.add_column("dims")
+    found.add_column("peak GiB", justify="right")
+    for entry in fits:
+        found.add_row(dims_text(entry.options.dims), f"{entry.peak / GIB:.2f}")
+    yield found

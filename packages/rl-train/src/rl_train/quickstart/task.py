@@ -1,0 +1,92 @@
+"""The task of the quickstart, its tokenizer, and the checkpoint that it starts from.
+
+The task: go on with the alphabet. The prompt is one letter; every letter of the response that follows its
+predecessor (z is followed by a) earns an equal part of a reward of 1. An untrained model earns about 1/26.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LETTERS = string.ascii_lowercase
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
+VOCABULARY = (*SPECIALS, *LETTERS)
+RESPONSE_LENGTH = 8
+_FIRST_LETTER = len(SPECIALS)
+
+# A Llama of 2 layers; 4 query heads share 2 key-value heads, so that tp 2 divides both.
+MODEL = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": VOCABULARY.index("<pad>"),
+    "bos_token_id": VOCABULARY.index("<s>"),
+    "eos_token_id": VOCABULARY.index("</s>"),
+    "tie_word_embeddings": False,
+}
+
+
+def make_checkpoint(path: Path, seed: int) -> None:
+    """Save a Llama with random weights, and a tokenizer with one token a letter, as transformers does."""
+    # Seconds to import: only this function and the final check need transformers.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rl_models.engines.transformers.hub import save_model
+
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**MODEL))
+    torch.set_rng_state(state)
+    save_model(model, path)
+    _save_tokenizer(path)
+
+
+def _save_tokenizer(path: Path) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
+    )
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def make_prompts(count: int, generator: random.Random) -> list[list[int]]:
+    """Prompts of one random letter, behind the beginning-of-text token."""
+    first, last = _FIRST_LETTER, len(VOCABULARY) - 1
+    return [[VOCABULARY.index("<s>"), generator.randint(first, last)] for _ in range(count)]
+
+
+def correct(previous: Tensor, token: Tensor) -> Tensor:
+    """Whether each token is the letter that follows the one before it; [n] ids each -> [n] bool."""
+    letter = previous - _FIRST_LETTER
+    successor = (letter + 1) % len(LETTERS) + _FIRST_LETTER
+    return (letter >= 0) & (token == successor)
+
+
+def show(tokens: Sequence[int] | Tensor) -> str:
+    """Token ids as text; special tokens other than the first are visible."""
+    return "".join(VOCABULARY[int(token)] for token in tokens if int(token) != VOCABULARY.index("<s>"))

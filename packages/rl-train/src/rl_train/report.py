@@ -1,0 +1,139 @@
+"""What a run tells: metrics as JSON lines, TensorBoard's events, and progress on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rl_train.data.prompts import parse_json
+from rl_train.planner.preflight import replace_text
+
+
+class Metrics:
+    """`metrics.jsonl` and, on request, TensorBoard's events in one folder.
+
+    A line is `{"step": n, name: number, ...}`. Made again for a run that is resumed, it drops the lines of steps that
+    will run again.
+
+    Attributes:
+        path: of the lines.
+        last: the metrics of the last step before; empty where there is none.
+    """
+
+    def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.last = self._keep(done)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+        self._board: Any = None
+        if tensorboard:
+            self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def _keep(self, done: int) -> dict[str, float]:
+        """Drop the lines of later steps; returns the last one that is left."""
+        kept = [record for record in read_metrics(self.path) if record["step"] <= done]
+        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line, on the disk when this returns."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a `metrics.jsonl`, of which a run that has not begun has none.
+
+    Raises:
+        ValueError: a line is not of a run; names the file and the line.
+    """
+    if not path.is_file():
+        return []
+    # A line that a kill has cut short, the last one, is of a step after the last checkpoint.
+    *whole, _ = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            record = parse_json(line)
+        except ValueError:
+            record = None
+        if not (isinstance(record, dict) and type(record.get("step")) is int):
+            raise ValueError(f"{path}, line {number}: not the metrics of a step; remove it, or choose another out")
+        found.append(record)
+    return found
+
+
+def summary_writer() -> Any:
+    """The class that writes TensorBoard's events, which only the extra `rl-train[tensorboard]` brings.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs TensorBoard; pip install 'rl-train[tensorboard]'") from None
+    return SummaryWriter
+
+
+class Display:
+    """Progress on standard error: a bar on a terminal, else a line for every tenth of the run."""
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.console, self.steps = console or Console(stderr=True), steps
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]:.3f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, reward=0.0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """A message, or the metrics of a step."""
+        if "message" in event:
+            self.console.print(event["message"], highlight=False, soft_wrap=True)
+            return
+        done, reward = int(event["step"]), float(event["reward"])
+        self._bar.update(self._task, completed=done, reward=reward)
+        if not self.console.is_terminal and (done % max(1, self.steps // 10) == 0 or done == self.steps):
+            text = f"step {done}/{self.steps}  reward {reward:.3f}  response length {event['response_length']:.1f}"
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def plan_table(values: Mapping[str, Any], title: str) -> Table:
+    """Names and values in two columns."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        table.add_row(name, "" if value is None else str(value))
+    return table

@@ -1,0 +1,190 @@
+"""`rl-train score`: log-probability, entropy and value of every token of the user's own data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_layers import ParallelDims
+from rl_models.batch import Batch
+from rl_models.engines import EngineOptions, Role
+from rl_models.workers.actor import Actor
+from rl_models.workers.critic import Critic
+from rl_models.workers.whole_batches import WholeBatches
+from rl_models.workers.worker import Worker
+from rl_train.cluster.launch import Devices, prepare, run_on_ranks
+from rl_train.cluster.slow_imports import slow_imports
+from rl_train.data.prompts import parse_json
+from rl_train.planner.preflight import check_native_model
+
+# Sequences are sent to the ranks and come back in groups of about so many tokens.
+_TOKENS_PER_GROUP = 65536
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What to score with.
+
+    Attributes:
+        model: checkpoint folder of a causal language model.
+        critic: of a value model; None: no values.
+        dims: the grid.
+        temperature: the logits are divided by it.
+        max_tokens: the most tokens of one forward pass.
+        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
+        tp_invariant: the same bits at every tp and in every batch; see `Actor.from_pretrained`.
+        deterministic: the same bits at every run on the same grid; likewise.
+        dtype: of the weights; None: as stored.
+    """
+
+    model: Path
+    critic: Path | None = None
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    temperature: float = 1.0
+    max_tokens: int = 16384
+    device: str | None = None
+    tp_invariant: bool = False
+    deterministic: bool = False
+    dtype: torch.dtype | None = None
+
+
+def score(
+    options: ScoreOptions, sequences: Sequence[Sequence[int]], on_record: Callable[[dict[str, Any]], None]
+) -> None:
+    """Score sequences of token ids; `on_record` gets one record for each, in order.
+
+    A record has `index` (of the sequence), `tokens`, `log_probs` and `entropy`, with a critic `values`: lists of equal
+    length, each number belonging to the token at its place, 0 for the first token, which follows nothing.
+
+    Raises:
+        RankFailed: a rank failed.
+        ValueError: there are fewer devices than ranks, or a model does not fit the grid.
+    """
+    devices = Devices.find(options.device)
+    engine = EngineOptions(dtype=options.dtype, tp_invariant=options.tp_invariant, deterministic=options.deterministic)
+    models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
+    for path, role in models:
+        if path is not None:
+            check_native_model(path, role, options.dims, engine, options.max_tokens)
+
+    prepare(__name__, *slow_imports(options.dims))
+
+    def on_event(event: tuple[int, dict[str, list[list[float]]]]) -> None:
+        start, columns = event
+        for offset, row in enumerate(zip(*columns.values(), strict=True)):
+            index = start + offset
+            on_record({"index": index, "tokens": list(sequences[index]), **dict(zip(columns, row, strict=True))})
+
+    groups = list(_groups(sequences))
+    ranks = options.dims.world_size
+    run_on_ranks(_score_on_rank, ranks, options, groups, devices=devices, on_event=on_event)
+
+
+@contextmanager
+def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
+    """Open the file of a result: a file appears when it is complete, a pipe or a device is written as the scores come.
+
+    Args:
+        out: The file.
+        *inputs: The data and the folders of models, which hold no result.
+
+    Raises:
+        ValueError: `out` cannot be written, is among the inputs, or is a file that no `score` has written.
+    """
+    temporary = out.with_name(f".{out.name}.saving")
+    try:
+        in_place = _check_result(out, inputs)
+        unnamed = None if in_place else _unnamed_file(out.absolute().parent)
+        file = unnamed or open(out if in_place else temporary, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}); choose another file") from None
+    try:
+        with file:
+            yield file
+            file.flush()
+            if unnamed is not None:
+                temporary.unlink(missing_ok=True)
+                # With a descriptor os.link follows the link in /proc to the file that has no name.
+                os.link(f"/proc/self/fd/{unnamed.fileno()}", temporary, src_dir_fd=unnamed.fileno())
+        if not in_place:
+            os.replace(temporary, out)
+    finally:
+        if not in_place:
+            temporary.unlink(missing_ok=True)
+
+
+def _unnamed_file(folder: Path) -> IO[str] | None:
+    """Open a file without a name, of which a kill leaves nothing; None where the file system has none (Linux has)."""
+    try:
+        return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "w", encoding="utf-8")
+    except (AttributeError, OSError):
+        return None
+
+
+def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
+    """Raise ValueError for a wrong `out`; return whether it is there and no file, such as a pipe."""
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} must be a file in a folder that exists")
+    for given in inputs:
+        if out.resolve().is_relative_to(given.resolve()):
+            raise ValueError(f"--out {out} is in {given}, which is read; choose another file")
+    if not out.is_file():
+        return out.exists()
+    with open(out, "rb") as file:
+        first = file.readline()
+    try:
+        known = not first or parse_json(first).keys() >= {"index", "tokens", "log_probs"}
+    except (ValueError, AttributeError):
+        known = False
+    if not known:
+        raise ValueError(f"--out {out} exists and is no result of score; choose another file, or remove it")
+    return False
+
+
+def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
+    group: list[list[int]] = []
+    tokens = 0
+    for sequence in sequences:
+        group.append(list(sequence))
+        tokens += len(sequence)
+        if tokens >= _TOKENS_PER_GROUP:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: list[list[list[int]]]) -> None:
+    device = Devices.find(options.device).current
+
+    def load(kind: type[Worker], path: Path) -> WholeBatches:
+        return WholeBatches(
+            kind.from_pretrained(
+                path,
+                dims=options.dims,
+                device=device,
+                max_tokens_per_micro_batch=options.max_tokens,
+                tp_invariant=options.tp_invariant,
+                deterministic=options.deterministic,
+                dtype=options.dtype,
+            )
+        )
+
+    actor = load(Actor, options.model)
+    critic = None if options.critic is None else load(Critic, options.critic)
+    start = 0
+    for group in groups:
+        batch = Batch.from_sequences(group)
+        columns = actor.log_probs(batch, temperature=options.temperature)._asdict()
+        if critic is not None:
+            columns["values"] = critic.values(batch)
+        if dist.get_rank() == 0:
+            send((start, {name: [part.tolist() for part in batch.split(c)] for name, c in columns.items()}))
+        start += len(group)

@@ -1,0 +1,79 @@
+"""Placement on two nodes of a real Ray cluster; its GPUs are counted by Ray alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_layers import ParallelDims
+from rl_models import Actor
+from rl_train import Placement, RayModelGroup, Resources
+from rl_train.cluster.ranks import Ranks, Stand
+
+CPU = {"device": "cpu", "timeout": 20.0}
+
+
+def nothing_is_leased() -> bool:
+    """Whether Ray soon has all CPUs and GPUs back; it takes them back a moment after a placement has been removed."""
+    import ray
+
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        if all(free.get(name) == total[name] for name in ("CPU", "GPU")):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "nodes"), [("PACK", 3, 1), ("STRICT_PACK", 3, 1), ("SPREAD", 2, 2), ("PACK", 5, 2)]
+)
+def test_strategies(ray_cluster: Any, strategy: str, devices: int, nodes: int) -> None:
+    with Placement(devices, Resources(strategy=strategy, **CPU)) as placement:
+        assert len(set(placement.wait())) == nodes
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("STRICT_PACK", 5), ("STRICT_SPREAD", 3), ("PACK", 9)])
+def test_no_room_is_an_error(ray_cluster: Any, strategy: str, devices: int) -> None:
+    with pytest.raises(ValueError, match=rf"{devices} x {{'CPU': 1.0}} with strategy {strategy} found no room.*4 CPU"):
+        Placement(devices, Resources(device="cpu", strategy=strategy, timeout=0.5))
+    assert nothing_is_leased()
+
+
+def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
+    with Placement(4, Resources(strategy="SPREAD", timeout=60.0)) as placement:
+        assert placement.accelerator == "GPU"
+        taken = [placement.take(count, fraction, tp=2) for count, fraction in ((4, 0.5), (2, 0.5))]
+        # Both pairs of neighbours are on one node each, and the second group is where the first one is.
+        nodes = placement.wait()
+        assert [nodes[bundle] for bundle in taken[0]][::2] == [nodes[bundle] for bundle in taken[0]][1::2]
+        assert taken[1] == taken[0][:2]
+        assert placement.take(2, 0.5, tp=2) == taken[0][2:]
+        with pytest.raises(ValueError, match=r"1 ranks need 0.25 of a device each.* have 0, 0, 0, 0 left"):
+            placement.take(1, 0.25, tp=1)
+        placement.give_back(taken[1], 0.5)
+        with pytest.raises(ValueError, match=r"fraction=1.5 must lie in \(0, 1\]"):
+            placement.share(1.5)
+
+        groups = [Ranks(f"group {n}", Stand(placement, bundles, 0.5, 2), 60.0) for n, bundles in enumerate(taken)]
+        try:
+            seats = [[(seat.node, seat.device) for seat in group.seats] for group in groups]
+        finally:
+            for group in groups:
+                group.end()
+        assert [seat[1] for seat in seats[0]] == ["0", "1", "0", "1"]
+        assert [seat[0] for seat in seats[0]][::2] == [seat[0] for seat in seats[0]][1::2]
+        assert seats[1] == seats[0][:2]
+
+
+def test_a_device_that_torch_can_not_use_is_named(ray_cluster: Any, checkpoint: Path) -> None:
+    if torch.accelerator.device_count():
+        pytest.skip("there is a device here")
+    with pytest.raises(ValueError, match=r"Ray gave this rank a GPU, but torch .* finds none that it can use"):
+        RayModelGroup(Actor, ParallelDims(), checkpoint, resources=Resources(device="cuda"))
+    assert nothing_is_leased()

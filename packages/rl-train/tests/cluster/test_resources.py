@@ -1,0 +1,107 @@
+"""What needs no cluster: resources, the order of ranks, their environment, and a missing Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_layers import ParallelDims
+from rl_models import Actor
+from rl_train import RayModelGroup, Resources
+from rl_train.cluster.host import Seat, interface_of
+from rl_train.cluster.placement import rank_order
+from rl_train.cluster.ranks import rank_environments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu' is not one of cuda, xpu, npu, hpu, cpu, or None"),
+        ({"strategy": "TIGHT"}, "strategy='TIGHT' is not one of PACK, STRICT_PACK, SPREAD, STRICT_SPREAD"),
+        ({"cpus": 0}, "cpus=0 must be greater than 0"),
+        ({"extra": {"rack": -1.0}}, "rack=-1.0 must be greater than 0"),
+    ],
+)
+def test_a_mistake_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Resources(**options)
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "accelerator", "bundle"),
+    [
+        (None, {"CPU": 8.0}, "CPU", {"CPU": 2.0}),
+        (None, {"CPU": 8.0, "GPU": 4.0}, "GPU", {"CPU": 2.0, "GPU": 1.0}),
+        (None, {"CPU": 8.0, "GPU": 0.0, "NPU": 4.0}, "NPU", {"CPU": 2.0, "NPU": 1.0}),
+        ("cpu", {"CPU": 8.0, "GPU": 4.0}, "CPU", {"CPU": 2.0}),
+        ("xpu", {"CPU": 8.0}, "GPU", {"CPU": 2.0, "GPU": 1.0}),
+    ],
+)
+def test_one_resolver_for_all_devices(
+    device: str | None, cluster: dict[str, float], accelerator: str, bundle: dict[str, float]
+) -> None:
+    resources = Resources(device=device, cpus=2, extra={"rack": 0.5})
+    assert resources.accelerator(cluster) == accelerator
+    assert resources.bundle(accelerator) == {**bundle, "rack": 0.5}
+
+
+def test_ranks_are_sorted_by_node_and_device() -> None:
+    seats = [("b", "1"), ("a", "10"), ("b", "0"), ("a", "9")]
+    assert [seats[i] for i in rank_order(seats, tp=2)] == [("a", "9"), ("a", "10"), ("b", "0"), ("b", "1")]
+    # A node with one device between the others would tear their pairs apart.
+    seats = [("a", ""), ("b", ""), ("b", ""), ("c", ""), ("c", ""), ("d", "")]
+    assert [seats[i][0] for i in rank_order(seats, tp=2)] == ["b", "b", "c", "c", "a", "d"]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=5), st.sampled_from([1, 2, 4]), st.randoms())
+def test_no_tp_group_is_torn_that_fits_a_node(sizes: list[int], tp: int, random: Any) -> None:
+    seats = [(f"node{n}", str(device)) for n, size in enumerate(sizes) for device in range(size)]
+    random.shuffle(seats)
+    order = rank_order(seats, tp)
+    assert sorted(order) == list(range(len(seats)))
+    nodes = [seats[i][0] for i in order]
+    whole = sum(len(set(nodes[first : first + tp])) == 1 for first in range(0, len(nodes) - tp + 1, tp))
+    # Nodes of whole tp groups come first and lose none; of the others, the largest loses none.
+    certain = sum(size // tp for size in sizes if size % tp == 0)
+    certain += max((size // tp for size in sizes if size % tp), default=0)
+    assert whole >= certain
+
+
+def test_the_environment_is_torchruns() -> None:
+    seats = [Seat(node, f"10.0.0.{i}", "", 5000 + i, i) for i, node in enumerate("aab")]
+    found = rank_environments(seats)
+    assert [(env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) for env in found] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+        ("2", "0", "1"),
+    ]
+    assert {(env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) for env in found} == {("3", "10.0.0.0", "5000")}
+
+
+def test_the_interface_of_an_address() -> None:
+    if sys.platform == "linux":
+        assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.255") is None
+    assert interface_of("::1") is None
+
+
+def test_the_host_of_a_rank_is_imported_without_torch() -> None:
+    pytest.importorskip("ray")
+    code = (
+        "import os, sys; from rl_train.cluster.host import RankHost, Rendezvous; host = RankHost('CPU'); "
+        "host.prepare({'RANK': '1'}, Rendezvous(1, 2, 'a', 1, 1.0)); "
+        "print('torch' in sys.modules, os.environ['RANK'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "False 1 ''\n"
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"):
+        RayModelGroup(Actor, ParallelDims(), "checkpoint")

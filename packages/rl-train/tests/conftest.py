@@ -1,0 +1,66 @@
+"""The pools of ranks that all tests of this package share, and a hypothesis profile without deadlines."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool, shared_pool
+from rl_train.cluster.launch import prepare
+from rl_train.cluster.slow_imports import slow_imports
+from rl_train.quickstart.task import make_checkpoint
+
+settings.register_profile("shared-machine", deadline=None, max_examples=50)
+settings.load_profile("shared-machine")
+
+
+EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2), saves=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_command_ranks() -> None:
+    """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
+    prepare("rl_train.score", "rl_train.loop.run", "rl_models.engines.transformers.engine", *EVERYTHING)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
+    for name in EVERYTHING:
+        importlib.import_module(name)
+    return shared_pool()
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[RankPool]:
+    """Two ranks with a CUDA device each; for tests marked `gpu(2)`."""
+    with RankPool(2, backend="nccl") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "letters"
+    make_checkpoint(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A letter a line."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcdefghijkl"))
+    return path
+
+
+@pytest.fixture
+def folder_of_rewards(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs in the folder that has the module `rewards`, as a user would."""
+    folder = Path(__file__).parent
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder

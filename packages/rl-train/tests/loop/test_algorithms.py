@@ -1,0 +1,118 @@
+"""Each row of the table against its definition, computed by hand."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_models import Batch, losses
+from rl_train.loop.algorithms import ALGORITHMS, policy_loss, value_loss
+from rl_train.options.derived import loss_rules
+from rl_train.options.options import TrainOptions
+
+SCORES = torch.tensor([1.0, 0.0, 0.0, 3.0])
+GROUPS = torch.tensor([0, 0, 1, 1])
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (4, 3, 5, 4)
+    names = ("old_log_probs", "reference_log_probs", "old_values")
+    fields = {name: [torch.randn(length, generator=generator) for length in lengths] for name in names}
+    rows = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    return Batch.from_sequences(rows, response_lengths=[2, 1, 3, 2], **fields)
+
+
+def options(algorithm: str, **more: Any) -> TrainOptions:
+    return TrainOptions(model=Path("m"), prompts=Path("p"), reward="r:f", algorithm=algorithm, **more)
+
+
+def estimate(algorithm: str, **more: Any) -> tuple[Batch, dict[str, torch.Tensor]]:
+    batch = make_batch()
+    return batch, dict(ALGORITHMS[algorithm].estimate(batch, SCORES, GROUPS, loss_rules(options(algorithm, **more))))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dapo"])
+def test_group_relative_advantages(algorithm: str) -> None:
+    batch, found = estimate(algorithm, kl_coefficient=0.5)
+    expected = torch.tensor([0.5, -0.5, -1.5, 1.5]) / torch.tensor([0.5, 0.5, 4.5, 4.5]).sqrt()
+    for part, mask, value in zip(batch.split(found["advantages"]), batch.split("mask"), expected, strict=True):
+        torch.testing.assert_close(part, torch.where(mask, value, 0.0), rtol=1e-5, atol=0)
+
+
+def test_leave_one_out_counts_the_penalty() -> None:
+    batch, found = estimate("rloo", kl_coefficient=0.5)
+    penalty = batch.sum_by_sequence(batch["old_log_probs"] - batch["reference_log_probs"])
+    totals = SCORES - 0.5 * penalty
+    expected = totals - totals[[1, 0, 3, 2]]
+    for part, mask, value in zip(batch.split(found["advantages"]), batch.split("mask"), expected, strict=True):
+        torch.testing.assert_close(part[mask], value.expand(int(mask.sum())))
+
+
+@pytest.mark.parametrize(("algorithm", "baseline"), [("ppo", True), ("reinforce++", False)])
+def test_advantages_over_time_are_whitened(algorithm: str, baseline: bool) -> None:
+    batch, found = estimate(algorithm, kl_coefficient=0.5)
+    expected = []
+    for number in range(4):
+        (log_probs, reference, values, mask) = (
+            batch.split(name)[number] for name in ("old_log_probs", "reference_log_probs", "old_values", "mask")
+        )
+        rewards = -0.5 * (log_probs - reference)[mask]
+        rewards[-1] += SCORES[number]
+        # With gamma and lambda 1 the advantage is what is still to come, less the value.
+        expected.append(rewards.flip(0).cumsum(0).flip(0) - (values[mask] if baseline else 0))
+    flat = torch.cat(expected)
+    white = (flat - flat.mean()) / flat.std(correction=0)
+    torch.testing.assert_close(found["advantages"][batch.mask], white, rtol=1e-4, atol=1e-5)
+    assert ("returns" in found) == baseline
+
+
+def test_what_the_rows_say_of_the_loss() -> None:
+    batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16))
+    log_probs = batch["old_log_probs"] + 0.3
+    entropy = torch.rand(16)
+    for name, row in ALGORITHMS.items():
+        of = options(name, kl_coefficient=0.5, entropy_coefficient=0.1)
+        terms = partial(policy_loss, loss_rules(of))(log_probs, entropy, batch)
+        surrogate = losses.ppo_clip(
+            log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
+        )
+        if name == "gspo":
+            surrogate = losses.gspo_clip(
+                log_probs, batch["old_log_probs"], batch["advantages"], batch.mask, batch.lengths
+            )
+        expected = surrogate.loss - 0.1 * entropy
+        if row.kl == "loss":
+            expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
+        torch.testing.assert_close(terms.loss, expected)
+    assert [name for name, row in ALGORITHMS.items() if row.critic] == ["ppo"]
+    assert [name for name, row in ALGORITHMS.items() if row.dynamic_sampling] == ["dapo"]
+    assert {name for name, row in ALGORITHMS.items() if row.aggregation == "sequence-mean"} == {"grpo", "gspo"}
+
+
+def test_what_the_options_add_to_the_loss() -> None:
+    batch = make_batch().with_fields(
+        advantages=torch.linspace(-1, 1, 16), log_probs=make_batch()["old_log_probs"] - 0.5
+    )
+    log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
+    kl = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
+    of = options("dapo", dual_clip=3.0, importance_cap=1.5, aggregation="sequence-mean", **kl)
+    rules = loss_rules(of)
+    found = policy_loss(rules, log_probs, torch.zeros(16), batch).loss
+    ratio, advantages = math.exp(1.5), batch["advantages"]
+    # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one; and e^0.5 is above the cap of 1.5.
+    surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
+    penalty = 0.5 * (log_probs - batch["reference_log_probs"]).square()
+    torch.testing.assert_close(found, 1.5 * surrogate + 0.5 * penalty)
+    assert rules.aggregation == "sequence-mean"
+    values = batch.with_fields(returns=old + 10)
+    for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
+        found = value_loss(loss_rules(options("ppo", value_clip=clip)), batch["old_values"] - 1, values).loss
+        error = batch["old_values"] - values["returns"]
+        expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,214 @@
+"""The loop in this process, on one rank, with rewards that the test decides."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from rl_models import Actor
+from rl_models.workers.whole_batches import WholeBatches
+from rl_train.data.prompts import read_prompts
+from rl_train.loop import loop as module
+from rl_train.loop.folder import check_folder, newest_step, write_options
+from rl_train.loop.loop import Loop, mini_batches
+from rl_train.loop.models import Models
+from rl_train.options.options import TrainOptions
+
+Run = Callable[..., Loop]
+
+
+@pytest.fixture
+def run(model: Path, prompts: Path, tmp_path: Path) -> Run:
+    def make(reward: Any, **options: Any) -> Loop:
+        small: dict[str, Any] = {"prompts_per_step": 2, "max_new_tokens": 4, "out": tmp_path / "run", "keep": 9}
+        resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **small | options)
+        check_folder(resolved)
+        write_options(resolved)
+        rows = read_prompts(prompts, model, 99)
+        models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
+        return Loop(resolved, rows, [], (), models, reward, lambda make: make(), True, lambda event: None)
+
+    return make
+
+
+def alternating(calls: int) -> Callable[[str, str, Any], float]:
+    """Scores that differ for so many calls, and are the same from then on."""
+    left = iter(range(calls))
+    return lambda prompt, response, row: next(left, 0) % 2
+
+
+def steps(out: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([0.0, 0.0, 1.0, 0.0])  # the first prompt's are all wrong, and differ in length
+    loop = run(lambda *_: next(scores), algorithm="dapo", samples=2, overlong_buffer=4)
+    monkeypatch.setattr(module, "_MOST_BATCHES", 1)
+    generate = loop.models.actor.generate
+
+    def ragged(*args: Any, **options: Any) -> Any:
+        batch = generate(*args, **options)
+        rows = [row[: len(row) - cut] for row, cut in zip(batch.split(), (0, 2, 0, 2), strict=True)]
+        return type(batch).from_sequences(rows, response_lengths=[4, 2, 4, 2])
+
+    monkeypatch.setattr(loop.models.actor, "generate", ragged, raising=False)
+    found, values = loop._collect()
+    assert len(found.batch) == 2
+    assert found.scores.tolist() == [0.0, -0.5]
+    assert found.groups.tolist() == [0, 0]
+    # What is logged is of all that was drawn, what was kept has names of its own.
+    assert (values["responses"], values["responses_kept"]) == (4, 2)
+    assert (values["reward"], values["reward_kept"]) == ((-1 - 0.5 + 0 - 0.5) / 4, -0.25)
+    assert values["response_length"] == 3
+    assert values["equal_rewards"] == 0
+
+
+def test_a_step_counts_the_tokens_that_dynamic_sampling_discards(run: Run) -> None:
+    scores = iter([1.0, 1.0, 0.0, 1.0] * 2)  # of two prompts one is kept, so a second batch, of one prompt, is drawn
+    loop = run(lambda *_: next(scores), algorithm="dapo", samples=2, stop_ids="")
+    values = loop._step(1)
+    assert (values["responses"], values["responses_kept"]) == (8, 4)
+    assert values["tokens"] == 8 * (2 + 4), "of two tokens a prompt and four a response"
+    assert values["tokens_per_second"] == values["tokens"] / values["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("grpo", "step 1: the responses to each prompt have equal rewards (their mean is 0.5)"),
+        ("reinforce++", "step 1: all rewards are equal (their mean is 1)"),
+    ],
+)
+def test_steps_whose_rewards_are_all_equal_are_said_once(run: Run, algorithm: str, said: str) -> None:
+    # Of the first prompt right, of the second wrong; in the third step all differ, in the fourth they are equal again.
+    scores = iter([1, 1, 0, 0] * 2 + [0, 1, 0, 1] + [1] * 4 if algorithm == "grpo" else [1] * 4 + [0, 1] + [1] * 2)
+    loop = run(lambda *_: next(scores), algorithm=algorithm, samples=2 if algorithm == "grpo" else 1, steps=4)
+    events: list[Any] = []
+    loop.tell = events.append
+    loop.run()
+    messages = [event["message"] for event in events if "message" in event]
+    assert [message.split(":")[0] for message in messages] == ["step 1", "step 4"]
+    assert messages[0].startswith(said)
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(3, [2]), (1, [1, 2]), (0, [])])
+def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
+    run: Run, save_every: int, saved: list[int]
+) -> None:
+    loop = run(alternating(8), algorithm="dapo", samples=2, steps=9, save_every=save_every)
+    with pytest.raises(ValueError, match=r"step 3: all responses .* learned in 2 steps is saved in .*run/actor$"):
+        loop.run()
+    out = loop.options.out
+    assert ckpt.saved_steps(out / "training" / "actor") == saved
+    learned, result = loop.models.actor.worker, Actor.from_pretrained(out / "actor", device="cpu")
+    for one, other in zip(learned.engine.module.parameters(), result.engine.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert steps(out) == [1, 2]
+    if saved:
+        again = run(alternating(4), algorithm="dapo", samples=2, steps=3, save_every=save_every)
+        again.run()
+        assert steps(out) == [1, 2, 3], "from the prompts after those of step 2"
+        assert again._position == 6
+
+
+def test_a_first_step_with_nothing_to_learn_saves_nothing(run: Run) -> None:
+    loop = run(alternating(0), algorithm="dapo", samples=2)
+    with pytest.raises(ValueError, match="there is nothing for dapo to learn; look at the reward"):
+        loop.run()
+    assert not (loop.options.out / "actor").exists()
+    assert not (loop.options.out / "training").exists()
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_the_same_command_again_starts_anew_or_says_the_last_metrics(run: Run, save_every: int) -> None:
+    options: dict[str, Any] = {"algorithm": "reinforce++", "steps": 2, "save_every": save_every}
+    first = run(alternating(99), **options).run()
+    again = run(alternating(99), **options)
+    found = again.run()
+    assert steps(again.options.out) == [1, 2]
+    assert found["reward"] == first["reward"]
+    assert (found == first) == bool(save_every), "the seconds tell whether the steps ran again"
+
+
+def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:
+    run(alternating(99), algorithm="reinforce++", steps=4, save_every=1).run()
+    root = run(alternating(99), algorithm="reinforce++", steps=4).options.out / "training" / "actor"
+    (root / "latest").write_text("step-00000002\n")
+    again = run(alternating(99), algorithm="reinforce++", steps=3, save_every=1)
+    events: list[Any] = []
+    again.tell = events.append
+    again.run()
+    assert events[0] == {"message": f"going on after step 2 of {root.parent}"}
+    assert steps(again.options.out) == [1, 2, 3]
+    assert newest_step(root.parent, ["actor"]) == 3
+    assert newest_step(root.parent, ["actor", "critic"]) == 0
+    (root / "latest").write_bytes(b"step-00000009")
+    with pytest.raises(ValueError, match="latest names 'step-00000009', which is no checkpoint"):
+        newest_step(root.parent, ["actor"])
+
+
+def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    seeded = random.Random
+    monkeypatch.setattr(random, "Random", lambda seed: made.append(seed) or seeded(seed))
+    loop = run(alternating(0), seed=77)
+    drawn = [index for _ in range(6) for index in loop._next(4)]
+    first, second = drawn[:12], drawn[12:]
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+    assert made == ["77/0", "77/1"]
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 40))
+def test_a_step_with_fewer_responses_has_as_many_mini_batches(data: st.DataObject, wanted: int, size: int) -> None:
+    size = min(size, wanted)
+    count = -(-wanted // size)
+    found = data.draw(st.integers(count, wanted))
+    parts = mini_batches(found, wanted, size)
+    assert len(parts) == count
+    assert [index for start, end in parts for index in range(start, end)] == list(range(found))
+    assert all(end - start <= size for start, end in parts)
+    whole = mini_batches(wanted, wanted, size)
+    assert [end - start for start, end in whole[:-1]] == [size] * (count - 1)
+
+
+class Saving:
+    """A model whose saves end at once, or, if it is slow, when they are waited for; it prunes as they end."""
+
+    def __init__(self, slow: bool, saved: Callable[[], None] = lambda: None) -> None:
+        self.slow, self.saved, self.kept = slow, saved, list[int]()
+        self._saving: tuple[int, int] | None = None
+
+    def save_training(self, path: Path, *, step: int, keep: int, **options: Any) -> None:
+        self.wait_for_save()
+        self._saving = step, keep
+        if not self.slow:
+            self.wait_for_save()
+
+    def wait_for_save(self) -> None:
+        if self._saving is not None:
+            step, keep = self._saving
+            self._saving, self.kept = None, [*self.kept, step][-keep:]
+            self.saved()
+
+
+def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> None:
+    loop, critic = run(alternating(0), algorithm="ppo", keep=1), Saving(slow=True)
+    common: list[set[int]] = []
+    actor = Saving(slow=False, saved=lambda: common.append(set(actor.kept) & set(critic.kept)))
+    loop.models = Models(actor, critic)
+    for step in range(1, 5):
+        loop._save(loop.options.out / "training", step)
+    assert common == [set(), {1}, {2}, {3}]

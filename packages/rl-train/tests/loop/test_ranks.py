@@ -1,0 +1,102 @@
+"""What the ranks of a run are started with, and what they ask for; seen without starting any."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_models.workers.worker import Worker
+from rl_train.cluster import launch
+from rl_train.cluster.launch import Devices
+from rl_train.loop import run
+from rl_train.loop.run import Plan
+from rl_train.options.options import TrainOptions
+from rl_train.quickstart.learn import Settings, learn
+from rl_train.score import ScoreOptions, _score_on_rank
+
+
+def planned(out: Path = Path("run"), **options: Any) -> Plan:
+    resolved = TrainOptions(model=Path("m"), prompts=Path("p"), reward="math:fsum", out=out, **options)
+    return Plan(resolved, [], [], (), None)
+
+
+class NoModelError(Exception):
+    """Instead of a model."""
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (_score_on_rank, (ScoreOptions(Path("m"), device="cpu"), [[[1]]])),
+        (learn, (Settings(Path("m"), Path("out"), 1, 10, 0, "cpu"),)),
+        (run._on_rank, (planned(device="cpu"),)),
+    ],
+    ids=["score", "quickstart", "train"],
+)
+def test_ranks_use_the_device_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, function: Any, argument: tuple[Any, ...]
+) -> None:
+    """On a machine with CUDA, where a model that is told of no device takes CUDA."""
+    devices: list[Any] = []
+
+    def from_pretrained(kind: Any, path: Path, *, device: Any = None, **options: Any) -> Any:
+        devices.append(device)
+        raise NoModelError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(Worker, "from_pretrained", classmethod(from_pretrained))
+    with pytest.raises(NoModelError):
+        function(lambda event: None, *argument)
+    assert devices == [torch.device("cpu")]
+
+
+def test_only_the_first_rank_imports_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(run, "load_reward", imported.append)
+    monkeypatch.setattr(run, "_models", lambda *_: (_ for _ in ()).throw(NoModelError))
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(NoModelError):
+            run._on_rank(lambda event: None, planned(device="cpu"))
+    assert imported == ["math:fsum"]
+
+
+def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(run, "run_on_ranks", lambda *_, **options: given.update(options))
+    run.train(planned(tmp_path, device="cpu", collective_timeout=7))
+    assert given["collective_timeout"] == 7
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    launch._join(launch._Setup(0, 1, Devices.find("cpu"), "store", 7, None))  # type: ignore[arg-type]
+    assert given["timeout"] == datetime.timedelta(seconds=7)
+
+
+def test_ray_groups_wait_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    class Placement:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> Placement:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def share(self, fraction: float) -> float:
+            return fraction
+
+    class Loop:
+        def run(self) -> dict[str, float]:
+            return {}
+
+    monkeypatch.setattr("rl_train.cluster.placement.Placement", Placement)
+    monkeypatch.setattr("rl_train.cluster.group.RayModelGroup", lambda *_, **o: given.update(o) or nullcontext())
+    monkeypatch.setattr(run, "_loop", lambda *_, **how: Loop())
+    run.train(planned(tmp_path, ray=True, collective_timeout=7))
+    assert given["collective_timeout"] == 7

@@ -1,0 +1,73 @@
+"""Models that take turns: one is on the device at a time, and every number is what it is without turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models.workers.worker import Worker
+from rl_train.loop.turns import Turns
+
+
+def held(worker: Worker) -> tuple[bool, bool]:
+    """Whether weights, and whether optimizer state, take memory on the device."""
+    weights = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.module.parameters())
+    state = sum(tensor.untyped_storage().nbytes() for tensor in worker._optimizer_state())
+    return weights > 0, state > 0
+
+
+def learn(actor: Actor, critic: Critic, reference: Actor) -> list[float]:
+    batch = actor.generate([[1, 4], [1, 5, 6]], max_new_tokens=4, n=2, seed=1)
+    fields = {"old_log_probs": actor.log_probs(batch).log_probs, "old_values": critic.values(batch)}
+    fields["advantages"] = reference.log_probs(batch).log_probs - fields["old_values"]
+    batch = batch.with_fields(**fields)
+
+    def policy_loss(log_probs: torch.Tensor, entropy: torch.Tensor, part: Batch) -> losses.LossTerms:
+        return losses.ppo_clip(log_probs, part["old_log_probs"], part["advantages"])
+
+    def value_loss(values: torch.Tensor, part: Batch) -> losses.LossTerms:
+        return losses.value_clip(values, part["old_values"], part["old_values"] + 1)
+
+    return [
+        number
+        for _ in range(2)
+        for worker, loss in ((actor, policy_loss), (critic, value_loss))
+        for number in (worker.update(batch, loss)["loss"], worker.update(batch, loss)["grad_norm"])
+    ]  # type: ignore[arg-type]
+
+
+def test_one_model_is_there_at_a_time_and_learns_the_same(model: Path) -> None:
+    options = OptimizerOptions(learning_rate=1e-2)
+    kinds = (Actor, Critic, Actor)
+    expected = learn(*(kind.from_pretrained(model, optimizer=options, device="cpu") for kind in kinds))  # type: ignore[arg-type]
+
+    turns = Turns()
+    workers = [kind.from_pretrained(model, optimizer=options, device="cpu") for kind in kinds]
+    actor, critic, reference = (turns.add(worker) for worker in workers)
+    assert [held(worker) for worker in workers] == [(False, False)] * 3
+    assert learn(actor, critic, reference) == expected
+    assert [held(worker) for worker in workers] == [(False, False), (True, True), (False, False)]
+    # The optimizer's state stays on the host until it is needed.
+    actor.generate([[1]], max_new_tokens=1)
+    assert [held(worker) for worker in workers] == [(True, False), (False, False), (False, False)]
+    assert actor.steps == workers[0].steps == 4
+
+
+def test_a_model_that_is_away_can_not_be_used(model: Path) -> None:
+    worker = Actor.from_pretrained(model, device="cpu")
+    Turns().add(worker)
+    with pytest.raises(RuntimeError, match="needs the weights, which are offloaded"):
+        worker.generate([[1]], max_new_tokens=1)
+
+
+@pytest.mark.gpu(1)
+def test_what_is_given_up_is_there_for_other_processes(model: Path) -> None:
+    worker = Actor.from_pretrained(model, device="cuda")
+    kept = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    del kept  # torch's allocator has it still
+    reserved = torch.cuda.memory_reserved()
+    worker.offload()
+    assert torch.cuda.memory_reserved() <= reserved - (1 << 28)

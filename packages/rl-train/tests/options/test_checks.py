@@ -1,0 +1,143 @@
+"""What a run refuses before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ckpt import layout_for, load_hf, save_hf
+from rl_train.cli import app
+from rl_train.loop.folder import check_folder, write_options
+from rl_train.loop.run import _end_of_text, plan
+from rl_train.options.options import TrainOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be a finite number"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 must not be negative"),
+        (
+            {"reference": Path("elsewhere")},
+            "reference=elsewhere is for the KL penalty, and kl_coefficient=0.0 has none",
+        ),
+        ({"virtual_stages": 2}, "needs pp > 1"),
+        ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
+        ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
+        ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
+        ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
+        ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
+        ({"model": Path("in-float16")}, "in-float16 is stored in float16, in which only backend=megatron learns"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(
+    model: Path,
+    prompts: Path,
+    folder_of_rewards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(model, "with-a-broken-end")
+    Path("with-a-broken-end/generation_config.json").write_text("{")
+    layout = layout_for(model)
+    save_hf("in-float16", load_hf(model, layout), layout, dtype=torch.float16, copy_from=model)
+    given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
+    with pytest.raises(ValueError, match=message):
+        plan(TrainOptions(**given | options))
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize(
+    ("option", "module", "message"),
+    [
+        ("ray", "ray", r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"),
+        ("tensorboard", "torch.utils.tensorboard", r"needs TensorBoard; pip install 'rl-train\[tensorboard\]'"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, module: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: True}))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("model", "actor"), ("critic", "critic"), ("reference", "training/actor/step-00000002")]
+)
+def test_what_a_run_reads_is_not_written_over(
+    model: Path, prompts: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(model, out / place)
+    (tmp_path / "link").symlink_to(out)
+    given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "out": out}
+    given |= {"algorithm": "ppo", "kl_coefficient": 0.1, name: tmp_path / "link" / place}
+    replaced = out / Path(place).parts[0]
+    with pytest.raises(ValueError, match=f"{name}=.*{place} is in {replaced}, which the results of this run replace"):
+        check_folder(TrainOptions(**given))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("options.json", b"5", "options.json is not of a run of rl-train train; remove it, or choose another out"),
+        ("options.json", b'{"steps": 3}', "options.json is not of a run of rl-train train"),
+        ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not the metrics of a step; remove it"),
+        ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not the metrics of a step"),
+        ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not the metrics of a step"),
+        ("metrics.jsonl", b'{"step": 1}\n\xff\n', "metrics.jsonl, line 2: not the metrics of a step"),
+    ],
+)
+def test_files_that_are_not_of_a_run_are_named_and_kept(
+    model: Path, prompts: Path, tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    options = TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=tmp_path / "run")
+    write_options(options)
+    (options.out / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    check_folder(options)
+    (options.out / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        check_folder(options)
+    assert (options.out / name).read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "generation_config.json must hold an object, got list; mend it, or give stop_ids"),
+        ('{"eos_token_id": "2"}', r"generation_config.json: eos_token_id must be ids of tokens, got \['2'\]"),
+        ('{"eos_token_id": [2, true]}', r"generation_config.json: eos_token_id must be ids of tokens, got \[2, True\]"),
+    ],
+)
+def test_an_end_of_text_that_is_none_is_named(model: Path, tmp_path: Path, text: str, message: str) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _end_of_text(tmp_path)
+
+
+def test_only_a_dry_run_imports_the_reward_in_this_process(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("judge_of_a_test.py").write_text("raise MemoryError('there is no room for two')")
+    plan(TrainOptions(model=model, prompts=prompts, reward="judge_of_a_test:f", device="cpu"))
+    command = ["train", f"--model={model}", f"--prompts={prompts}", "--reward=judge_of_a_test:f", "--device=cpu"]
+    result = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert result.exit_code == 2, result.output
+    assert "importing judge_of_a_test raised MemoryError: there is no room for two" in result.stderr

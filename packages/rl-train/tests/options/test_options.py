@@ -1,0 +1,240 @@
+"""Options from a file and the command line: types, names, what is missing, what may change when a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from parallel_layers import ParallelDims
+from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
+from rl_models.engines import MegatronOptions
+from rl_train.cli import app
+from rl_train.loop.run import _models
+from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.options import PANELS, TrainOptions, declared
+from rl_train.options.resolve import resolve_options
+
+NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
+
+YAML = """
+model: from-file
+prompts: p.jsonl
+reward: r:f
+algorithm: ppo
+dims: {tp: 2, pp: 2}
+learning-rate: 1e-5
+kl_coefficient: 1
+stop_ids: [2, 7]
+tensorboard: true
+"""
+TOML = """
+model = "from-file"
+prompts = "p.jsonl"
+reward = "r:f"
+algorithm = "ppo"
+dims = "tp=2,pp=2"
+learning-rate = 1e-5
+kl_coefficient = 1
+stop_ids = "2,7"
+tensorboard = true
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
+def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    options = resolve_options(tmp_path / name, {"model": "from-command-line", "steps": None, "seed": 3})
+    assert options == TrainOptions(
+        model=Path("from-command-line"),
+        prompts=Path("p.jsonl"),
+        reward="r:f",
+        algorithm="ppo",
+        dims="tp=2,pp=2",
+        learning_rate=1e-5,
+        kl_coefficient=1.0,
+        stop_ids="2,7",
+        tensorboard=True,
+        seed=3,
+    )
+    assert options.grid == ParallelDims(tp=2, pp=2)
+    assert options.stops == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "run.yaml: unknown option 'learning_rat'; did you mean 'learning_rate'?"),
+        ("steps: many", 'run.yaml: steps must be int, got "many"'),
+        ("steps: 2.5", "run.yaml: steps must be int, got 2.5"),
+        ("steps: true", "run.yaml: steps must be int, got true"),
+        ("ray: 1", "run.yaml: ray must be bool, got 1"),
+        ("model: [a]", 'run.yaml: model must be Path, got ["a"]'),
+        ("steps: .inf", "run.yaml: steps must be int, got Infinity"),
+        (f"learning_rate: 1{'0' * 400}", "run.yaml: learning_rate must be float, got 1000"),
+        ("steps: {2024-01-01: 1}", "run.yaml: steps must be int, got {}"),
+        ("out: 2024-13-45", "run.yaml is not valid YAML: month must be in 1..12"),
+        ("max-tokens: 1\nmax_tokens: 1", "run.yaml: 'max-tokens' and 'max_tokens' are the same option; leave one"),
+        ("- steps", "must hold options by name, got list"),
+        ("steps: [", "is not valid YAML"),
+        ("steps: 2", "missing: --model, --prompts, --reward"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message.replace("?", r"\?").replace("[", r"\[")):
+        resolve_options(tmp_path / "run.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "pop"}, "algorithm 'pop' is unknown; known: ppo, grpo"),
+        ({"samples": 1}, "grpo compares the responses to a prompt; samples=1 must be >= 2"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"dims": "tq=2"}, "cannot read 'tq=2'"),
+        ({"stop_ids": "a"}, "stop_ids='a' must be numbers"),
+        ({"critic": Path("c")}, "grpo has no critic"),
+        ({"schedule": "wsd"}, "schedule 'wsd' needs decay_steps"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": "float16"}, "dtype='float16' must be float32 or bfloat16, or float16 with backend=megatron"),
+        ({"collective_timeout": 0}, "collective_timeout=0 must be at least 1"),
+        ({"collective_timeout": 10**30}, "must be at most 31536000, a year"),
+        ({"overlong_buffer": 300}, "overlong_buffer=300 is more than max_new_tokens=256"),
+        ({"recompute": "half"}, "recompute='half' must be full, selective, or numbers with commas, such as 2,7"),
+        ({"context_parallel": "star"}, "context_parallel='star' must be ulysses or ring"),
+        ({"pipeline_schedule": "2f2b"}, "schedule='2f2b' is unknown; use '1f1b' or 'zero-bubble'"),
+        ({"virtual_stages": 0}, "virtual_stages=0 must be at least 1"),
+        ({"pipeline_split": "3,0"}, r"split=\[3, 0\] must give every chunk at least one layer"),
+        ({"critic_dims": "tp=2"}, "grpo has no critic; leave critic_dims=tp=2 out"),
+        ({"algorithm": "ppo", "critic_dims": "tp=2"}, "critic_dims=tp=2 has 2 ranks, but the critic .* the 1 of"),
+        ({"share_backbone": True}, "grpo has no critic; leave share_backbone=True out, or use ppo"),
+        (
+            {"algorithm": "ppo", "share_backbone": True, "critic": Path("c")},
+            "share_backbone=True has no critic=c; leave one of them out",
+        ),
+        (
+            {"algorithm": "ppo", "share_backbone": True, "critic_learning_rate": 1e-4},
+            "share_backbone=True has no critic_learning_rate=0.0001",
+        ),
+        ({"algorithm": "ppo", "value_coefficient": 0.1}, "share_backbone=False has no value_coefficient=0.1"),
+        ({"kl_estimator": "k4"}, "kl_estimator='k4' is unknown; known: k1, k2, k3"),
+        ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
+        ({"aggregation": "mean"}, "aggregation='mean' is unknown; known: token-mean, sequence-mean"),
+        ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "of the surrogate of PPO, not of gspo"),
+        ({"clip_low": -0.1}, "clip_low=-0.1 must not be negative"),
+        ({"importance_cap": 0.0}, "importance_cap=0.0 must be above 0"),
+        ({"learning_rate": -3.0}, "learning_rate=-3.0 must be above 0"),
+        ({"top_p": 3.0}, r"top_p=3.0 must lie in \(0, 1\]"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"beta2": 1.0}, r"beta2=1.0 must lie in \[0, 1\)"),
+        ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(**NEEDED, **options)
+
+
+def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        """
+        model: m
+        prompts: p
+        reward: r:f
+        algorithm: ppo
+        kl_coefficient: 0.1
+        backend: parallel
+        dims: {pp: 2, cp: 2}
+        critic_dims: {tp: 4}
+        dtype: bfloat16
+        max_tokens: 512
+        recompute: [0, 2]
+        sequence_parallel: false
+        context_parallel: ring
+        pipeline_schedule: zero-bubble
+        virtual_stages: 2
+        pipeline_split: [1, 2, 2, 1]
+        router_balance: 0.01
+        router_sequence_balance: 0.02
+        router_z: 0.001
+        keep_probabilities: true
+        megatron_layers: transformer_engine
+        distributed_optimizer: false
+        learning_rate: 1e-5
+        beta2: 0.95
+        """
+    )
+    made: list[dict[str, Any]] = []
+    _models(resolve_options(file, {}), lambda kind, path, arguments: made.append(arguments))
+    actor, critic, reference = made
+    given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh"}
+    assert set(actor) == set(critic) == set(reference) == given, "device and mesh follow from where the ranks are"
+    expected = {
+        "backend": "parallel",
+        "dims": ParallelDims(pp=2, cp=2),
+        "dtype": torch.bfloat16,
+        "sequence_parallel": False,
+        "pipeline": PipelineOptions("zero-bubble", 2, (1, 2, 2, 1)),
+        "context_parallel": "ring",
+        "router_losses": RouterLosses(balance=0.01, sequence_balance=0.02, z=0.001),
+        "recompute": (0, 2),
+        "keep_probabilities": True,
+        "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
+        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
+        "max_tokens_per_micro_batch": 512,
+    }
+    assert expected.items() <= actor.items()
+    # On a grid of its own a critic has no pipeline.
+    assert critic["dims"] == ParallelDims(tp=4)
+    assert critic["pipeline"] == PipelineOptions()
+    assert critic["sequence_parallel"] is False
+    assert reference["dims"] == actor["dims"]
+
+
+def test_only_megatron_takes_float16() -> None:
+    options = TrainOptions(**NEEDED, dtype="float16", backend="megatron")
+    assert engine_options(options, options.grid).dtype is torch.float16
+
+
+def test_help_has_a_panel_for_each_group_of_options() -> None:
+    printed = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    titles = [line.split("─ ")[1].split(" ─")[0] for line in printed.splitlines() if line.startswith("╭")]
+    assert titles == ["Options", *PANELS.values()]
+    for name in declared():
+        assert f"--{name.replace('_', '-')} " in printed
+
+
+@pytest.mark.parametrize("command", ["quickstart", "score", "plan", "train"])
+def test_help_names_every_option_whole_on_80_columns(command: str) -> None:
+    made: Any = typer.main.get_command(app)
+    printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in printed
+    for parameter in made.commands[command].params:
+        assert f" {parameter.opts[0]} " in printed
+        assert not parameter.help.startswith("Of "), "a text that says nothing without the option's name"
+
+
+def test_schedules_count_steps_of_the_run() -> None:
+    options = TrainOptions(
+        **NEEDED, steps=10, prompts_per_step=4, samples=2, mini_batch=3, epochs=2, schedule="linear", warmup_steps=2
+    )
+    assert options.updates_per_step == 6
+    schedule = optimizer_options(options, 1.0).schedule
+    assert (schedule.warmup_steps, schedule.total_steps) == (12, 60)
+
+
+def test_what_a_resumed_run_may_change() -> None:
+    options = TrainOptions(**NEEDED)
+    dataclasses.replace(options, steps=500, dims="tp=2", device="cpu").check_resumes(options.to_json())
+    with pytest.raises(ValueError, match=r"run holds a run with seed=0, this one has 1; choose another out"):
+        dataclasses.replace(options, seed=1).check_resumes(options.to_json())

@@ -1,0 +1,200 @@
+"""Where a command's results cannot go: one line that names the place and says what to do, before any work is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_train.cli import app
+from rl_train.quickstart.task import make_checkpoint
+from rl_train.score import open_result
+
+# What does the work of the commands.
+WORK = ("rl_train.quickstart.run.make_checkpoint", "rl_train.quickstart.run.run_on_ranks")
+WORK += ("rl_train.score.run_on_ranks", "rl_train.loop.run.run_on_ranks")
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Each command that has an `--out`, with what it needs beside it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_checkpoint(folder / "model", seed=0)
+    (folder / "data.jsonl").write_text('{"text": "a"}\n')
+    model, rewards = f"--model={folder / 'model'}", "--reward=math:fsum"
+    train = ["train", model, f"--prompts={folder / 'data.jsonl'}", rewards, "--device=cpu", "--max-new-tokens=4"]
+    return {
+        "quickstart": ["quickstart", "--device=cpu"],
+        "score": ["score", model, f"--data={folder / 'data.jsonl'}", "--device=cpu"],
+        "train": train,
+        "train --ray": [*train, "--ray"],
+        "train --tensorboard": [*train, "--tensorboard"],
+        "train ppo": [*train, "--algorithm=ppo"],
+    }
+
+
+@pytest.fixture
+def refused(commands: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], str]:
+    """Run a command that is to refuse its `--out`; returns what it says."""
+    for name in WORK:
+        monkeypatch.setattr(name, lambda *args, _name=name, **kwargs: pytest.fail(f"{_name} was called"))
+    monkeypatch.setattr("rl_train.loop.run._on_ray", lambda *args: pytest.fail("Ray was asked"))
+
+    def run(command: str, out: Path) -> str:
+        result = CliRunner().invoke(app, [*commands[command], f"--out={out}"], catch_exceptions=False)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert "Errno" not in line
+        return line
+
+    return run
+
+
+def everything(folder: Path) -> list[tuple[str, bytes | None]]:
+    """The names in a folder and what the files hold."""
+    return sorted((str(path), path.read_bytes() if path.is_file() else None) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    """A folder that takes no files; permissions do not stop root."""
+    if os.geteuid() == 0:
+        return Path("/proc")
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o555)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["quickstart", "score", "train", "train --ray"])
+@pytest.mark.parametrize("where", ["below a file", "in a closed folder", "with too long a name", "a link to nothing"])
+def test_a_place_that_cannot_be_written(
+    refused: Callable[[str, Path], str], tmp_path: Path, closed: Path, command: str, where: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none" / "of" / "these")
+    places = {"below a file": tmp_path / "file" / "out", "in a closed folder": closed / "out"}
+    places |= {"with too long a name": tmp_path / ("long" * 99), "a link to nothing": tmp_path / "nowhere" / "out"}
+    before = everything(tmp_path)
+    said = refused(command, places[where])
+    assert str(places[where]) in said
+    assert "choose another" in said or "must be a file in a folder that exists" in said
+    assert everything(tmp_path) == before
+
+
+OCCUPIED: Sequence[tuple[str, str, str, str]] = [
+    ("quickstart", "", "file", "exists and is no folder; choose another"),
+    ("quickstart", "reward.png", "folder", "is a folder, and a file is to be written there; choose another"),
+    ("quickstart", "start", "file", "exists and is no folder; choose another"),
+    ("quickstart", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
+    ("quickstart", "critic", "file", "exists and is no folder; choose another"),
+    ("score", "", "folder", "must be a file in a folder that exists"),
+    ("train", "", "file", "exists and is no folder; choose another"),
+    ("train", "options.json", "folder", "is a folder, and a file is to be written there; choose another"),
+    ("train", "options.json", "file", "(char 0); remove it, or choose another out"),
+    ("train", "metrics.jsonl", "folder", "is a folder, and a file is to be written there; choose another"),
+    ("score", "", "file", "exists and is no result of score; choose another file, or remove it"),
+    ("train", "training", "file", "is a file, so"),
+    ("train", "training/actor", "file", "exists and is no folder; choose another"),
+    ("train", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
+    ("train ppo", "training/critic", "file", "exists and is no folder; choose another"),
+    ("train ppo", "critic", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
+    ("train --tensorboard", "tensorboard", "file", "exists and is no folder; choose another"),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "kind", "message"), OCCUPIED)
+def test_something_else_in_its_place(
+    refused: Callable[[str, Path], str], tmp_path: Path, command: str, name: str, kind: str, message: str
+) -> None:
+    out = tmp_path / "out"
+    there = out / name
+    (there if kind == "folder" else there.parent).mkdir(parents=True, exist_ok=True)
+    (there / "mine" if kind == "folder" else there).write_text("not theirs")
+    before = everything(tmp_path)
+    said = refused(command, out)
+    assert f"{there} " in said
+    assert message in said
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(("command", "mark"), [("train", "options.json"), ("quickstart", "start")])
+@pytest.mark.parametrize("held", ["thesis.txt", "metrics.jsonl", "a model"])
+def test_a_folder_with_other_files(
+    refused: Callable[[str, Path], str],
+    commands: dict[str, list[str]],
+    tmp_path: Path,
+    command: str,
+    mark: str,
+    held: str,
+) -> None:
+    out = tmp_path / "out"
+    if held == "a model":
+        shutil.copytree(commands["score"][1].removeprefix("--model="), out)
+    else:
+        out.mkdir()
+        (out / held).write_text("mine")
+    (out / f".{mark}.saving").touch()  # as a killed run may leave it
+    before = everything(tmp_path)
+    said = refused(command, out)
+    first = "config.json" if held == "a model" else held
+    assert f"{out} holds other files, ['{first}'" in said
+    assert f"and no {mark} of an earlier run; choose another out, or move them elsewhere" in said
+    assert everything(tmp_path) == before
+
+
+def test_scores_are_not_written_into_what_is_read(
+    refused: Callable[[str, Path], str], commands: dict[str, list[str]]
+) -> None:
+    model, data = (Path(given.partition("=")[2]) for given in commands["score"][1:3])
+    for out in (model / "scores.jsonl", model / "config.json", data):
+        before = everything(model.parent)
+        assert "which is read; choose another file" in refused("score", out)
+        assert everything(model.parent) == before
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_result_replaces_an_earlier_one_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+) -> None:
+    """Until then there is nothing to be seen of it, where files without a name are to be had."""
+    if not unnamed:
+        monkeypatch.setattr("rl_train.score._unnamed_file", lambda folder: None)
+    out = tmp_path / "scores.jsonl"
+    for text in (
+        '{"index": 0, "tokens": [], "log_probs": []}\n' * 2,
+        '{"index": 0, "tokens": [1], "log_probs": [0]}\n',
+    ):
+        there = set(tmp_path.iterdir())
+        with open_result(out) as file:
+            file.write(text)
+            assert (set(tmp_path.iterdir()) == there) == unnamed
+        assert out.read_text() == text
+        assert list(tmp_path.iterdir()) == [out]
+    with pytest.raises(ZeroDivisionError), open_result(out):
+        raise ZeroDivisionError
+    assert out.read_text() == text
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_scores_go_into_what_is_there_and_no_file(commands: dict[str, list[str]], tmp_path: Path) -> None:
+    """A pipe, or a device such as /dev/null, is written to and stays what it is."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[Any] = []
+    reader = threading.Thread(target=lambda: read.append(json.loads(pipe.read_text())))
+    reader.start()
+    result = CliRunner().invoke(app, [*commands["score"], f"--out={pipe}"])
+    reader.join(timeout=60)
+    assert result.exit_code == 0, result.output
+    assert (read[0]["index"], read[0]["tokens"]) == (0, [1, 4])
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]

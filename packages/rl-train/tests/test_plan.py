@@ -1,0 +1,355 @@
+"""The memory plan against the live bytes of the real engine, which a dispatch mode counts."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from typer.testing import CliRunner
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, ActorCritic, Batch, Critic, PipelineOptions, losses
+from rl_train.cli import app
+from rl_train.loop.turns import Turns
+from rl_train.planner.plan import Memory, MemoryOptions, Planned, dims_text, fitting, plan_memory, plan_models
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+MIXTURE = SIZES | {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
+LATENT = SIZES | {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, inside; less those of `ignored`."""
+
+    def __init__(self, ignored: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = 0
+        self.alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self.ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            if storage._cdata not in self.ignored:
+                self.alive[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.hold(*(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)))
+        # FSDP2 gives memory up by resizing storages, so each is asked again.
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self.alive.values())))
+        return out
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path / "llama")
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 16})).save_pretrained(path / "deep")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
+    DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(models: Path) -> Path:
+    return models / "llama"
+
+
+def maximise(*arguments: Any) -> losses.LossTerms:
+    """Log-probabilities, values, or both: every other of a worker's outputs."""
+    return losses.LossTerms(-sum(arguments[:-1:2]))
+
+
+def random_batch(tokens: int) -> Batch:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return Batch.from_sequences([torch.randint(1000, (128,), generator=generator) for _ in range(tokens // 128)])
+
+
+def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) -> int:
+    """The peak of an update of two micro-batches for each stage, the second with all gradients there already."""
+    dims = options.dims
+    worker = kind.from_pretrained(
+        path,
+        dims=dims,
+        mesh=dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None,
+        device="cpu",
+        dtype=options.dtype,
+        sequence_parallel=options.sequence_parallel,
+        recompute=options.recompute,
+        pipeline=options.pipeline,
+        max_tokens_per_micro_batch=options.tokens,
+    )
+    batch = random_batch(2 * dims.pp * options.tokens)
+    worker.update(batch, maximise)
+    with LiveBytes() as live:
+        live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors())
+        worker.update(batch, maximise)
+    return live.peak
+
+
+class Case(NamedTuple):
+    name: str
+    tokens: int
+    dims: ParallelDims = ParallelDims()
+    options: Mapping[str, Any] = MappingProxyType({})
+    kind: type[Actor] | type[Critic] | type[ActorCritic] = Actor
+
+    def __str__(self) -> str:
+        axes = dims_text(self.dims).replace(",", " ")
+        return " ".join([self.kind.__name__, self.name, axes, *map(str, self.options.values())])
+
+
+TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
+BF16 = {"dtype": torch.bfloat16}
+CASES = [
+    Case("llama", 1024),
+    Case("llama", 1024, options={"recompute": "full"}),
+    Case("llama", 1024, options={"recompute": "selective"}),
+    Case("llama", 2048, options=BF16, kind=Critic),
+    Case("llama", 1024, ParallelDims(tp=2)),
+    Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
+    Case("deep", 256, ParallelDims(dp=2)),
+    Case("llama", 1024, ParallelDims(cp=2)),
+    Case("llama", 1024, ParallelDims(pp=2)),
+    Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
+    Case("latent", 1024),
+]
+MORE_CASES = [
+    Case("llama", 1024, options={"recompute": (0, 2)}),
+    Case("llama", 1024, options={"recompute": "selective", **BF16}),
+    Case("llama", 1024, ParallelDims(tp=2), {"sequence_parallel": False}),
+    Case("llama", 1024, ParallelDims(tp=2), {"recompute": "selective"}),
+    Case("deep", 256, ParallelDims(dp=2), BF16),
+    Case("llama", 1024, ParallelDims(cp=2), {"recompute": "full"}),
+    Case("llama", 1024, ParallelDims(pp=2), {"recompute": "full"}),
+    Case("llama", 512, ParallelDims(pp=2), TWO_CHUNKS),
+    Case("llama", 1024, ParallelDims(pp=2), TWO_CHUNKS | BF16, Critic),
+    Case("llama", 512, ParallelDims(dp=2, pp=2)),
+    Case("llama", 1024, kind=ActorCritic),
+    Case("llama", 2048, options=BF16, kind=ActorCritic),
+    Case("llama", 1024, ParallelDims(pp=2), BF16, ActorCritic),
+    Case("mixture", 1024),
+    Case("mixture", 1024, options=BF16),
+    Case("mixture", 1024, options={"recompute": "selective"}),
+    Case("mixture", 1024, options={"recompute": "full"}),
+    Case("mixture", 1024, ParallelDims(tp=2)),
+    Case("mixture", 1024, ParallelDims(tp=2, ep=2)),
+    Case("mixture", 1024, ParallelDims(pp=2)),
+    Case("latent", 1024, ParallelDims(tp=2)),
+    Case("latent", 1024, options={"recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+)
+def test_the_plan_is_within_a_tenth_of_the_measured_peak(ranks: RankPool, models: Path, case: Case) -> None:
+    options = MemoryOptions(case.dims, case.tokens, **{"dtype": torch.float32, **case.options}, device="cpu")
+    measured = ranks.run(measure, models / case.name, case.kind, options, world=case.dims.world_size, timeout=120)
+    planned = plan_memory(models / case.name, options, role=case.kind.role, trained=True)
+    ranks_of_stage = case.dims.world_size // case.dims.pp
+    for stage, memory in enumerate(planned):
+        peak = max(measured[stage * ranks_of_stage : (stage + 1) * ranks_of_stage])
+        assert memory.total == pytest.approx(peak, rel=0.1), (stage, memory)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, offload: bool) -> None:
+    turns = Turns()
+    workers = [
+        kind.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=512) for kind in (Actor, Critic, Actor)
+    ]
+    actor, critic, reference = (turns.add(worker) if offload else worker for worker in workers)
+    batch = random_batch(1024)
+
+    def step() -> None:
+        reference.log_probs(batch)
+        actor.log_probs(batch)
+        critic.values(batch)
+        critic.update(batch, maximise)
+        actor.update(batch, maximise)
+
+    for _ in range(2):
+        step()  # the host's buffers are there from the second on
+    offloads = [offload for worker in workers for offload in (worker._memory._weights, worker._memory._optimizer)]
+    with LiveBytes(ignored=[offload._buffer.data for offload in offloads]) as live:
+        for worker in workers:
+            live.hold(*worker.engine.module.parameters(), *worker._optimizer_state())
+        step()
+    options = MemoryOptions(ParallelDims(), 512, torch.float32, device="cpu")
+    planned = plan_models(model, options, critic=True, reference=True, offload=offload)
+    assert planned.peak == pytest.approx(live.peak, rel=0.1), planned.to_json()
+
+
+@pytest.mark.gpu(1)
+def test_the_plan_is_no_less_than_the_peak_of_a_gpu(tmp_path: Path) -> None:
+    # Large enough that what libraries keep for themselves does not count.
+    sizes = SIZES | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    worker = Actor.from_pretrained(tmp_path, device="cuda", max_tokens_per_micro_batch=8192)
+    batch = random_batch(16384)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        worker.update(batch, maximise)
+    (planned,) = plan_memory(tmp_path, MemoryOptions(ParallelDims(), 8192), role="causal_lm", trained=True)
+    # The fused kernels save less than torch's own, which are what is planned for.
+    assert 0.4 < torch.cuda.max_memory_allocated() / planned.total < 1.05, planned
+
+
+def test_models_on_the_same_devices_rest_while_one_works() -> None:
+    options = MemoryOptions(ParallelDims(), 1)
+    actor = Memory(weights=10, optimizer=60, gradients=20, activations=5)
+    models = {"actor": [actor], "critic": [Memory(9, 50, 18, 0, 4)], "reference": [Memory(10, activations=1)]}
+    assert Planned(options, models).peak == 70 + 59 + 10 + 25
+    assert Planned(options, models, offload=True).peak == actor.total == 95
+
+
+def test_weights_are_those_of_the_layout(model: Path) -> None:
+    whole = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(model).parameters())
+    options = MemoryOptions(ParallelDims(dp=2, tp=2, pp=2), 64, torch.bfloat16)
+    first, second = plan_memory(model, options, role="causal_lm", trained=True)
+    norms = 2 * 2 * 128 + 64
+    assert first.weights + second.weights == 2 * (whole - 9 * 128) // 4 + 2 * (8 * 128 + 128) // 2, norms
+    assert (first.optimizer, first.gathered > 0) == (6 * first.weights, True)
+    assert first.activations > second.activations, "the first stage of a pipeline has more micro-batches in flight"
+    (reference,) = plan_memory(model, MemoryOptions(ParallelDims(), 64), role="causal_lm", trained=False)
+    assert (reference.optimizer, reference.gradients) == (0, 0)
+
+
+def test_the_command_says_what_fits(model: Path) -> None:
+    alone = ["plan", "--model", str(model), "--dims", "tp=2", "--tokens", "4096", "--reference"]
+    command = [*alone, "--critic"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert set(found["models"]) == {"actor", "critic", "reference"}
+    largest = max(memory["total"] for stages in found["models"].values() for memory in stages)
+    assert largest < found["peak"]
+    smaller = json.loads(CliRunner().invoke(app, [*command, "--json", "--offload"]).stdout)
+    assert smaller["peak"] == largest
+    shared = json.loads(CliRunner().invoke(app, [*alone, "--json", "--share-backbone"]).stdout)
+    assert set(shared["models"]) == {"actor_critic", "reference"}
+    backbones = [models["models"]["actor_critic" if models is shared else "actor"][0] for models in (shared, found)]
+    assert backbones[0]["weights"] - backbones[1]["weights"] == 4 * (128 + 1), "a value head"
+    assert shared["peak"] < found["peak"]
+    less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
+    assert less["peak"] < found["peak"]
+    limit = found["peak"] / 2**30 * 0.7
+    result = CliRunner().invoke(app, [*command, "--gpu-gib", str(limit)])
+    assert "does not fit" in result.stdout
+    assert "fits" in result.stdout
+    for arguments, message in (
+        (["--dims", "tp=3"], "is not divisible by"),
+        (["--tokens", "0"], "tokens=0 must be at least 1"),
+        (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
+        (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
+        (["--share-backbone"], "critic and share_backbone are two kinds of critic"),
+        (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
+        (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
+        (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
+        (["--virtual-stages", "2"], "needs pp > 1"),
+        (["--model", str(model / "none")], "config.json"),
+    ):
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
+    # Models of some hundred GiB on a rank.
+    command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]
+    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900"]
+    result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    planned = json.loads(CliRunner().invoke(app, [*command, *flags, "--json"]).stdout)
+    rows = [line.split() for line in result.stdout.splitlines()]
+    for name, stages in planned["models"].items():
+        for number, memory in enumerate(stages):
+            assert [name, str(number), *(f"{size / 2**30:.2f}" for size in memory.values())] in rows
+    assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
+    assert ["opti-", "gradi-", "gath-", "activa-"] in rows
+    assert ["model", "stage", "weights", "mizer", "ents", "ered", "tions", "layer", "logits", "total"] in rows
+
+
+def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 4096)
+    alone = plan_memory(model, options, role="causal_lm", trained=True)[0].total
+    (only,) = fitting(model, options, alone, critic=False, reference=False)
+    assert only.options.dims == ParallelDims()
+    grids = [found.options.dims for found in fitting(model, options, int(0.75 * alone), critic=False, reference=False)]
+    assert grids
+    assert len({dims.world_size for dims in grids}) == 1
+    assert grids[0].world_size > 1
+
+
+def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 256)
+    whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
+    found = list(fitting(models / "mixture", options, int(0.7 * whole.total), critic=False, reference=False))
+    assert {entry.options.dims.world_size for entry in found} == {2}
+    assert {entry.options.dims.ep for entry in found} == {1, 2}
+    with pytest.raises(ValueError, match="ep=2 is for a mixture of experts, which llama is not"):
+        plan_memory(models / "llama", MemoryOptions(ParallelDims(dp=2, ep=2), 256), role="causal_lm", trained=True)
+
+
+def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:
+    few, many = (
+        plan_memory(
+            model, MemoryOptions(ParallelDims(pp=2), 100, torch.float32, micro_batches=n), role="value", trained=True
+        )
+        for n in (4, 6)
+    )
+    # Each stage of two has one neighbour.
+    assert [b.activations - a.activations for a, b in zip(few, many, strict=True)] == [2 * 100 * 128 * 4] * 2

@@ -1,0 +1,72 @@
+"""What the README says of the command line is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from rl_train.cli import app
+from rl_train.options.options import TrainOptions
+
+SECTION = (Path(__file__).resolve().parent.parent / "README.md").read_text().split("\n## Command line\n")[1]
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def defaults(command: str) -> dict[str, Any]:
+    """Of every option, by its name on the command line."""
+    found = {name: option.default for option in COMMANDS.commands[command].params for name in option.opts}
+    if command == "train":
+        fields = {f"--{entry.name.replace('_', '-')}": entry.default for entry in dataclasses.fields(TrainOptions)}
+        found |= {name: None if value is dataclasses.MISSING else value for name, value in fields.items()}
+    return found
+
+
+def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
+    usages = re.findall(r"^    rl-train (\w+)((?: .*\n)(?:     +.*\n)*)", SECTION, re.M)
+    assert [command for command, _ in usages] == ["quickstart", "score", "train", "plan"]
+    assert {command for command, _ in usages} == set(COMMANDS.commands)
+    compared = 0
+    for command, usage in usages:
+        known = defaults(command)
+        options = re.findall(r"(--[a-z-]+)(?: ([^\s\]|]+))?", usage)
+        assert options
+        for name, value in options:
+            assert name in known, f"{command} has no {name}"
+            # What has no default of its own is shown with an example.
+            if value and known[name] not in (None, ""):
+                compared += 1
+                assert value == str(known[name]), f"{command} {name}"
+    assert compared == 7
+
+
+def test_the_options_in_its_text_exist() -> None:
+    known = {name for command in COMMANDS.commands for name in defaults(command)}
+    named = set(re.findall(r"`(--[a-z-]+)", SECTION))
+    assert len(named) > 10
+    assert named <= known
+
+
+@pytest.mark.slow
+def test_the_quickstart_prints_one_object(tmp_path: Path) -> None:
+    fields = re.search(r"`quickstart --json` prints one object on standard output \((.*?), and more\)", SECTION, re.S)
+    assert fields
+    result = subprocess.run(
+        [sys.executable, "-m", "rl_train", "quickstart", "--json", "--steps=10", "--device=cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert set(re.findall(r"`(\w+)`", fields[1])) <= found.keys()
+    assert found["checkpoint"] == "quickstart/actor"
+    assert "step 10/10" in result.stderr
