@@ -14,8 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from ckpt import Grid, layout_for, load_hf, merge, reshard, save_hf, verify, verify_live
+from ckpt.cli import app
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -47,6 +49,51 @@ def test_both_spellings_are_one_model_saved_as_transformers_saves_it(
         reshard(other, tmp_path / "shards", Grid(tp=2, pp=2))
         merge(tmp_path / "shards", tmp_path / "out")
         assert_same(read_all(tmp_path / "out"), read_all(saved))
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("lost", ["tower", "block", "tensor"])
+def test_a_tower_that_is_not_whole_passes_nowhere(
+    name: str, lost: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    vision = json.loads((checkpoint(name) / "config.json").read_text())["vision_config"]
+    two_blocks = {**vision, "depth": 2} | ({"deepstack_visual_indexes": [0, 1]} if name == "qwen3-vl" else {})
+    whole, partial = checkpoint(name, vision_config=two_blocks), tmp_path / "partial"
+    shutil.copytree(whole, partial)
+    tensors = load_file(whole / "model.safetensors")
+    tower = [key for key in tensors if "visual." in key]
+    gone = {"tower": tower, "block": [key for key in tower if ".1." in key], "tensor": [tower[-1]]}[lost]
+    save_file({key: tensors[key] for key in tensors if key not in gone}, partial / "model.safetensors")
+    for step in (
+        lambda: load_hf(partial, layout_for(partial)),
+        lambda: reshard(partial, tmp_path / "out", Grid(tp=2)),
+        lambda: merge(partial, tmp_path / "out"),
+        lambda: verify(whole, partial),
+        lambda: verify(partial, partial),
+    ):
+        with pytest.raises(ValueError, match=r"missing: (model\.)?visual\..*; download the whole checkpoint") as caught:
+            step()
+        assert any(key in str(caught.value) for key in gone)
+    result = CliRunner().invoke(app, ["inspect", str(partial)])
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
+    # The same of a sharded folder, whose layout.json names the tower.
+    reshard(whole, tmp_path / "shards", Grid(tp=2))
+    facts = json.loads((tmp_path / "shards" / "layout.json").read_text())
+    facts["carried"] = {key: shape for key, shape in facts["carried"].items() if key not in gone}
+    (tmp_path / "shards" / "layout.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"layout.json lacks \d+ tensors of the vision tower, "):
+        verify(whole, tmp_path / "shards")
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, "2", 10**18, True])
+def test_a_depth_that_is_no_count_is_refused(depth: Any, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen2-vl"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["depth"] = depth
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"vision_config depth=.* must be a count, or a list"):
+        load_hf(tmp_path, layout_for(tmp_path))
 
 
 @pytest.mark.parametrize("name", VISION)

@@ -159,6 +159,15 @@ def indices(config: Config, field: str) -> list[int]:
     return value
 
 
+def repetitions(config: Mapping[str, Any], field: str) -> int:
+    """Return how often a part of a vision tower is repeated, by a field that is a count or a list (absent: 1)."""
+    value = config.get(field)
+    count = 1 if value is None else len(value) if isinstance(value, list) else value
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_COUNT:
+        raise ValueError(f"the config's vision_config {field}={value!r:.100} must be a count, or a list")
+    return count
+
+
 def refuse_unread(config: Config, read: frozenset[str], family: str) -> None:
     """Refuse a field that would change the layout in a way the family's table does not describe.
 

@@ -22,6 +22,7 @@ from ckpt.layout.config import (
     is_weights,
     load_config,
     refuse_unread,
+    repetitions,
     text_config,
 )
 from ckpt.layout.families import ROLES, Family, Role, Row, Target, family_of
@@ -167,6 +168,20 @@ class Layout:
     def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
         """The same layout with the tensors that are carried whole."""
         return dataclasses.replace(self, carried=dict(shapes))
+
+    def missing_carried(self) -> list[str]:
+        """Return the names of the vision tower's tensors that this layout does not carry.
+
+        Raises:
+            ValueError: the config's counts of blocks or mergers are no counts.
+        """
+        vision = self.config.get("vision_config")
+        names = [self.family.carried[0] + name for name in self.family.tower] if self.family.tower else []
+        for symbol, counted in (("{b}", "depth"), ("{d}", "deepstack_visual_indexes")):
+            count = repetitions(vision if isinstance(vision, Mapping) else {}, counted)
+            spelled = ([name.replace(symbol, str(i)) for i in range(count if symbol in name else 1)] for name in names)
+            names = [name for group in spelled for name in group]
+        return [name for name in names if name not in self.carried]
 
     def _active(self, row: Row) -> bool:
         if self.target not in row.targets or self.role not in row.roles:

@@ -54,6 +54,8 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
             )
     missing = _match_fused(layout, missing, unread, sources)
     missing = [name for name in missing if not layout.canonical[name].optional]
+    carried = {name: layout.family.carried_names(name) for name in layout.missing_carried()}
+    missing += [name for name, spellings in carried.items() if not unread.keys() & spellings]
     unexpected = [name for name in unread if not _ignored(name, layout)]
     if missing or unexpected:
         raise ValueError(_report(checkpoint, layout, missing, unexpected))
@@ -155,7 +157,12 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
     if unexpected:
         files = sorted({checkpoint.tensors[name][0] for name in unexpected})
         parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
-    if unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
+    if any(name.startswith(layout.family.carried or "\0") for name in missing):
+        fix = (
+            "download the whole checkpoint; of the language model alone make one with the text model's own class and "
+            "config"
+        )
+    elif unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
         fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
     elif missing == [HEAD]:
         fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"

@@ -124,6 +124,9 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / LAYOUT} is incomplete or malformed: {error!r}") from None
+    lost = layout.missing_carried()
+    if lost:
+        raise ValueError(f"{folder / LAYOUT} lacks {len(lost)} tensors of the vision tower, {lost[:3]}; shard it again")
     places = list(grid.places())
     shards = Shards(
         folder, layout, grid, [read_header(folder / shard_name(i, len(places))) for i in range(len(places))]

@@ -3,6 +3,7 @@ whole."""
 
 from ckpt.layout.families.rows import ATTENTION, ENDS, LAYER, MEGATRON, NORMS, ROTARY_BUFFERS, SIZES, norm, same
 from ckpt.layout.families.table import Family, Row
+from ckpt.layout.families.towers import GLM4V
 
 _POST_NORMS = (
     norm("post_self_attn_layernorm", "post_self_attn_layernorm", "post_self_attn_layernorm"),
@@ -26,5 +27,6 @@ FAMILY = Family(
     prefix="model.language_model.",
     other_prefixes=("model.",),
     carried=("model.visual.", "visual."),
+    tower=GLM4V,
     ignored=ROTARY_BUFFERS,
 )

@@ -3,5 +3,6 @@
 import dataclasses
 
 from ckpt.layout.families import qwen2_vl
+from ckpt.layout.families.towers import QWEN2_5_VL
 
-FAMILY = dataclasses.replace(qwen2_vl.FAMILY, name="qwen2_5_vl", class_prefix="Qwen2_5_VL")
+FAMILY = dataclasses.replace(qwen2_vl.FAMILY, name="qwen2_5_vl", class_prefix="Qwen2_5_VL", tower=QWEN2_5_VL)

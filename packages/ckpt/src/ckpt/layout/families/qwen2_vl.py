@@ -2,6 +2,7 @@
 
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, ROTARY_BUFFERS, SIZES
 from ckpt.layout.families.table import Family
+from ckpt.layout.families.towers import QWEN2_VL
 
 FAMILY = Family(
     name="qwen2_vl",
@@ -11,5 +12,6 @@ FAMILY = Family(
     flags={"qkv_bias": True, "o_bias": False, "qk_norm": False, "mlp_bias": False},
     other_prefixes=("model.language_model.",),
     carried=("visual.", "model.visual."),
+    tower=QWEN2_VL,
     ignored=ROTARY_BUFFERS,
 )

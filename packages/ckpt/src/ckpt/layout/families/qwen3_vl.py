@@ -2,6 +2,7 @@
 
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, ROTARY_BUFFERS, SIZES
 from ckpt.layout.families.table import Family
+from ckpt.layout.families.towers import QWEN3_VL
 
 FAMILY = Family(
     name="qwen3_vl",
@@ -13,5 +14,6 @@ FAMILY = Family(
     inner_tie=False,
     other_prefixes=("model.",),
     carried=("model.visual.", "visual."),
+    tower=QWEN3_VL,
     ignored=ROTARY_BUFFERS,
 )

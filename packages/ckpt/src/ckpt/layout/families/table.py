@@ -110,6 +110,7 @@ class Family:
         other_prefixes: what other files of this family have there.
         carried: prefixes of tensors that are carried whole, on the first stage (a vision tower), whatever they are; the
             one that transformers saves comes first.
+        tower: what a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
         ignored: regular expressions of tensors that files may hold and no model reads (rotary buffers, extra prediction
             layers).
         reads: further config fields that the family understands without needing them for the layout.
@@ -126,6 +127,7 @@ class Family:
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    tower: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
 
