@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,9 +137,9 @@ def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: C
         open_shards(checkpoint("llama"))
     layout = json.loads((sharded / "layout.json").read_text())
     for change, message in (
-        ({"version": 9}, "version 9 is not known"),
-        ({"grid": {"tp": 2, "zp": 1}}, "malformed"),
-        ({"grid": {"tp": 1}}, "shard-00000-of-00001.safetensors does not exist"),
+        ({"version": 9}, "version=9 must be 1, the version that is known"),
+        ({"grid": {"tp": 2, "zp": 1}}, "must be the sizes of tp, pp, vpp, ep and etp"),
+        ({"grid": {**layout["grid"], "tp": 1}}, "shard-00000-of-00001.safetensors does not exist"),
         ({"target": "megatron"}, "does not hold the tensors of tp=0/2: missing"),
     ):
         (sharded / "layout.json").write_text(json.dumps({**layout, **change}))
@@ -148,6 +150,31 @@ def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: C
     with pytest.raises(ValueError, match=r"shard-00001-of-00002.safetensors"):
         merge(sharded, sharded.parent / "merged")
     assert not (sharded.parent / "merged").exists()
+
+
+ODD = [None, True, -1, 0, 1.5, 2**70, "x", [], [[]], ["a"], {}, {"a": 1}, {"a": [-1]}, {"a": ["b"]}]
+
+
+def test_a_damaged_layout_file_is_refused_at_once_by_name(sharded: Path) -> None:
+    """Whatever an entry holds: the checkpoint or a ValueError that names the file, never minutes of counting."""
+    facts = json.loads((sharded / "layout.json").read_text())
+    damaged: list[Any] = [{**facts, entry: value} for entry in facts for value in ODD]
+    damaged += [{**facts, "grid": {**facts["grid"], axis: value}} for axis in facts["grid"] for value in ODD]
+    damaged += [{entry: facts[entry] for entry in facts if entry != lost} for lost in facts]
+    start, messages = time.monotonic(), []
+    for content in [*damaged, *ODD]:
+        (sharded / "layout.json").write_text(json.dumps(content))
+        try:
+            open_shards(sharded)
+        except ValueError as error:
+            messages.append(str(error))
+    assert time.monotonic() - start < 10
+    # A grid of other sizes has other files.
+    assert [text for text in messages if not re.search(r"layout\.json|shard-\d+-of-\d+", text)] == []
+    assert len(damaged) + len(ODD) - len(messages) == 3  # the same again: layers and etp null, carried {}
+    (sharded / "layout.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"layout.json is not valid JSON"):
+        open_shards(sharded)
 
 
 @pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync"])

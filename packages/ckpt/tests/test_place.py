@@ -13,8 +13,15 @@ from ckpt.layout.place import place_layers
 def test_a_rank_outside_its_axis_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tp=\(2, 2\)"):
         Place(tp=(2, 2))
-    with pytest.raises(ValueError, match="at least 1"):
-        Grid(tp=0)
+    for size in (0, -1, 1.5, None, True, "2", 2**70):
+        with pytest.raises(ValueError, match=r"Grid\(vpp=.*\): a size is an integer from 1 to"):
+            Grid(vpp=size)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"Place\(pp=.*\): "):
+            Place(pp=size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"has 1,073,741,824 places; a grid has at most 1,048,576"):
+        Grid(tp=1 << 15, pp=1 << 15)
+    with pytest.raises(ValueError, match=r"Place\(tp=\(0.5, 2\)\): write tp=\(rank, size\), two integers"):
+        Place(tp=(0.5, 2))  # type: ignore[arg-type]
 
 
 def test_a_grid_lists_every_place_once() -> None:

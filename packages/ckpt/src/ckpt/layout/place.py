@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Axis = tuple[int, int]
+# Nothing is counted out by a size that no grid has.
+MOST_RANKS = 1 << 20
+
 LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | str | None
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,13 @@ class Place:
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "vpp", "ep", "etp"):
             value = getattr(self, axis)
-            if value is None:
+            if value is None and axis == "etp":
                 continue
+            if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_integer, value)):
+                raise ValueError(f"Place({axis}={value!r:.100}): write {axis}=(rank, size), two integers")
             if not 0 <= value[0] < value[1]:
                 raise ValueError(f"Place({axis}={value}): the rank must lie in [0, size); write {axis}=(rank, size)")
-            object.__setattr__(self, axis, (int(value[0]), int(value[1])))
+            object.__setattr__(self, axis, tuple(value))
 
     @property
     def expert_tp(self) -> Axis:
@@ -73,13 +82,22 @@ class Grid:
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "vpp", "ep", "etp"):
             size = getattr(self, axis)
-            if size is not None and size < 1:
-                raise ValueError(f"Grid({axis}={size}): a size is at least 1")
+            if size is None and axis == "etp":
+                continue
+            if not _is_integer(size) or not 1 <= size <= MOST_RANKS:
+                raise ValueError(f"Grid({axis}={size!r:.100}): a size is an integer from 1 to {MOST_RANKS:,}")
+        if self.size > MOST_RANKS:
+            raise ValueError(f"{self} has {self.size:,} places; a grid has at most {MOST_RANKS:,}")
 
     @property
     def chunks(self) -> int:
         """The number of pipeline chunks, pp * vpp."""
         return self.pp * self.vpp
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        return self.tp * self.pp * self.vpp * self.ep * (self.etp or 1)
 
     def places(self) -> Iterator[Place]:
         """Every place of the grid; pp outermost, then vpp, ep, etp, and tp innermost."""

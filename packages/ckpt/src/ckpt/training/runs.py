@@ -37,7 +37,7 @@ def latest_step(root: str | os.PathLike[str]) -> int | None:
     pointer = Path(root) / LATEST
     if not pointer.is_file():
         return None
-    name = pointer.read_text(encoding="utf-8").strip()
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     match = re.fullmatch(r"step-(\d{8,})", name)
     if match is None or not (Path(root) / name / STATE).is_file():
         raise ValueError(f"{pointer} names {name!r}, which is no checkpoint; there are steps {saved_steps(root)}")

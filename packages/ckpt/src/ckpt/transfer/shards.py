@@ -8,7 +8,7 @@ each of its slots.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckpt.files.disk import bytes_in, room_for
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import write_json
-from ckpt.layout.config import load_config, read_json_file
+from ckpt.layout.config import MOST_LENGTH, load_config, read_json_file
 from ckpt.layout.families import family_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.overlaps import is_dtensor
@@ -102,6 +102,52 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / LAYOUT).is_file()
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LENGTH
+
+
+def _is_list(value: object, of: Callable[[object], bool] = _is_count) -> bool:
+    return isinstance(value, list) and all(map(of, value))
+
+
+# What each entry of layout.json must be.
+_FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "version": (f"{_VERSION}, the version that is known", lambda value: _is_count(value) and value == _VERSION),
+    "target": ("a text", lambda value: isinstance(value, str)),
+    "role": ("a text", lambda value: isinstance(value, str)),
+    "layers": (
+        "null, 'balanced', or a list of counts or of lists of layers",
+        lambda value: value in (None, "balanced") or _is_list(value) or _is_list(value, _is_list),
+    ),
+    "vocab_multiple": ("a count", _is_count),
+    "carried": (
+        "shapes by name",
+        lambda value: isinstance(value, dict) and all(map(_is_list, value.values())),
+    ),
+    "grid": (
+        "the sizes of tp, pp, vpp, ep and etp",
+        lambda value: isinstance(value, dict) and value.keys() == {"tp", "pp", "vpp", "ep", "etp"},
+    ),
+}
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """Read layout.json and check the type of every entry.
+
+    Raises:
+        ValueError: names the file, the entry, its value and what it must be.
+    """
+    facts = read_json_file(file)
+    if not isinstance(facts, dict):
+        raise ValueError(f"{file} holds {type(facts).__name__}, not a JSON object")
+    for name, (what, fits) in _FACTS.items():
+        if name not in facts:
+            raise ValueError(f"{file} has no {name!r}, which must be {what}; copy the file from the original folder")
+        if not fits(facts[name]):
+            raise ValueError(f"{file}: {name}={facts[name]!r:.200} must be {what}")
+    return facts
+
+
 def open_shards(path: str | os.PathLike[str]) -> Shards:
     """Open a sharded checkpoint and check every header against the layout.
 
@@ -112,21 +158,33 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
     folder = Path(path)
     if not is_sharded(folder):
         raise ValueError(f"{folder} has no {LAYOUT}; pass a folder that save_shards or `ckpt shard` has written")
-    facts = read_json_file(folder / LAYOUT)
+    config = load_config(folder)
+    family = family_of(config)
+    facts = _read_facts(folder / LAYOUT)
     try:
-        if facts["version"] != _VERSION:
-            raise ValueError(f"version {facts['version']!r} is not known")
         grid = Grid(**facts["grid"])
-        config = load_config(folder)
-        carried = {name: tuple(shape) for name, shape in facts["carried"].items()}
         layout = Layout(
-            family_of(config), facts["target"], facts["role"], config, facts["layers"], facts["vocab_multiple"], carried
+            family,
+            facts["target"],
+            facts["role"],
+            config,
+            facts["layers"],
+            facts["vocab_multiple"],
+            {name: tuple(shape) for name, shape in facts["carried"].items()},
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / LAYOUT} is incomplete or malformed: {error!r}") from None
-    lost = layout.missing_carried()
-    if lost:
-        raise ValueError(f"{folder / LAYOUT} lacks {len(lost)} tensors of the vision tower, {lost[:3]}; shard it again")
+        layout.chunk_layers(grid)
+        lost = layout.missing_carried()
+        if lost:
+            raise ValueError(f"{len(lost)} tensors of the vision tower are not in it: {lost[:3]}; shard it again")
+    except ValueError as error:
+        raise ValueError(f"{folder / LAYOUT}: {error}") from None
+    absent = next(
+        (file for file in (shard_name(i, grid.size) for i in range(grid.size)) if not (folder / file).is_file()), None
+    )
+    if absent is not None:
+        raise ValueError(
+            f"{folder / absent} does not exist, and {LAYOUT} says {grid}; copy the missing file into the folder"
+        )
     places = list(grid.places())
     shards = Shards(
         folder, layout, grid, [read_header(folder / shard_name(i, len(places))) for i in range(len(places))]

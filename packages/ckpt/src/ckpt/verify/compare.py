@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.computing import config_differences
+from ckpt.verify.config_fields import config_differences
 from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
