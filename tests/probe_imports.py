@@ -1,6 +1,8 @@
 """Run inside a bare environment: import every module of a package and print, as JSON, which distributions that loaded.
 
-python -I probe_imports.py MODULE DISTRIBUTION
+python -I probe_imports.py MODULE DISTRIBUTION [OPTIONAL ...]
+
+OPTIONAL: packages inside MODULE that need an extra and are left out.
 """
 
 import importlib
@@ -38,14 +40,20 @@ def closure(name: str) -> list[str]:
     return sorted({need for need, _ in seen})
 
 
-def main(module: str, distribution: str) -> None:
+def main(module: str, distribution: str, *optional: str) -> None:
     owners = metadata.packages_distributions()  # first: an import may add its vendored copies to the path (setuptools)
     before = set(sys.modules)
     package = importlib.import_module(module)
     modules = [module]
-    for info in pkgutil.walk_packages(package.__path__, module + "."):
-        importlib.import_module(info.name)
-        modules.append(info.name)
+    folders = [(package.__path__, module + ".")]
+    for path, prefix in folders:
+        for info in pkgutil.iter_modules(path, prefix):
+            if info.name in optional:
+                continue
+            imported = importlib.import_module(info.name)
+            modules.append(info.name)
+            if info.ispkg:
+                folders.append((imported.__path__, info.name + "."))
     loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
     report = {
         "modules": modules,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
     with pytest.raises(ValueError, match="is no checkpoint folder"):
         Actor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("backend", "needs"), [("megatron", "megatron_utils"), ("transformers", "hf_patches")])
+def test_a_backend_without_its_extra_names_the_extra(
+    model: Path, monkeypatch: pytest.MonkeyPatch, backend: str, needs: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith((BACKENDS[backend].module, needs))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, needs, None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install 'rl-models[{backend}]'")):
+        Actor.from_pretrained(model, backend=backend, device="cpu")
 
 
 # Written out: a backend that comes to offer one of them, or to lack another, changes this list.

@@ -37,12 +37,14 @@ class Backend:
         axes: the forms of parallelism that it offers.
         roles: what it can be.
         lacks: the fields of `EngineOptions` that must be left as they are.
+        extra: the extra of rl-models that brings what the module imports; empty: the base does.
     """
 
     module: str
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
     lacks: tuple[str, ...] = ()
+    extra: str = ""
 
 
 BACKENDS: dict[str, Backend] = {
@@ -54,12 +56,14 @@ BACKENDS: dict[str, Backend] = {
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
         ("recompute", "keep_probabilities", "tp_invariant"),
+        extra="megatron",
     ),
     "transformers": Backend(
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
         ("causal_lm", "value"),
         ("pipeline", "context_parallel", "router_losses", "recompute", "tp_invariant", "megatron"),
+        extra="transformers",
     ),
 }
 
@@ -88,11 +92,17 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
 
     Raises:
         ValueError: as `offered`, or the backend does not offer an option.
+        ImportError: the backend's extra is not installed; names the command that installs it.
     """
     entry = offered(backend, role, grid)
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
             raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")
     # Imported when it is chosen: transformers takes seconds to import, and the native backend does not need it.
-    load = cast(LoadEngine, importlib.import_module(entry.module).load)
-    return load(path, role, grid, options)
+    try:
+        module = importlib.import_module(entry.module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
+        ) from error
+    return cast(LoadEngine, module.load)(path, role, grid, options)
