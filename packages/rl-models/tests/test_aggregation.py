@@ -2,41 +2,39 @@
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
 
-from parallel_layers.testing import RankPool
 from rl_models.batch import Batch
-from rl_models.losses.aggregation import token_weights
+from rl_models.losses.aggregation import AGGREGATIONS, token_weights, total_weight
 
 
 def make() -> Batch:
     return Batch.from_sequences([[1, 2, 3], [4, 5, 6, 7], [8], [9, 10]], response_lengths=[1, 3, 0, 0])
 
 
+def weights(batch: Batch, aggregation: str) -> torch.Tensor:
+    return token_weights(batch, aggregation, total_weight(batch.masked_counts.tolist(), aggregation))
+
+
 def test_token_mean_and_sequence_mean() -> None:
-    token = token_weights(make(), "token-mean", None)
+    token = weights(make(), "token-mean")
     torch.testing.assert_close(token, torch.tensor([0, 0, 1, 0, 1, 1, 1, 0, 0, 0]) / 4)
-    sequence = token_weights(make(), "sequence-mean", None)
+    sequence = weights(make(), "sequence-mean")
     # Sequences without a token in the mask count for nothing.
     torch.testing.assert_close(sequence, torch.tensor([0, 0, 3, 0, 1, 1, 1, 0, 0, 0]) / 6)
 
 
-def part_weights(group: ProcessGroup, aggregation: str) -> torch.Tensor:
-    indices = [[1], [0, 2, 3]][group.rank()]
-    return token_weights(make().select(indices), aggregation, group)
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-def test_the_weights_of_a_divided_batch_are_those_of_the_whole(ranks: RankPool, aggregation: str) -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_weights_of_a_divided_batch_are_those_of_the_whole(aggregation: str) -> None:
     batch = make()
-    whole = token_weights(batch, aggregation, None)
-    first, second = ranks.run(part_weights, aggregation, world=2)
-    torch.testing.assert_close(first, whole[batch.positions([1])])
-    torch.testing.assert_close(second, whole[batch.positions([0, 2, 3])])
+    whole = weights(batch, aggregation)
+    parts = [[1], [0, 2, 3]]
+    total = sum(total_weight(batch.select(part).masked_counts.tolist(), aggregation) for part in parts)
+    for part in parts:
+        torch.testing.assert_close(token_weights(batch.select(part), aggregation, total), whole[batch.positions(part)])
 
 
 def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="known: token-mean, sequence-mean"):
-        token_weights(make(), "mean", None)
+        weights(make(), "mean")
     with pytest.raises(ValueError, match="no token of the batch is in its mask"):
-        token_weights(make().select([2, 3]), "token-mean", None)
+        weights(make().select([2, 3]), "token-mean")

@@ -220,3 +220,24 @@ def test_a_loss_may_be_a_constant_where_nothing_is_to_be_learned(ranks: RankPool
     (first, clean, told), (second, same, said) = ranks.run(without_a_gradient, model, backend, world=2, timeout=60)
     assert first == second == clean == same
     assert told == f"rank 1: {said}"
+
+
+def update_unevenly(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], list[int]]:
+    """An update whose rank 1 has one sequence, and whose rank 0 has three and one of them has no response."""
+    actor = load(group, path, backend, ParallelDims(dp=2))
+    batch = Batch.from_sequences(ROWS, response_lengths=[2, 0, 2]).select([[0, 1, 2], [0]][group.rank()])
+    seen = []
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        seen.append(int(part.mask.sum()))
+        return LossTerms(-log_probs, {"largest": log_probs[part.mask].max().detach()})
+
+    return actor.update(batch, loss), seen
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_a_loss_sees_no_part_without_tokens_to_learn_from(ranks: RankPool, model: Path, backend: str) -> None:
+    (first, seen), (second, other) = ranks.run(update_unevenly, model, backend, world=2, timeout=60)
+    assert first == second
+    assert first["largest"] < 0
+    assert (seen, other) == ([2, 2], [2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +36,12 @@ class Batch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, tensor in {"tokens": self.tokens, "mask": self.mask, **self.fields}.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"{name} must be a tensor [T], got {type(tensor).__name__}; use torch.tensor(...), or "
+                    f"Batch.from_sequences(..., {name}=[...]) for one list a sequence"
+                )
         if self.tokens.dim() != 1 or self.tokens.dtype != torch.int64:
             raise ValueError(f"tokens must be [T] int64, got {list(self.tokens.shape)} {self.tokens.dtype}")
         if sum(self.lengths) != len(self.tokens) or min(self.lengths, default=0) < 0:
@@ -73,7 +79,7 @@ class Batch:
             ValueError: if a sequence is no row of integers, or a field or a response is not as long as its sequence
                 allows.
         """
-        rows = [token_ids(sequence, f"sequence {n}").to(device) for n, sequence in enumerate(sequences)]
+        rows = [row.to(device) for row in token_rows(sequences, "sequence")]
         lengths = tuple(len(row) for row in rows)
         if response_lengths is None:
             response_lengths = [max(length - 1, 0) for length in lengths]
@@ -135,6 +141,11 @@ class Batch:
         first = torch.zeros(len(self.tokens), dtype=torch.bool)
         first[[start for _, start in self._starts()]] = True
         return first.to(self.device)
+
+    @property
+    def masked_counts(self) -> Tensor:
+        """`[N]` int64: the tokens in the mask of each sequence."""
+        return self.mask.new_zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.mask.long())
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -213,13 +224,48 @@ class Batch:
             start += length
 
 
-def token_ids(sequence: Tensor | Sequence[int], name: str) -> Tensor:
-    """A sequence of token ids, a tensor `[L]` or a list, as int64, where it is.
+def require_batch(batch: object) -> None:
+    """Raise ValueError unless `batch` is a `Batch`; says how to make one of what it is."""
+    if isinstance(batch, Batch):
+        return
+    shape = f" {list(batch.shape)}" if isinstance(batch, Tensor) else ""
+    raise ValueError(
+        f"expected a Batch, got {type(batch).__name__}{shape}; make one with Batch.from_sequences(...), of one row of "
+        "token ids a sequence, without padding: [row[keep] for row, keep in zip(input_ids, attention_mask.bool())]"
+    )
+
+
+def token_rows(sequences: Iterable[Tensor | Sequence[int]], name: str) -> list[Tensor]:
+    """Return sequences of token ids as int64 tensors `[L]`, where they are.
 
     Raises:
-        ValueError: it is something else, such as one number, rows of them, or fractions; `name` is what it is called.
+        ValueError: One is something else, such as a text, a number, rows of numbers, or fractions; `name` is what a
+            sequence is called.
     """
-    ids = torch.as_tensor(sequence)
+    if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
+        raise ValueError(
+            f"expected one list of token ids for each {name}, got {type(sequences).__name__} {sequences!r:.60}; "
+            f"{_ENCODE}"
+        )
+    return [token_ids(sequence, f"{name} {n}") for n, sequence in enumerate(sequences)]
+
+
+_ENCODE = "encode texts first: [tokenizer.encode(text) for text in texts]"
+
+
+def token_ids(sequence: Tensor | Sequence[int], name: str) -> Tensor:
+    """Return a sequence of token ids, a tensor `[L]` or a list, as int64, where it is.
+
+    Raises:
+        ValueError: It is something else, such as a text, one number, rows of numbers, or fractions; `name` is what the
+            sequence is called.
+    """
+    if isinstance(sequence, str | bytes):
+        raise ValueError(f"{name} must be [L] token ids, got the text {sequence!r:.60}; {_ENCODE}")
+    try:
+        ids = torch.as_tensor(sequence)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be [L] token ids, got {type(sequence).__name__}: {error}; {_ENCODE}") from None
     if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
         raise ValueError(f"{name} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
     return ids.long()

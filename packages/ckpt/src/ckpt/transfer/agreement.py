@@ -1,7 +1,7 @@
 """Agreement between the ranks of a group: small JSON messages, and one error on every rank instead of a hang."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -57,12 +57,31 @@ def require_same(group: ProcessGroup | None, **arguments: object) -> None:
             )
 
 
-def _described(error: Exception) -> list[str]:
-    """An error's kind among those that cross between ranks, and its text."""
+def described(error: Exception) -> list[str]:
+    """An error's kind among those that cross between ranks, and its text: a message for `raise_first`."""
     for kind in ("OSError", "ValueError"):
         if isinstance(error, _KINDS[kind]):
             return [kind, str(error)]
     return ["RuntimeError", f"{type(error).__name__}: {error}"]
+
+
+def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> None:
+    """Raise the first failure of a group on every rank of the group; return if no rank has failed.
+
+    Args:
+        own: This rank's error.
+        failures: `described` of every rank's error in rank order; None for a rank that has not failed.
+
+    Raises:
+        ValueError, OSError, RuntimeError: As `agree` says.
+    """
+    first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
+    if first is None:
+        return
+    if own is not None and described(own) == failures[first]:
+        raise own
+    kind, text = failures[first] or ["RuntimeError", ""]
+    raise _KINDS[kind](f"rank {first}: {text}")
 
 
 def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -85,11 +104,5 @@ def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
         if error is not None:
             raise error
     else:
-        failures = all_gather_json(None if error is None else _described(error), group)
-        first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
-        if first is not None:
-            if error is not None and _described(error) == failures[first]:
-                raise error
-            kind, text = failures[first]
-            raise _KINDS[kind](f"rank {first}: {text}")
+        raise_first(error, all_gather_json(None if error is None else described(error), group))
     return result  # type: ignore[return-value]  # a step that returned is T; one that raised has raised above

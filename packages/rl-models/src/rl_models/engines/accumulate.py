@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
 from rl_models.engines.engine import Loss, Outputs
 from rl_models.engines.fsdp import sync_gradients
-from rl_models.engines.guarded import GuardedLoss
 
 Model = Callable[[PackedSequence], Outputs]
 
@@ -22,19 +20,8 @@ def forward_each(model: Model, micro_batches: Sequence[PackedSequence]) -> list[
         return [model(packed) for packed in micro_batches]
 
 
-def backward_each(
-    model: Model,
-    module: nn.Module,
-    micro_batches: Sequence[PackedSequence],
-    loss: Loss,
-    everyone: ProcessGroup | None,
-) -> None:
-    """Add up the gradients of the losses; data-parallel ranks exchange theirs in the last backward alone.
-
-    An error of the loss is raised on every rank of `everyone`, at the end.
-    """
-    guarded = GuardedLoss(loss, everyone)
+def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[PackedSequence], loss: Loss) -> None:
+    """Add up the gradients of the losses; data-parallel ranks exchange theirs in the last backward alone."""
     for number, packed in enumerate(micro_batches):
         sync_gradients(module, last=number == len(micro_batches) - 1)
-        guarded(number, model(packed)).backward()
-    guarded.raise_errors()
+        loss(number, model(packed)).backward()

@@ -80,8 +80,8 @@ class Engine(Protocol):
 
         The loss is called once for each micro-batch, on the ranks that have its outputs: those of the last pipeline
         stage. All its inputs are whole (`[T]`, also under sequence and context parallelism), so each of these ranks
-        computes the same loss. When the call returns, every gradient is complete; an error of the loss is raised on
-        every rank, when none waits for another any more.
+        computes the same loss. When the call returns, every gradient is complete. A loss that raises on one rank would
+        leave the other ranks waiting: the caller gives a loss that keeps its errors until the call is over.
         """
         ...
 

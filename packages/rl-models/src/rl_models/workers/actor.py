@@ -7,11 +7,10 @@ from typing import ClassVar, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from ckpt import agree
 from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.losses import LossTerms
-from rl_models.workers.generation import SamplingOptions, generate
+from rl_models.workers.generation import generate, sampling_options
 from rl_models.workers.worker import Worker
 
 # (log_probs [T], entropy [T], batch) -> terms [T]
@@ -106,11 +105,13 @@ class Policy(Worker):
                 responses; on every rank alike. (A token of a prompt that is on a GPU already: as for `log_probs`.)
         """
         self._memory.require("generate")
-        options = agree(
-            lambda: SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(stop_ids), seed),
-            self.grid.everyone,
+        batch = generate(
+            self.engine,
+            prompts,
+            lambda: sampling_options(max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed),
+            call=f"{type(self).__name__}.generate",
+            positions=self.positions,
         )
-        batch = generate(self.engine, prompts, options)
         self._warn_of_length(batch)
         return batch
 

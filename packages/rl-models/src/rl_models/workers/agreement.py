@@ -1,55 +1,182 @@
-"""Ranks that work on one batch together are given the same one; anything else is an error on all of them, no hang."""
+"""One agreement a call: ranks compare what they were given in one message, and learn which ranks are missing."""
 
 from __future__ import annotations
 
-import ctypes
-import zlib
-from collections.abc import Mapping, Sequence
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ckpt import all_gather_json
+from ckpt.transfer.agreement import all_gather_json, described, raise_first
 from rl_models.grid import Grid
+from rl_models.workers.digests import Digest
+
+# The messages that this process has sent in each group. It numbers them, so that a rank can see which ranks lag.
+_SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
-def described(lengths: Sequence[int], *tensors: Tensor) -> str:
-    """Sequences in a few words, which differ where the sequences do. What is on a device is not looked at: that would
-    stall it."""
-    value = zlib.crc32(repr(list(lengths)).encode())
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.nbytes:
-            own = tensor.contiguous()
-            value = zlib.crc32((ctypes.c_char * own.nbytes).from_address(own.data_ptr()), value)
-    return f"{len(lengths)} sequences of {sum(lengths)} tokens (checksum {value:08x})"
+@dataclass(frozen=True)
+class Given:
+    """What one rank has found before a call.
+
+    Attributes:
+        alike: what ranks that differ in tp, cp or pp alone must pass alike; data-parallel ranks each have their own.
+            A value is a `Digest` or is compared by its `repr`.
+        everywhere: what all ranks must pass alike and `prepare` has made.
+        told: JSON value for the other ranks.
+    """
+
+    alike: Mapping[str, object] = field(default_factory=dict)
+    everywhere: Mapping[str, object] = field(default_factory=dict)
+    told: Any = None
 
 
-def require_same_call(grid: Grid, given: Mapping[str, object], **options: object) -> None:
-    """Refuse a call that ranks make with other arguments, before they wait for each other in it.
+@dataclass(frozen=True)
+class Told:
+    """What one rank has told the others; `place` is its place in dp."""
+
+    rank: int
+    place: int
+    value: Any
+
+
+def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywhere: object) -> list[Told]:
+    """Check a call on every rank, compare its arguments, and exchange what the ranks need to know of each other.
 
     Args:
-        grid: of the ranks.
-        given: what ranks that differ in tp, cp or pp alone must pass alike; data-parallel ranks each have their own.
-        options: what all ranks must pass alike.
+        grid: the ranks that make the call.
+        call: its name.
+        prepare: checks this rank's arguments; may raise.
+        **everywhere: what all ranks must pass alike; a `Digest` or compared by its `repr`.
+
+    Returns:
+        What each rank has told, in rank order.
 
     Communication: one small all-gather.
 
     Raises:
-        ValueError: they differ; names the argument and two ranks' values; the same on every rank.
+        ValueError: ranks make different calls or pass different arguments; names the argument and two ranks' values; on
+            every rank alike.
+        RuntimeError: some ranks do not make the call before the time limit of the group; names them, and the call that
+            each has made last.
+        Exception: what `prepare` has raised on the first rank where it failed, as `ckpt.agree` does.
     """
-    own = [[f"{name}: {value!r}" for name, value in values.items()] for values in (given, options)]
-    passed = all_gather_json([grid.rank("dp"), *own], grid.everyone)
+    error, given = None, Given()
+    try:
+        given = prepare()
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+        if grid.everyone is None:
+            raise
+        error = caught
+    if grid.everyone is None:
+        return [Told(0, 0, given.told)]
+    own = {
+        "call": call,
+        "options": _message(everywhere),
+        "failure": None if error is None else described(error),
+        "place": grid.rank("dp"),
+        "everywhere": _message(given.everywhere),
+        "alike": _message(given.alike),
+        "told": given.told,
+    }
+    messages = _gather(own, grid.everyone, call)
+    for rank, message in enumerate(messages):
+        if message["call"] != messages[0]["call"]:
+            raise ValueError(
+                f"rank 0 calls {messages[0]['call']} and rank {rank} calls {message['call']}; make the same calls in "
+                "the same order on every rank"
+            )
+    _require_same([message["options"] for message in messages])
+    raise_first(error, [message["failure"] for message in messages])
+    _require_same([message["everywhere"] for message in messages])
     first: dict[int, int] = {}
-    for rank, (place, here, everywhere) in enumerate(passed):
-        other = first.setdefault(place, rank)
-        for value, expected in zip(here, passed[other][1], strict=True):
-            if value != expected:
-                raise ValueError(
-                    f"ranks {other} and {rank} differ in tp, cp or pp alone and work on the same sequences, but rank "
-                    f"{other} was given {expected:.300} and rank {rank} {value:.300}; give them the same, and divide "
-                    "data by the place in dp, not by the rank"
-                )
-        for value, expected in zip(everywhere, passed[0][2], strict=True):
-            if value != expected:
-                raise ValueError(
-                    f"rank 0 was given {expected:.300} and rank {rank} {value:.300}; give every rank the same"
-                )
+    for rank, message in enumerate(messages):
+        other = first.setdefault(message["place"], rank)
+        if (difference := _difference(messages[other]["alike"], message["alike"], other, rank)) is not None:
+            raise ValueError(
+                f"ranks {other} and {rank} differ in tp, cp or pp alone and work on the same sequences, but "
+                f"{difference}; give them the same, and divide data by the place in dp, not by the rank"
+            )
+    return [Told(rank, message["place"], message["told"]) for rank, message in enumerate(messages)]
+
+
+def _require_same(values: Sequence[Mapping[str, Any]]) -> None:
+    for rank, other in enumerate(values):
+        if (difference := _difference(values[0], other, 0, rank)) is not None:
+            raise ValueError(f"{difference}; give every rank the same")
+
+
+def _message(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value if isinstance(value, Digest) else repr(value) for name, value in values.items()}
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_rank: int, their_rank: int) -> str | None:
+    """The first value in which two ranks' messages differ, in words."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        one, other = (_read(values.get(name)) for values in (ours, theirs))
+        same = one.same(other) if isinstance(one, Digest) and isinstance(other, Digest) else one == other
+        if not same:
+            return f"rank {our_rank} was given {name}: {one!s:.300} and rank {their_rank} {name}: {other!s:.300}"
+    return None
+
+
+def _read(value: Any) -> Digest | str:
+    """A value of a message."""
+    if value is None:
+        return "nothing"
+    return Digest(*value) if isinstance(value, list) else str(value)
+
+
+def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
+    """Every rank's message.
+
+    Raises:
+        RuntimeError: some ranks have sent none; names them.
+    """
+    number = _SENT[group] = _SENT.get(group, 0) + 1
+    store = _get_process_group_store(group)
+    store.set(_key(group.rank()), f"{number} {call} at {_caller()} on {socket.gethostname()}")
+    try:
+        return all_gather_json(message, group)
+    except RuntimeError as error:
+        try:
+            absent = _absent(group, number)
+        except RuntimeError:
+            absent = ["rank 0 of the job, which keeps the list of calls, has ended"]
+        if not absent:
+            raise
+        raise RuntimeError(
+            f"{call} is called by every rank of the model's grid, and some ranks have not called it in time: "
+            f"{'; '.join(absent)}; call it on every rank, or look for what has ended or delays these ranks"
+        ) from error
+
+
+def _key(rank: int) -> str:
+    return f"rl_models.call.{rank}"
+
+
+def _absent(group: ProcessGroup, number: int) -> list[str]:
+    """The ranks that have not sent message `number`, and what they did last."""
+    store = _get_process_group_store(group)
+    absent = []
+    for rank in range(group.size()):
+        if not store.check([_key(rank)]):
+            absent.append(f"rank {rank} has made no call yet")
+            continue
+        sent, last = store.get(_key(rank)).decode().split(" ", 1)
+        if int(sent) < number:
+            absent.append(f"rank {rank} was last in {last}")
+    return absent
+
+
+def _caller() -> str:
+    """File and line of the program that has called into this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rl_models."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -14,7 +14,6 @@ from parallel_layers.data.micro_batches import split_micro_batches
 from rl_models.batch import Batch
 from rl_models.engines import Engine
 from rl_models.engines.padding import nothing
-from rl_models.workers.routing import ROUTING
 
 
 @dataclass(frozen=True)
@@ -22,62 +21,51 @@ class Division:
     """One data-parallel rank's part of a batch in micro-batches, equally many on all dp ranks; some may be empty.
 
     Attributes:
-        batch: on the engine's device.
-        indices: the sequences of each micro-batch.
-        parts: the micro-batches. An empty one is one token outside the mask: the ranks must run in step.
-        packed: as the engine takes them; an empty one is padding alone.
+        indices: The sequences of each micro-batch.
+        parts: The micro-batches.
+        positions: Where in the batch the tokens of each micro-batch stand.
+        packed: The micro-batches as the engine takes them; an empty one is padding alone, so that ranks run in step.
     """
 
-    batch: Batch
     indices: Sequence[Sequence[int]]
     parts: Sequence[Batch]
+    positions: Sequence[Tensor]
     packed: Sequence[PackedSequence]
 
+    @staticmethod
+    def least(lengths: Sequence[int], engine: Engine, max_tokens: int) -> int:
+        """Return the smallest number of micro-batches into which sequences of these lengths fit.
+
+        Raises:
+            ValueError: A sequence is longer than `max_tokens`.
+        """
+        return len(split_micro_batches(lengths, max_tokens, count_multiple_of=engine.micro_batches_multiple_of))
+
     @classmethod
-    def of(cls, batch: Batch, engine: Engine, max_tokens: int) -> Self:
+    def of(cls, batch: Batch, engine: Engine, max_tokens: int, count: int) -> Self:
         """Divide so that the micro-batches are about equal work.
 
         Args:
-            batch: on the engine's device.
-            engine: says how many micro-batches there must be, and what their tokens must be a multiple of.
-            max_tokens: of a micro-batch.
-
-        Raises:
-            ValueError: a sequence is longer than `max_tokens`.
+            batch: On the engine's device.
+            engine: Says what the number of micro-batches and their tokens must be multiples of.
+            max_tokens: The most tokens of a micro-batch.
+            count: The number of micro-batches: the largest `least` of all data-parallel ranks.
         """
         divided = split_micro_batches(
-            batch.lengths,
-            max_tokens,
-            group=engine.grid.group("dp"),
-            count_multiple_of=engine.micro_batches_multiple_of,
+            batch.lengths, max_tokens, count_multiple_of=engine.micro_batches_multiple_of, min_count=count
         )
         # Sequences without tokens are no work, and Megatron's layers take no input without tokens.
         indices = [[i for i in chosen if batch.lengths[i]] for chosen in divided]
-        parts = [batch.select(chosen) if chosen else _stand_in(batch) for chosen in indices]
+        parts = [batch.select(chosen) for chosen in indices]
         multiple = engine.tokens_multiple_of
         packed = [
-            part.packed(multiple_of=multiple) if chosen else nothing(multiple, batch.device)
-            for chosen, part in zip(indices, parts, strict=True)
+            part.packed(multiple_of=multiple) if part.num_tokens else nothing(multiple, batch.device) for part in parts
         ]
-        return cls(batch, indices, parts, packed)
-
-    @property
-    def positions(self) -> list[Tensor]:
-        """Where in the batch the tokens of each micro-batch stand; nowhere for an empty one."""
-        return [self.batch.positions(chosen) for chosen in self.indices]
-
-
-def _stand_in(batch: Batch) -> Batch:
-    """One token outside the mask, with the fields of `batch`."""
-    fields = {
-        name: tensor.new_full((1, *tensor.shape[1:]), -1 if name == ROUTING else 0)
-        for name, tensor in batch.fields.items()
-    }
-    return Batch(batch.tokens.new_zeros(1), (1,), batch.mask.new_zeros(1), fields)
+        return cls(indices, parts, [batch.positions(chosen) for chosen in indices], packed)
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
-    """From "after token t" to "of token t": `result[t] = per_token[t - 1]`, 0 for each sequence's first token.
+    """Return `result[t] = per_token[t - 1]`, 0 for each sequence's first token: from "after token t" to "of token t".
 
     A model says at each token something of the next one. Args: `[T]` or longer (padding at the end is dropped).
     """

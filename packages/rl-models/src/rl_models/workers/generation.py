@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed import ProcessGroup
 
 from ckpt import agree
 from parallel_layers.head.embedding import check_token_ids
-from rl_models.batch import Batch, token_ids
+from rl_models.batch import Batch, token_rows
 from rl_models.engines import Engine
-from rl_models.workers.agreement import described, require_same_call
+from rl_models.numbers import require_number
+from rl_models.workers.agreement import Given, agree_on_call
+from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.sampling import check_sampling, sample
 
 
@@ -32,34 +34,83 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "n"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            require_number(name, getattr(self, name), at_least=1, integer=True)
+        require_number("seed", self.seed, integer=True)
         check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-def generate(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options: SamplingOptions) -> Batch:
-    """Continue every prompt `options.n` times; see `Actor.generate`. What fails for one dp rank's prompts is raised on
-    all of them: the others would wait for it in whatever they do next."""
-    rows = agree(lambda: _checked(engine, prompts), engine.grid.everyone)
-    given = {"prompts": described([len(row) for row in rows], *rows), **vars(options)}
-    require_same_call(engine.grid, given | {"stop_ids": sorted(options.stop_ids)})
+def sampling_options(
+    max_new_tokens: int, n: int, temperature: float, top_k: int | None, top_p: float, stop_ids: Iterable[int], seed: int
+) -> SamplingOptions:
+    """Return checked options.
+
+    Raises:
+        ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
+    """
+    if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
+        raise ValueError(f"stop_ids={stop_ids!r} must be several token ids; of one id make a list: stop_ids=[2]")
+    ids = list(stop_ids)
+    for token in ids:
+        require_number("stop_ids", token, at_least=0, integer=True)
+    return SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(map(int, ids)), seed)
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Tensor | Sequence[int]],
+    make_options: Callable[[], SamplingOptions],
+    *,
+    call: str,
+    positions: int | None = None,
+) -> Batch:
+    """Continue every prompt; see `Actor.generate`.
+
+    Args:
+        engine: The model.
+        prompts: This data-parallel rank's prompts.
+        make_options: Returns the options, or raises ValueError.
+        call: What an error calls this call.
+        positions: The longest sequence that the model was made for; None: not known.
+
+    Raises:
+        ValueError: As `Actor.generate` says. An error of one dp rank is raised on all of them: the other ranks would
+            wait for that rank in their next call.
+    """
+    rows, options = list[Tensor](), SamplingOptions(1)
+
+    def prepare() -> Given:
+        nonlocal rows, options
+        options = make_options()
+        rows = _checked(engine, prompts, positions)
+        flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
+        found, _ = digests({"prompt_tokens": flat})
+        given = {"prompts": described_lengths([len(row) for row in rows]), **vars(options)}
+        return Given({**given, "stop_ids": sorted(options.stop_ids), **found})
+
+    agree_on_call(engine.grid, call, prepare)
     rows = [row.to(engine.grid.device) for row in rows]
     return agree(lambda: _responses(engine, rows, options), engine.grid.group("dp"))
 
 
-def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
-    """The prompts as tokens, where they are.
+def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], positions: int | None) -> list[Tensor]:
+    """Return the prompts as tokens, where they are.
 
     Raises:
-        ValueError: one is empty, no row of integers, or has a token outside the vocabulary.
+        ValueError: A prompt is empty, no row of integers, longer than the model's positions, or has a token outside the
+            vocabulary.
     """
-    rows = [token_ids(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    rows = token_rows(prompts, "prompt")
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
         raise ValueError(
             f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
         )
-    for row in rows:
-        check_token_ids(row, engine.vocab_size)  # where they are: once on a GPU, an id could only stop the process
+    for i, row in enumerate(rows):
+        if positions is not None and len(row) > positions:
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens, more than the model's {positions} positions "
+                "(max_position_embeddings in its config.json); shorten the prompt"
+            )
+        check_token_ids(row, engine.vocab_size)  # on a GPU a bad id is a device assertion
     return rows
 
 

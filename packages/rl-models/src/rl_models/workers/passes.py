@@ -2,111 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ckpt import agree, all_gather_json
-from ckpt.transfer.agreement import require_same
 from parallel_layers.head.embedding import check_token_ids
-from rl_models.batch import Batch
+from rl_models.batch import Batch, require_batch
 from rl_models.engines import Engine, Outputs
-from rl_models.grid import Grid
 from rl_models.losses import LossTerms
-from rl_models.losses.aggregation import token_weights
-from rl_models.workers.agreement import described, require_same_call
+from rl_models.losses.aggregation import token_weights, total_weight
+from rl_models.numbers import require_number
+from rl_models.workers.agreement import Given, Told, agree_on_call
+from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.division import Division, shift_to_own_token
-from rl_models.workers.routing import ROUTING, recorded, routed
+from rl_models.workers.routing import ROUTING, recorded, require_routing, routed
 
 # (*the engine's outputs, each [T] and aligned with its own token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
 
 
+@dataclass(frozen=True)
+class _Entered:
+    """A batch that all ranks have agreed on.
+
+    Attributes:
+        batch: On the engine's device.
+        counts: The masked tokens of each sequence.
+        micro_batches: Their number.
+        total: The sum of `total_weight` over all data-parallel ranks.
+    """
+
+    batch: Batch
+    counts: list[int]
+    micro_batches: int
+    total: int
+
+
 def predict(
-    engine: Engine, batch: Batch, max_tokens: int, *, temperature: float, record_routing: bool
+    engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
 ) -> tuple[Tensor, ...]:
-    """The engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
+    """Return the engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
 
     With `record_routing` the routing `[T, M, k]` follows them.
     """
-    batch = _checked(batch, engine, temperature, record_routing=record_routing)
-    division = Division.of(batch, engine, max_tokens)
-    if not division.parts:
-        raise ValueError("the batch has no sequences, on any rank")
-    with routed(engine, division.parts, division.packed, record=record_routing) as replays:
+    entered = _enter(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
+    batch, division = entered.batch, Division.of(entered.batch, engine, max_tokens, entered.micro_batches)
+    with routed(engine, batch, division, record=record_routing) as replays:
         outputs = engine.forward(division.packed, temperature=temperature)
     results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
     for where, part, output in zip(division.positions, division.parts, outputs, strict=True):
-        if len(where):
-            for result, column in zip(results, output, strict=True):
-                result[where] = shift_to_own_token(column, part)
+        for result, column in zip(results, output, strict=True):
+            result[where] = shift_to_own_token(column, part)
     if record_routing:
-        return *results, recorded(replays, division.parts, division.positions, batch.num_tokens)
+        return *results, recorded(replays, division, batch.num_tokens)
     return results
 
 
 def accumulate(
-    engine: Engine, batch: Batch, loss: PartLoss, max_tokens: int, *, aggregation: str, temperature: float
+    engine: Engine,
+    batch: Batch,
+    loss: PartLoss,
+    max_tokens: int,
+    *,
+    aggregation: str,
+    temperature: float,
+    call: str = "update",
 ) -> dict[str, float]:
     """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`.
 
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
     """
-    batch = _checked(batch, engine, temperature, aggregation=aggregation)
-    batch = batch.with_fields(_weight=token_weights(batch, aggregation, engine.grid.group("dp")))
-    division = Division.of(batch, engine, max_tokens)
-    sums: dict[str, Tensor] = {}
-
-    def total(number: int, outputs: Outputs) -> Tensor:
-        part = division.parts[number]
-        # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
-        own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
-        terms = loss(*own, part)
-        reported = _reported(terms, part)
-        if sums and sums.keys() != reported.keys():
-            raise ValueError(
-                f"the loss reports {sorted(reported)} of one micro-batch and {sorted(sums)} of another; report the "
-                "same metrics of all, 0 where there is nothing to say"
-            )
-        for name, value in reported.items():
-            sums[name] = sums.get(name, 0) + _weighted_sum(value, part)
-        if terms.loss.requires_grad:
-            return _weighted_sum(terms.loss, part)
-        return _nothing(own, part)
-
-    with routed(engine, division.parts, division.packed):
+    entered = _enter(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
+    batch = entered.batch.with_fields(_weight=token_weights(entered.batch, aggregation, entered.total))
+    division = Division.of(batch, engine, max_tokens, entered.micro_batches)
+    total = _Total(loss, division, entered.counts)
+    with routed(engine, batch, division):
         engine.forward_backward(division.packed, total, temperature=temperature)
-    return _reduce(sums, engine.grid)
+    return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
 
-def _checked(batch: Batch, engine: Engine, temperature: float, **options: object) -> Batch:
-    """The batch on the engine's device, when every rank knows that all of them can go on with what they were given.
+def _enter(engine: Engine, batch: Batch, max_tokens: int, call: str, temperature: float, **options: object) -> _Entered:
+    """Check a call on every rank; see `agree_on_call`.
 
     Raises:
-        ValueError: on some rank the temperature is not positive, or a token (which is looked for where that does not
-            stall the device) is outside the vocabulary; or as `require_same_call`.
+        ValueError: On some rank the temperature is no number above 0, a token (which is looked for where that does not
+            stall the device) is outside the vocabulary, the batch is none, a sequence is too long for a micro-batch, or
+            ranks that differ in tp, cp or pp alone were given other sequences or fields.
+    """
+    aggregation = str(options.get("aggregation", "token-mean"))
+    placed, counts = batch, list[int]()
+    shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has sequences of its own
+
+    def prepare() -> Given:
+        nonlocal placed, counts
+        require_batch(batch)
+        require_number("temperature", temperature, above=0)
+        check_token_ids(batch.tokens, engine.vocab_size)
+        require_routing(engine, batch, record=bool(options.get("record_routing")))
+        placed = batch.to(engine.grid.device)
+        tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
+        found, (counts,) = digests(tensors, placed.masked_counts)
+        told = {
+            "micro_batches": Division.least(batch.lengths, engine, max_tokens),
+            "weight": total_weight(counts, aggregation),
+        }
+        return Given({"batch": described_lengths(batch.lengths), **found, "temperature": temperature}, told=told)
+
+    options["routing"] = ROUTING in getattr(batch, "fields", ())
+    told = agree_on_call(engine.grid, call, prepare, **options)
+    by_place = {one.place: one.value for one in told}.values()
+    return _Entered(
+        placed, counts, max(value["micro_batches"] for value in by_place), sum(value["weight"] for value in by_place)
+    )
+
+
+class _Total:
+    """A caller's loss as an engine takes it: weighted, summed, and zero from its first error on.
+
+    The forward and backward passes that other ranks take part in go on after an error; `finish` tells the ranks of it.
+    The loss is called for parts that have tokens to learn from, and for no others.
     """
 
-    def check() -> None:
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be positive")
-        check_token_ids(batch.tokens, engine.vocab_size)
+    def __init__(self, loss: PartLoss, division: Division, counts: list[int]) -> None:
+        self.loss, self.parts = loss, division.parts
+        self.learns = [sum(counts[i] for i in chosen) for chosen in division.indices]
+        self.sums: dict[str, Tensor] = {}
+        self.error: Exception | None = None
 
-    agree(check, engine.grid.everyone)
-    options["routing"] = ROUTING in batch.fields
-    given = {"batch": described(batch.lengths, batch.tokens, batch.mask), "temperature": temperature}
-    require_same_call(engine.grid, given, **options)
-    return batch.to(engine.grid.device)
+    def __call__(self, number: int, outputs: Outputs) -> Tensor:
+        """Return the weighted sum of the loss over one micro-batch."""
+        if self.error is None and self.learns[number]:
+            try:
+                return self._of_part(number, outputs)
+            except Exception as error:
+                self.error = error
+        return torch.stack([output.sum() for output in outputs]).sum() * 0
+
+    def _of_part(self, number: int, outputs: Outputs) -> Tensor:
+        part = self.parts[number]
+        # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
+        own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
+        terms = self.loss(*own, part)
+        reported = _reported(terms, part)
+        if self.sums and self.sums.keys() != reported.keys():
+            raise ValueError(
+                f"the loss reports {sorted(reported)} of one micro-batch and {sorted(self.sums)} of another; report "
+                "the same metrics of all, 0 where there is nothing to say"
+            )
+        if not terms.loss.requires_grad:
+            raise ValueError(
+                f"the loss of {self.learns[number]} tokens in the mask is a constant, without a gradient; compute it "
+                "from what it is given, and without detach() or no_grad()"
+            )
+        for name, value in reported.items():
+            self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
+        return _weighted_sum(terms.loss, part)
+
+    def finish(self) -> Given:
+        """Raise the loss's error, or tell the sums of this rank, by name."""
+        if self.error is not None:
+            raise self.error
+        values = torch.stack(list(self.sums.values())).tolist() if self.sums else []
+        return Given(told=dict(zip(self.sums, values, strict=True)))
+
+
+def _means(told: list[Told]) -> dict[str, float]:
+    """Add up the sums of the data-parallel ranks; of each, the first rank that has computed losses counts.
+
+    Raises:
+        ValueError: The data-parallel ranks report other metrics.
+    """
+    by_place: dict[int, Told] = {}
+    for one in told:
+        if one.value:
+            by_place.setdefault(one.place, one)
+    first, *others = by_place.values()
+    for other in others:
+        if other.value.keys() != first.value.keys():
+            raise ValueError(
+                f"metrics differs between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} on "
+                f"rank {other.rank}; report the same metrics on every rank"
+            )
+    return {name: sum(one.value[name] for one in by_place.values()) for name in first.value}
 
 
 def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
-    """The loss and its metrics, without gradients, each `[T]` or one number.
+    """Return the loss and its metrics, without gradients, each `[T]` or one number.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: They are something else.
     """
     if not isinstance(terms, LossTerms):
         raise ValueError(
@@ -126,41 +213,6 @@ def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
     return reported
 
 
-def _nothing(own: Outputs, part: Batch) -> Tensor:
-    """Zero, with a graph for the backward that the ranks run together, of a loss that is a constant.
-
-    Raises:
-        ValueError: it is one although the micro-batch has tokens to learn from.
-    """
-    if bool(part.mask.any()):
-        raise ValueError(
-            f"the loss of {int(part.mask.sum())} tokens in the mask is a constant, without a gradient; compute it from "
-            "what it is given, and without detach() or no_grad()"
-        )
-    return torch.stack([output.sum() for output in own]).sum()
-
-
 def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
     weight = part["_weight"]
     return torch.where(weight > 0, weight * per_token, 0).sum()
-
-
-def _reduce(sums: Mapping[str, Tensor], grid: Grid) -> dict[str, float]:
-    """Sum over dp, all numbers in one all-reduce; the other pipeline stages learn them from the last.
-
-    Raises:
-        ValueError: the data-parallel ranks report other metrics.
-    """
-    pipeline, data_parallel = grid.group("pp"), grid.group("dp")
-    own: list[str] = all_gather_json(list(sums), pipeline)[-1]
-    told = [names for names in all_gather_json(own, data_parallel) if names]
-    names = own or told[0]  # a rank without sequences may have had nothing to report of
-    ordered = sorted(names)
-    require_same(data_parallel, metrics=ordered)
-    zero = torch.zeros((), device=grid.device)
-    values = torch.stack([sums.get(name, zero) for name in ordered]).double()
-    for group in (data_parallel, pipeline):
-        if group is not None:
-            dist.all_reduce(values, group=group)
-    means = dict(zip(ordered, values.tolist(), strict=True))
-    return {name: means[name] for name in names}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from rl_models.numbers import require_number
 
 # Logits up to 3e8 divided by it are finite in fp32.
 MIN_TEMPERATURE = 1e-30
@@ -18,17 +18,19 @@ def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p:
         ValueError: the temperature is negative, not finite, or above 0 and too small to divide by, top_k is below 1 or
             top_p outside (0, 1].
     """
+    require_number("temperature", temperature)
+    require_number("top_p", top_p)
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must not be negative")
-    if not math.isfinite(temperature):
-        raise ValueError(f"temperature={temperature} must be a finite number")
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(
             f"temperature={temperature} is too small to divide logits by; use 0, which takes the most likely token, or "
             f"at least {MIN_TEMPERATURE}"
         )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
+    if top_k is not None:
+        require_number("top_k", top_k, integer=True)
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must lie in (0, 1]")
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt import agree
 from rl_models.batch import Batch
 from rl_models.losses import LossTerms
 from rl_models.workers.actor import TokenLogProbs
 from rl_models.workers.actor_critic import TokenEstimates
-from rl_models.workers.agreement import described, require_same_call
-from rl_models.workers.dispatch import METHODS, on_cpu
+from rl_models.workers.agreement import Given, agree_on_call
+from rl_models.workers.digests import described_lengths, digests
+from rl_models.workers.dispatch import METHODS, Join, on_cpu
 from rl_models.workers.worker import Worker
 
 T = TypeVar("T")
@@ -69,9 +70,20 @@ class WholeBatches:
     def _call(self, name: str, whole: Any, *args: Any, **kwargs: Any) -> Any:
         grid, split = self.worker.grid, METHODS[name].split
         assert split is not None
-        parts, join = agree(lambda: split(whole, grid.dims.dp, self.worker.engine.vocab_size), grid.everyone)
-        rows = [row for part in parts for row in (part.split() if isinstance(part, Batch) else part)]
-        require_same_call(grid, {}, sequences=described([len(row) for row in rows], *rows))
+        parts: list[Any] = []
+        join: Join = list
+
+        def prepare() -> Given:
+            nonlocal parts, join
+            parts, join = split(whole, grid.dims.dp, self.worker.engine.vocab_size)
+            if isinstance(whole, Batch):
+                lengths, tensors = whole.lengths, {"tokens": whole.tokens, "mask": whole.mask, **whole.fields}
+            else:
+                rows = [row for part in parts for row in part]
+                lengths, tensors = tuple(map(len, rows)), {"prompt_tokens": torch.cat(rows)} if rows else {}
+            return Given(everywhere={"sequences": described_lengths(lengths), **digests(tensors)[0]})
+
+        agree_on_call(grid, f"WholeBatches.{name}", prepare)
         own = on_cpu(getattr(self.worker, name)(parts[grid.rank("dp")], *args, **kwargs))
         results = [own]
         if (group := grid.group("dp")) is not None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt import agree
-from ckpt.transfer.agreement import require_same
 from parallel_layers import ParallelDims
 from parallel_layers.attention.layer import ContextParallel
 from rl_models.batch import Batch
@@ -30,6 +28,8 @@ from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.positions import max_positions
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.models.decoder import Recompute
+from rl_models.numbers import require_number
+from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.determinism import be_deterministic
 from rl_models.workers.passes import PartLoss, accumulate, predict
 from rl_models.workers.state import WorkerState
@@ -127,14 +127,22 @@ class Worker(WorkerState):
             megatron=megatron or MegatronOptions(),
         )
         learning = optimizer or OptimizerOptions()
-        folder = agree(lambda: checkpoint_folder(path), grid.everyone)
-        require_same(
-            grid.everyone,
+
+        def prepare() -> Given:
+            require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
+            checkpoint_folder(path)
+            return Given()
+
+        agree_on_call(
+            grid,
+            f"{cls.__name__}.from_pretrained",
+            prepare,
             backend=backend,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             **vars(options),
             **vars(learning),
         )
+        folder = checkpoint_folder(path)
         engine = load_engine(backend, folder, cls.role, grid, options)
         return cls(engine, learning, max_tokens_per_micro_batch, max_positions(folder))
 
@@ -143,14 +151,15 @@ class Worker(WorkerState):
         token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
-        self._warn_of_length(batch)
         results = predict(
             self.engine,
             batch,
             self.max_tokens_per_micro_batch,
+            call=f"{type(self).__name__}.predict",
             temperature=temperature,
             record_routing=record_routing,
         )
+        self._warn_of_length(batch)
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))
 
@@ -196,7 +205,6 @@ class Worker(WorkerState):
             RuntimeError: weights or optimizer state are offloaded.
         """
         self._memory.require("an update", optimizer=True)
-        self._warn_of_length(batch)
         optimizer = self.optimizer  # before the backward: it says in which type gradients add up
         rate = self.learning_rate
         scale = optimizer.loss_scale
@@ -206,6 +214,7 @@ class Worker(WorkerState):
                 batch,
                 loss,
                 self.max_tokens_per_micro_batch,
+                call=f"{type(self).__name__}.update",
                 aggregation=aggregation,
                 temperature=temperature,
             )
@@ -217,6 +226,7 @@ class Worker(WorkerState):
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
         self.steps += math.isfinite(norm)
         self.skipped_steps += not math.isfinite(norm)
+        self._warn_of_length(batch)
         if scale is not None:
             metrics |= {"loss_scale": scale, "skipped_steps": float(self.skipped_steps)}
         return {**metrics, "grad_norm": norm, "learning_rate": rate}

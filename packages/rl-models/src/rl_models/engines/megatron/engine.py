@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.transfer.agreement import all_gather_json
 from megatron_utils import MegatronGrid
 from megatron_utils.gpt import PackedGPTModel
 from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
@@ -95,23 +94,12 @@ class MegatronEngine:
     def forward_backward(
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
-        """Add the gradient of the losses. (Where the optimizer is divided, each rank has that of its own part.)
-
-        An error of the loss would leave the other stages waiting: the step goes on with nothing more to learn, and then
-        every rank raises.
-        """
-        errors: list[Exception] = []
+        """Add the gradient of the losses. (Where the optimizer is divided, each rank has that of its own part.)"""
         dp = self.grid.dims.dp
 
         def total(output: Any, number: int) -> Tensor:
-            outputs = _outputs(output)
-            if not errors:
-                try:
-                    # Megatron averages over the data-parallel ranks; the gradient here is their sum.
-                    return loss(number, outputs) * dp
-                except Exception as error:
-                    errors.append(error)
-            return torch.stack([column.sum() for column in outputs]).sum() * 0
+            # Megatron averages over the data-parallel ranks; the gradient here is their sum.
+            return loss(number, _outputs(output)) * dp
 
         with self.entered() as megatron:
             chunks = self.trained(megatron)
@@ -126,14 +114,6 @@ class MegatronEngine:
                 **self._inputs(micro_batches, temperature),
             )
             self._complete_recordings(micro_batches, megatron)
-        messages = all_gather_json(str(errors[0]) if errors else None, self.grid.everyone)
-        if any(message is not None for message in messages):
-            self.drop_gradients()
-        if errors:
-            raise errors[0]
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise ValueError(f"rank {rank}: {message}")
 
     def _inputs(self, micro_batches: Sequence[PackedSequence], temperature: float) -> dict[str, Any]:
         """What the schedule gives the model beside the micro-batches."""

@@ -88,14 +88,14 @@ class ParallelEngine:
         """Add the gradient of the losses, and of the routers' own."""
         call = self._with_totals(self._call(temperature, micro_batches), micro_batches)
         if self.pipeline is None:
-            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss, self.grid.everyone)
+            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss)
             self._complete(call, micro_batches)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
         before = None if self._tied_copy is None else self._tied_copy.grad
         if self._tied_copy is not None:
             self._tied_copy.grad = None
-        self.pipeline.forward_backward(micro_batches, call.task, loss, self.grid.everyone)
+        self.pipeline.forward_backward(micro_batches, call.task, loss)
         self._complete(call, micro_batches)
         sum_tied_gradients(self._tied_copy, self.pipeline.group)
         if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from parallel_layers import PackedSequence
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.engine import Loss, Outputs
-from rl_models.engines.guarded import GuardedLoss
 from rl_models.engines.options import PipelineOptions
 from rl_models.engines.padding import pad_to
 from rl_models.engines.parallel.stage import Stage, Task
@@ -96,20 +95,14 @@ class Pipeline:
         micro_batches: Sequence[PackedSequence],
         make_task: MakeTask,
         loss: Loss,
-        everyone: ProcessGroup | None,
     ) -> None:
-        """Add up the gradients of the losses, which the last stage computes.
-
-        An error of the loss is raised on every rank of `everyone`, at the end.
-        """
-        guarded = GuardedLoss(loss, everyone)
+        """Add up the gradients of the losses, which the last stage computes."""
 
         def last_stage(outputs: Any, number: Tensor) -> Tensor:
             index = int(number)
-            return guarded(index, tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs)))
+            return loss(index, tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs)))
 
         self._run(micro_batches, make_task, last_stage)
-        guarded.raise_errors()
 
     def _run(
         self,

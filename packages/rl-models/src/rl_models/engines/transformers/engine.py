@@ -81,7 +81,7 @@ class TransformersEngine:
         self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
     ) -> None:
         """Add the gradient of the losses."""
-        backward_each(self._model(temperature), self.model, micro_batches, loss, self.grid.everyone)
+        backward_each(self._model(temperature), self.model, micro_batches, loss)
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""

@@ -1,0 +1,30 @@
+"""Checks of numbers that a caller gives: a text or None is refused by name, before arithmetic fails on it."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+
+def require_number(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None, integer: bool = False
+) -> None:
+    """Raise ValueError unless `value` is a finite number (with `integer` a whole one) within its bound.
+
+    Args:
+        name: What the error calls the number.
+        value: What the caller has given.
+        above, at_least: The bound; None: there is none.
+        integer: Whether the number must be an int.
+    """
+    kind = Integral if integer else Real
+    text = "an integer" if integer else "a finite number"
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be {text}, not {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={value!r} must be {text}")
+    if above is not None and not number > above:
+        raise ValueError(f"{name}={value!r} must be positive" if above == 0 else f"{name}={value!r} must be > {above}")
+    if at_least is not None and not number >= at_least:
+        raise ValueError(f"{name}={value!r} must be at least {at_least}")
