@@ -51,7 +51,7 @@ def test_the_same_tensors_in_other_files_are_equal(checkpoint: Checkpoints, tmp_
 def test_first_and_worst_differences_are_named(
     chunk: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.verify.compare._CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("ckpt.comparison.compare._CHUNK_ELEMENTS", chunk)
 
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[DOWN][5, 7] += 0.25

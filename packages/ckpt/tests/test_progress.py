@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import ckpt.comparison.compare
 import ckpt.transfer.save
-import ckpt.verify.compare
 from ckpt import Grid, IOCounter, Place, layout_for, load_hf, merge, reshard, save_hf, save_shards, verify
 
 Checkpoints = Callable[..., Path]
@@ -72,7 +72,7 @@ def test_the_first_rank_alone_shows_what_it_writes(
 
 def test_files_to_files(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an optimizer's moments and counts; copies on several ranks count, a vocabulary's padding does not."""
-    monkeypatch.setattr("ckpt.verify.compare._CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("ckpt.comparison.compare._CHUNK_ELEMENTS", 1000)
     source = checkpoint("llama", vocab_size=51)
     layout = layout_for(source)
     tensors = load_hf(source, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 
@@ -26,6 +27,8 @@ def test_every_public_name_is_there() -> None:
     assert dir(ckpt) == ckpt.__all__
     for name in ckpt.__all__:
         assert getattr(ckpt, name) is not None
+    # A folder of the package would take the place of a function of its name once it is imported.
+    assert not {module.name for module in pkgutil.iter_modules(ckpt.__path__)} & {*ckpt.__all__}
     with pytest.raises(AttributeError, match="has no attribute 'convert'"):
         ckpt.convert  # noqa: B018
 

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
+import ckpt.comparison.compare
 import ckpt.training.checkpoint
 import ckpt.transfer.load
 import ckpt.transfer.offline
 import ckpt.transfer.shards
-import ckpt.verify.compare
 from ckpt import (
     Grid,
     Place,
@@ -63,9 +63,9 @@ def compare_live(folder: Path, source: Path) -> object:
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
     ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.load, "check_share"),
-    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.verify.compare, "read_box"),
-    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.verify.compare, "read_box"),
-    ("verify_live", as_hf, compare_live, ckpt.verify.compare, "read_box"),
+    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.comparison.compare, "read_box"),
+    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.comparison.compare, "read_box"),
+    ("verify_live", as_hf, compare_live, ckpt.comparison.compare, "read_box"),
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
     ("load_shards", as_shards, lambda a, b: load_shards(a, Place()), ckpt.transfer.shards, "read_box"),

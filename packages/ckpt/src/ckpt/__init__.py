@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.comparison.compare import verify, verify_live
+    from ckpt.comparison.report import Difference, Report
     from ckpt.files.atomic import FolderWriter
     from ckpt.files.boxio import IOCounter
     from ckpt.files.folder import Checkpoint, open_checkpoint
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from ckpt.transfer.save import save_hf
     from ckpt.transfer.shards import Shards, load_shards, open_shards, save_shards
     from ckpt.transfer.stream import stream_hf
-    from ckpt.verify.compare import verify, verify_live
-    from ckpt.verify.report import Difference, Report
 
 __all__ = [
     "Block",
@@ -72,7 +72,7 @@ _HOME = {
     "Block": "ckpt.layout.pieces",
     "Canonical": "ckpt.layout.model_layout",
     "Checkpoint": "ckpt.files.folder",
-    "Difference": "ckpt.verify.report",
+    "Difference": "ckpt.comparison.report",
     "FolderWriter": "ckpt.files.atomic",
     "Grid": "ckpt.layout.place",
     "IOCounter": "ckpt.files.boxio",
@@ -80,7 +80,7 @@ _HOME = {
     "PendingSave": "ckpt.training.checkpoint",
     "Piece": "ckpt.layout.pieces",
     "Place": "ckpt.layout.place",
-    "Report": "ckpt.verify.report",
+    "Report": "ckpt.comparison.report",
     "Role": "ckpt.layout.families",
     "Shards": "ckpt.transfer.shards",
     "TrainingState": "ckpt.training.checkpoint",
@@ -105,8 +105,8 @@ _HOME = {
     "save_training": "ckpt.training.checkpoint",
     "saved_steps": "ckpt.training.runs",
     "stream_hf": "ckpt.transfer.stream",
-    "verify": "ckpt.verify.compare",
-    "verify_live": "ckpt.verify.compare",
+    "verify": "ckpt.comparison.compare",
+    "verify_live": "ckpt.comparison.compare",
 }
 
 

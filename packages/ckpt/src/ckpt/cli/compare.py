@@ -7,7 +7,7 @@ import typer
 
 import ckpt
 from ckpt.cli.output import Json, print_json, print_table, progress_bar, reports_mistakes
-from ckpt.verify.report import Report
+from ckpt.comparison.report import Report
 
 DIFFERENT = 1
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
 from ckpt.files.contents import CONFIG, LAYOUT
@@ -25,7 +26,6 @@ from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, full_b
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.shards import WEIGHTS, layout_json, open_shards, shard_name
 from ckpt.transfer.sources import Source, open_source
-from ckpt.verify.compare import refuse_differing_copies
 
 Progress = Callable[[int, int], None]
 _CPU = torch.device("cpu")

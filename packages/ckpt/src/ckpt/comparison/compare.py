@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.comparison.config_fields import config_differences
+from ckpt.comparison.report import Difference, Kind, Report
+from ckpt.comparison.tally import Tally
 from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
@@ -20,9 +23,6 @@ from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json
 from ckpt.transfer.shards import WEIGHTS
 from ckpt.transfer.sources import Source, open_source, open_with_prediction_layers
-from ckpt.verify.config_fields import config_differences
-from ckpt.verify.report import Difference, Kind, Report
-from ckpt.verify.tally import Tally
 
 _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 2 << 20

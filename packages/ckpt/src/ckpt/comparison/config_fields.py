@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt.comparison.report import Difference
 from ckpt.layout.config import PREDICTION_LAYERS, Config, text_config
-from ckpt.verify.report import Difference
 
 # Fields that leave the outputs of a forward pass as they are, and those that the tensors themselves show.
 _OTHER_FIELDS = {

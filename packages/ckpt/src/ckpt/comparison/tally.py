@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckpt.comparison.report import Difference
 from ckpt.layout.pieces import Box
-from ckpt.verify.report import Difference
 
 
 @dataclass
