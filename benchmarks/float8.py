@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from parallel_layers import DecoderConfig, DecoderLayer, RotaryEmbedding
 from parallel_layers.float8 import RECIPES, Float8Config, why_not_float8, with_float8
-from rl_models.models.config import ModelConfig
+from parallel_layers.model import ModelConfig
 
 BF16 = "bf16"
 

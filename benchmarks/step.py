@@ -54,8 +54,8 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
+from parallel_layers.model import ModelConfig
 from parallel_layers.shared_weights import view_of
-from rl_models.models.config import ModelConfig
 from rl_models.models.language_models import CausalLM
 
 LLAMA_3_8B = {

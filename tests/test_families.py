@@ -17,9 +17,9 @@ from hf_patches import supported_model_types
 from hf_patches.testing import one_by_one, random_sequences, tiny_model
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
 from megatron_utils.testing import cpu_stand_in
+from parallel_layers.model import FAMILIES
 from rl_models import Actor, Batch
 from rl_models.engines import BACKENDS
-from rl_models.models.families import FAMILIES
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 # Families with images are patched by hf-patches, but the actor loads text models alone.

@@ -68,6 +68,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    # transformers keeps the gradient of a padding token at 0.
+    "olmo2": ("Olmo2", {"attention_bias": True, "pad_token_id": None}),
     "llama-value": ("Llama", {"attention_bias": True}),
     "qwen2-value": ("Qwen2", {}),
     "qwen3-value": ("Qwen3", {"head_dim": 16}),
@@ -148,6 +150,8 @@ PLAIN = {
     ("qwen3-value", "pp2"),
     ("apertus", "pp2-dp2"),
     ("apertus-value", "cp2"),
+    ("olmo2", "tp2-sp"),
+    ("olmo2", "cp2-tp2"),
     ("mistral", "cp2-tp2-ring"),
     ("mistral-value", "pp2"),
     ("qwen3-moe", "pp2-cp2-ep2"),

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**MOE, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [1]}),
     "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4}),
     "apertus": ("ApertusConfig", {}),
+    "olmo2": ("Olmo2Config", {"attention_bias": True}),
     "deepseek": ("DeepseekV3Config", {**MOE, **MLA}),
     "deepseek-no-q-lora": ("DeepseekV3Config", {**MOE, **MLA, "q_lora_rank": None}),
     "qwen2-vl": ("Qwen2VLConfig", {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}),

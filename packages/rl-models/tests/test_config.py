@@ -11,9 +11,9 @@ from transformers import AutoConfig
 
 import ckpt
 from parallel_layers import PackedSequence, RotaryEmbedding
+from parallel_layers.model import FAMILIES
 from parallel_layers.moe import MoEConfig
 from rl_models import CausalLM, ModelConfig, ValueModel
-from rl_models.models.families import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,7 +179,11 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
 
 
 # The biases that a config may ask for.
-BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+BIASES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"attention_bias": True},
+    "olmo2": {"attention_bias": True},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_utils.testing import tiny_config
-from parallel_layers import ParallelDims
+from parallel_layers import ModelConfig, ParallelDims
 
 LLAMA, LATENT = tiny_config("llama"), tiny_config("deepseek_v3", n_group=1, topk_group=1)
 
@@ -14,7 +14,8 @@ def layers(hf: dict[str, Any], layer_spec: str) -> list[Any]:
     from megatron_utils.gpt import transformer_config
     from megatron_utils.gpt.layer_spec import one_layer
 
-    return [one_layer(transformer_config(hf, ParallelDims()), hf, layer_spec, moe=moe) for moe in (False, True)]
+    config, decoder = transformer_config(hf, ParallelDims()), ModelConfig.from_hf(hf).decoder
+    return [one_layer(config, decoder, layer_spec, moe=moe) for moe in (False, True)]
 
 
 def test_an_unknown_spec_and_a_missing_transformer_engine_are_named() -> None:
@@ -70,7 +71,7 @@ def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer
         assert attention.linear_proj is transformer_engine.TERowParallelLinear
         assert attention.q_layernorm is transformer_engine.TENorm
         assert attention.core_attention.module is PackedCoreAttention
-        assert attention.core_attention.params == {"rotates": True}
+        assert attention.core_attention.params == {"rotates": True, "scale": None}
     assert dense.mlp.submodules.linear_fc1 is transformer_engine.TELayerNormColumnParallelLinear
     assert mixture.mlp.submodules.experts.module is TEGroupedMLP
     assert mixture.pre_mlp_layernorm is transformer_engine.TENorm
@@ -83,6 +84,6 @@ def test_transformer_engine_has_latent_attention_with_its_own_epsilon(transforme
     assert spec.module is LatentAttention
     assert spec.submodules.linear_kv_down_proj is transformer_engine.TELinear
     assert spec.submodules.linear_kv_up_proj is transformer_engine.TELayerNormColumnParallelLinear
-    assert spec.submodules.core_attention.params == {"rotates": False}
+    assert spec.submodules.core_attention.params == {"rotates": False, "scale": 10**-0.5}
     with pytest.raises(ValueError, match="rms_norm_eps=1e-05: Transformer Engine's fused norms use it"):
         layers({**LATENT, "rms_norm_eps": 1e-5}, "transformer_engine")

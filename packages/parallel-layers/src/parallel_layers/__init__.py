@@ -33,6 +33,7 @@ from parallel_layers.linear import (
 from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
 from parallel_layers.memory.random_states import RngStates, checkpoint
 from parallel_layers.mlp.layer import ParallelMLP
+from parallel_layers.model import ModelConfig
 from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.overlap import available_overlaps
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
@@ -45,6 +46,7 @@ __all__ = [
     "LatentConfig",
     "LogProbs",
     "MergedColumnParallelLinear",
+    "ModelConfig",
     "PackedSequence",
     "ParallelAttention",
     "ParallelDims",

@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallel_layers.model import ModelConfig
     from rl_models import losses
     from rl_models.batch import Batch
     from rl_models.engines.optimizer import OptimizerOptions
     from rl_models.engines.options import MegatronOptions, PipelineOptions, RouterLosses
     from rl_models.grid import Grid
-    from rl_models.models.config import ModelConfig
     from rl_models.models.language_models import CausalLM, CausalLMWithValue, ValueModel
     from rl_models.workers.actor import Actor, TokenLogProbs
     from rl_models.workers.actor_critic import ActorCritic, TokenEstimates
@@ -44,7 +44,7 @@ _HOME = {
     "Critic": "rl_models.workers.critic",
     "Grid": "rl_models.grid",
     "MegatronOptions": "rl_models.engines.options",
-    "ModelConfig": "rl_models.models.config",
+    "ModelConfig": "parallel_layers.model",
     "OptimizerOptions": "rl_models.engines.optimizer",
     "PipelineOptions": "rl_models.engines.options",
     "RouterLosses": "rl_models.engines.options",

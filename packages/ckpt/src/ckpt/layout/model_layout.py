@@ -97,6 +97,13 @@ class Layout:
             raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
         object.__setattr__(self, "_text", text_config(self.config))
         refuse_unread(self._text, self.family.fields, self.family.name)
+        absent = [row for row in self.family.rows if self._active(row) and not row.local_name(self.target)]
+        if absent:
+            names = ", ".join(name for row in absent for name in row.sources)
+            raise ValueError(
+                f"target={self.target!r}: Megatron-Core has no tensor for {names} of {self.family.name}; use "
+                "target='parallel'"
+            )
         if self.num_layers * max(1, self.num_experts) > _MOST_MATRICES:
             raise ValueError(
                 f"num_hidden_layers={self.num_layers} with {self.num_experts} experts is more than any model has; "

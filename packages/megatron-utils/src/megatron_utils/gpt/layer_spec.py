@@ -14,15 +14,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_utils.gpt.config import HfConfig, family_of
 from megatron_utils.gpt.latent_attention import LATENT_NORM_EPS, LatentAttention, LatentNorm
 from megatron_utils.gpt.modules import Norm, PackedCoreAttention
+from parallel_layers import DecoderConfig
 
 LayerSpec = Literal["local", "transformer_engine"]
 
 
 def block_spec(
-    config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, stage: int | None = None
+    config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The specs of one chunk's layers, dense and mixture in their places; raises what `one_layer` raises."""
     if not gpt_layer_specs.HAVE_TE:
@@ -31,7 +31,7 @@ def block_spec(
         moe_utils.te_general_gemm = None
         multi_latent_attention.HAVE_TE = False
     is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: one_layer(config, hf, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
+    specs = {kind: one_layer(config, decoder, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
     if config.pipeline_model_parallel_layout is not None:
         layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=stage)
     else:
@@ -40,15 +40,14 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[is_moe[i]] for i in layers], layer_norm=Norm)
 
 
-def one_layer(config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
+def one_layer(config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
     """The spec of a dense layer or of a mixture.
 
     Raises:
         ValueError: an unknown spec, or one that cannot express the model.
         ImportError: Transformer Engine is asked for and not installed.
     """
-    family = family_of(hf)
-    latent = family.latent is not None
+    latent = decoder.latent is not None
     options = {
         "num_experts": config.num_moe_experts if moe else None,
         "qk_layernorm": latent or config.qk_layernorm,
@@ -56,20 +55,22 @@ def one_layer(config: TransformerConfig, hf: HfConfig, layer_spec: LayerSpec, *,
     }
     if layer_spec not in _SPECS:
         raise ValueError(f"layer_spec={layer_spec!r} is unknown; use one of {', '.join(_SPECS)}")
-    spec = _SPECS[layer_spec](hf, options)
+    spec = _SPECS[layer_spec](decoder, options)
     attention = spec.submodules.self_attention
-    attention.submodules.core_attention = ModuleSpec(module=PackedCoreAttention, params={"rotates": not latent})
+    attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"rotates": not latent, "scale": decoder.attention_scale}
+    )
     if latent:
         attention.module = LatentAttention
-    if family.output_bias(hf):
+    if decoder.output_bias:
         attention.submodules.linear_proj = _biased(attention.submodules.linear_proj)
-    if family.mlp_bias(hf) and not moe:
+    if decoder.mlp_bias and not moe:
         mlp = spec.submodules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
     return spec
 
 
-def _local(hf: HfConfig, options: dict[str, Any]) -> ModuleSpec:
+def _local(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
     """Megatron's own linears; norms that take sequence parallelism."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     attention = spec.submodules.self_attention.submodules
@@ -86,13 +87,13 @@ def _local(hf: HfConfig, options: dict[str, Any]) -> ModuleSpec:
     return spec
 
 
-def _transformer_engine(hf: HfConfig, options: dict[str, Any]) -> ModuleSpec:
+def _transformer_engine(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
     """Transformer Engine's linears, with the norm before them inside, and its grouped experts."""
     if not gpt_layer_specs.HAVE_TE:
         raise ImportError("layer_spec='transformer_engine' needs transformer-engine; install it or use 'local'")
-    if options["multi_latent_attention"] and hf["rms_norm_eps"] != LATENT_NORM_EPS:
+    if options["multi_latent_attention"] and decoder.norm_eps != LATENT_NORM_EPS:
         raise ValueError(
-            f"rms_norm_eps={hf['rms_norm_eps']}: Transformer Engine's fused norms use it for the latents too, whose "
+            f"rms_norm_eps={decoder.norm_eps}: Transformer Engine's fused norms use it for the latents too, whose "
             f"norms have {LATENT_NORM_EPS}; use layer_spec='local'"
         )
     return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)

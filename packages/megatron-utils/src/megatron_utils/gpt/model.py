@@ -21,16 +21,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_utils.gpt.config import family_of, head_dim, hf_config, transformer_config
+from megatron_utils.gpt.config import transformer_config
 from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
-from parallel_layers import LogProbs, PackedSequence, linear_log_probs
+from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_probs
 from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import KVCache, SequenceCache
-from parallel_layers.rotary import RotaryEmbedding
 
 Role = Literal["causal_lm", "value"]
 
@@ -47,7 +46,7 @@ class PackedGPTModel(GPTModel):
     def __init__(
         self,
         config: TransformerConfig,
-        hf: dict[str, Any],
+        model: ModelConfig,
         spec: Any,
         role: Role,
         padded_vocab: int,
@@ -55,20 +54,19 @@ class PackedGPTModel(GPTModel):
     ) -> None:
         self.role = role
         _, self.layout = CONTEXT_PARALLEL[config.cp_comm_type]
-        self.true_vocab_size = hf["vocab_size"]
+        self.true_vocab_size = model.vocab_size
         super().__init__(
             config,
             spec,
             vocab_size=padded_vocab,
-            max_sequence_length=hf["max_position_embeddings"],
+            max_sequence_length=model.hf.get("max_position_embeddings", 0),  # only learned positions read it
             position_embedding_type="none",
-            share_embeddings_and_output_weights=role == "causal_lm" and bool(hf.get("tie_word_embeddings")),
+            share_embeddings_and_output_weights=role == "causal_lm" and model.tie_word_embeddings,
             **kwargs,
         )
-        theta = hf.get("rope_theta") or family_of(hf).rope_theta
-        self.rotary = RotaryEmbedding.from_config({**hf, "head_dim": head_dim(hf), "rope_theta": theta})
+        self.rotary = model.rotary()
         if role == "value" and self.post_process:
-            self.output_layer = ValueHead(config, bias=bool(hf.get("score_bias")))
+            self.output_layer = ValueHead(config, bias=bool(model.hf.get("score_bias")))
 
     @property
     def tokens_multiple_of(self) -> int:
@@ -192,7 +190,7 @@ def build_gpt(
     (for a value model `[1, H]`, zeros). The embedding has `ceil(V / tp)` rows a rank.
 
     Args:
-        config: a mapping, an object with `.to_dict()`, or a checkpoint folder.
+        config: what `ModelConfig.from_hf` takes: a mapping, an object with `.to_dict()`, a checkpoint folder.
         grid: the active grid.
         role: "causal_lm", or "value" for one fp32 number a token.
         dtype: of the parameters.
@@ -204,20 +202,20 @@ def build_gpt(
         ValueError: as `transformer_config`.
         ImportError: Transformer Engine is asked for and not installed.
     """
-    hf = hf_config(config)
+    model = ModelConfig.from_hf(config)
     made = transformer_config(
-        hf, grid.dims, dtype=dtype, virtual_stages=grid.virtual_stages, expert_tp=grid.expert_tp, **options
+        model, grid.dims, dtype=dtype, virtual_stages=grid.virtual_stages, expert_tp=grid.expert_tp, **options
     )
-    padded_vocab = -(-hf["vocab_size"] // grid.dims.tp) * grid.dims.tp
+    padded_vocab = -(-model.vocab_size // grid.dims.tp) * grid.dims.tp
     stages = range(grid.virtual_stages) if grid.virtual_stages else [None]
     chunks = []
     for stage in stages:
         first = grid.is_first_stage and stage in (None, 0)
         last = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = block_spec(made, hf, layer_spec, stage=stage)
+        spec = block_spec(made, model.decoder, layer_spec, stage=stage)
         chunk = PackedGPTModel(
             made,
-            hf,
+            model,
             spec,
             role,
             padded_vocab,

@@ -79,6 +79,7 @@ class PackedCoreAttention(nn.Module):
     Args:
         cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.
         rotates: False where the module around it has rotated queries and keys already (latent attention).
+        scale: The factor of the scores; None: Megatron's `softmax_scale`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class PackedCoreAttention(nn.Module):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         rotates: bool = True,
+        scale: float | None = None,
         **sizes: Any,
     ) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class PackedCoreAttention(nn.Module):
         self.cp = None if pg_collection is None else pg_collection.cp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
-        self.scale = softmax_scale
+        self.scale = softmax_scale if scale is None else scale
 
     def forward(
         self,

@@ -20,8 +20,8 @@ from parallel_layers.attention.context_parallel import Layout, split_sequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.memory.recompute import checkpoint
+from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
-from rl_models.models.config import ModelConfig
 
 Recompute = Literal["full", "selective"] | Collection[int] | None
 

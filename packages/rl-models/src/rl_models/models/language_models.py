@@ -31,8 +31,8 @@ from parallel_layers.distributed.collectives import (
     gather_from_tensor_parallel,
 )
 from parallel_layers.inference import KVCache, SequenceCache
+from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
-from rl_models.models.config import ModelConfig
 from rl_models.models.decoder import Chunk, Decoder, ModelOptions
 
 

@@ -20,8 +20,8 @@ import ckpt
 from ckpt.layout.families import Role
 from ckpt.transfer.memory_plan import config_dtype
 from parallel_layers import ParallelDims
+from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, PipelineOptions
-from rl_models.models.config import ModelConfig
 from rl_models.models.decoder import Recompute, require_layers
 from rl_train.planner.layer import Division, layer_bytes
 

@@ -11,10 +11,10 @@ import ckpt
 from ckpt.files.atomic import check_target
 from ckpt.transfer.match import match
 from parallel_layers import ParallelDims
+from parallel_layers.model import ModelConfig
 from rl_models.engines import EngineOptions, Role
 from rl_models.engines.parallel.load import require_fit
 from rl_models.grid import checkpoint_folder
-from rl_models.models.config import ModelConfig
 from rl_train.planner.plan import MemoryOptions, plan_memory
 
 

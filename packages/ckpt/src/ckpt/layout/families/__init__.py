@@ -14,6 +14,7 @@ _TABLES = (
     "llama",
     "mistral",
     "mixtral",
+    "olmo2",
     "qwen2",
     "qwen2_5_vl",
     "qwen2_vl",

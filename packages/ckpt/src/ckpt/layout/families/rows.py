@@ -77,12 +77,12 @@ ENDS = (
 )
 
 
-def norm(name: str, local: str, megatron: str, te: str | None = None, layers: Layers = "all") -> Row:
+def norm(name: str, local: str, megatron: str = "", te: str | None = None, layers: Layers = "all") -> Row:
     """A norm weight `[H]` of each layer, replicated: its name in files, on the native layers and on Megatron-Core."""
     return Row(
         {f"{LAYER}{name}.weight": "H"},
         parallel=f"{LAYER}{local}.weight",
-        megatron=f"{MEGATRON}{megatron}.weight",
+        megatron=megatron and f"{MEGATRON}{megatron}.weight",
         megatron_te=te and MEGATRON + te,
         layers=layers,
     )
@@ -91,7 +91,7 @@ def norm(name: str, local: str, megatron: str, te: str | None = None, layers: La
 def same(
     name: str,
     shape: str,
-    megatron: str,
+    megatron: str = "",
     te: str | None = None,
     when: str | None = None,
     layers: Layers = "all",
@@ -102,7 +102,7 @@ def same(
     return Row(
         {LAYER + name: shape},
         parallel=LAYER + name,
-        megatron=MEGATRON + megatron,
+        megatron=megatron and MEGATRON + megatron,
         megatron_te=te and MEGATRON + te,
         when=when,
         layers=layers,

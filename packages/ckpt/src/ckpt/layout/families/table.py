@@ -55,7 +55,8 @@ class Row:
     Attributes:
         sources: canonical name -> shape, in the order in which the local tensor concatenates them.
         parallel: local name for the native layers.
-        megatron: local name in a Megatron-Core GPTModel of the local spec.
+        megatron: local name in a Megatron-Core GPTModel of the local spec; empty: Megatron-Core has no such tensor, and
+            a layout for it is refused.
         megatron_te: local name in the Transformer Engine spec, where it differs.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
@@ -72,7 +73,7 @@ class Row:
 
     sources: Mapping[str, str]
     parallel: str
-    megatron: str
+    megatron: str = ""
     megatron_te: str | None = None
     megatron_order: Literal["parts", "groups"] = "parts"
     where: Literal["layers", "first", "last"] = "layers"

@@ -13,8 +13,8 @@ from ckpt.layout.config import classifies_sequences
 from ckpt.layout.families import Target
 from ckpt.transfer.agreement import agree
 from megatron_utils import megatron_grid
-from megatron_utils.gpt import PackedGPTModel, build_gpt, hf_config
-from megatron_utils.gpt.config import family_of
+from megatron_utils.gpt import PackedGPTModel, build_gpt
+from parallel_layers import ModelConfig
 from rl_models.engines.engine import EngineOptions, Role
 from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
 from rl_models.engines.megatron.engine import MegatronEngine, check_device
@@ -65,14 +65,14 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
     with enter() as megatron:
 
         def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
-            config = hf_config(path)
-            if family_of(config).moe and dims.tp > 1 and options.sequence_parallel is False:
+            model = ModelConfig.from_hf(path)
+            if any(model.moe) and dims.tp > 1 and options.sequence_parallel is False:
                 raise ValueError(
                     f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
                     "with sequence parallelism alone; leave it out, or use backend='parallel'"
                 )
             split = "balanced" if pipeline.split is None else list(pipeline.split)
-            layout = ckpt.layout_for(config, target=TARGETS[layers], role=role, layers=split)
+            layout = ckpt.layout_for(model.hf, target=TARGETS[layers], role=role, layers=split)
             if virtual_stages:
                 layout = ChunkedLayout.of(layout)
             places = places_of(megatron, pipeline.virtual_stages)
@@ -82,7 +82,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                 extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
             chunks = build_gpt(
                 # The bias that a critic's checkpoint may have, and a reward model's has not.
-                {**config, "score_bias": not classifies_sequences(config)},
+                {**model.hf, "score_bias": not classifies_sequences(model.hf)},
                 megatron,
                 role=role,
                 dtype=dtype,
