@@ -82,7 +82,7 @@ def test_a_cache_keeps_one_latent_a_token(kind: str) -> None:
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
     assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
     cache = CACHES[kind](1, 2, 6, *layer.cache_shape)
-    assert cache.values is None
+    assert not cache.values
     rotary, x = RotaryEmbedding(SIZES.qk_rope_head_dim), torch.randn(6, HIDDEN)
     with torch.no_grad():
         expected = layer(x, rotary(torch.arange(6)), cu_seqlens_of([6]), 6)

@@ -430,3 +430,25 @@ def test_a_missing_backend_is_refused_by_name(backend: str) -> None:
 
 def test_available_backends() -> None:
     assert set(CPU_BACKENDS) <= set(available_backends()) <= set(BACKENDS)
+
+
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "exact"])
+def test_a_maximum_below_the_longest_segment_is_refused(backend: str) -> None:
+    q, bounds = torch.randn(38, 2, 8), boundaries(LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"max_seqlen=16 is less than the longest segment, 17 tokens; pass at least 17"
+    ):
+        packed_attention(q, q, q, bounds, 16, backend=backend)
+    options = {"cu_seqlens_k": bounds, "max_seqlen_k": 16, "backend": backend}
+    with pytest.raises(ValueError, match="max_seqlen_k=16 is less than the longest segment, 17 tokens"):
+        packed_attention(q, q, q, bounds, 17, **options)
+    used = torch.tensor([11, 1, 0, 16, 6, 3], dtype=torch.int32)
+    packed_attention(q, q, q, bounds, 17, used_k=used, **options)  # type: ignore[call-overload]
+
+
+def test_a_compiled_maximum_below_the_longest_segment_is_refused() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(packed_attention, fullgraph=True, backend="aot_eager")
+    q = torch.randn(38, 2, 8)
+    with pytest.raises(RuntimeError, match="a segment is longer than max_seqlen"):
+        compiled(q, q, q, boundaries(LENGTHS), 16, backend="sdpa")

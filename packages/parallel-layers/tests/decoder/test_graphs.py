@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from parallel_layers.attention import packed
 from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.context_parallel import ring
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.moe import RouterReplay, RoutingContext, grouped
@@ -117,8 +119,9 @@ def run_without_reading(group: ProcessGroup, config: DecoderConfig, rotary: tupl
     tp, cp = mesh.get_group("tp"), mesh.get_group("cp")
     layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
     x, cu_seqlens = torch.randn(10, HIDDEN, requires_grad=True), cu_seqlens_of([13, 1, 0, 21, 5])
-    # On a CPU attention and grouped products read their bounds; their kernels do not.
+    # On a CPU attention and grouped products read and check their bounds; their kernels do not.
     reference = [(ReferenceKernel, "forward"), (ReferenceKernel, "backward"), (grouped, "_runs")]
+    reference += [(packed, "check_longest"), (ring, "check_longest")]
     with ExitStack() as stack:
         for owner, name in reference:
             stack.enter_context(patch.object(owner, name, _unseen(getattr(owner, name))))

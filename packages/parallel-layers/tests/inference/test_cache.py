@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.attention import packed_attention
 from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache
@@ -22,6 +23,17 @@ CACHES = [
 ]
 
 
+class Copies(TorchDispatchMode):
+    """How many numbers the largest floating tensor has that is cast."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
+            self.largest = max(self.largest, args[0].numel())
+        return func(*args, **kwargs or {})
+
+
 def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
@@ -31,7 +43,7 @@ def bring(cache: SequenceCache, lengths: list[int], padding: int = 0) -> tuple[T
     total = sum(lengths) + padding
     q = torch.randn(LAYERS, total, 2 * KV_HEADS, HEAD_DIM)
     k = torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM)
-    v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if cache.values is not None else k[..., :VALUE_DIM]
+    v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if not cache.values_in_keys else k[..., :VALUE_DIM]
     segments = [*lengths, padding] if padding else lengths
     cu_seqlens = bounds(segments)
     outs = [cache.layer(i).attend(q[i], k[i], v[i], cu_seqlens, max(segments, default=0)) for i in range(LAYERS)]
@@ -283,3 +295,19 @@ def test_a_forward_that_broke_off_is_begun_again() -> None:
 def test_no_blocks_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="both are at least 1"):
         PagedKVCache(1, 1, 4, 1, 8, **sizes)
+
+
+@pytest.mark.parametrize("given", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [KVCache, partial(PagedKVCache, block_size=4)], ids=["contiguous", "paged"])
+def test_a_cache_has_the_dtype_of_its_keys_and_is_never_cast(kind: Any, given: torch.dtype | None) -> None:
+    """A model in bf16; a cache of another dtype casts the queries, which are few, instead of itself."""
+    cache = kind(1, 2, 64, KV_HEADS, HEAD_DIM, dtype=given)
+    assert cache.dtype == given
+    for lengths in ([9, 5], [1, 1]):
+        new = torch.randn(sum(lengths), KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        with Copies() as copies, torch.inference_mode(lengths == [9, 5]):
+            out = cache.layer(0).attend(new, new, new, bounds(lengths), max(lengths), backend="sdpa")
+            cache.advance(bounds(lengths))
+        assert copies.largest <= new.numel()
+        assert out.dtype == torch.bfloat16
+    assert cache.dtype == cache.keys[0].dtype == (given or torch.bfloat16)

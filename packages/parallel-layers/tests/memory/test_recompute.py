@@ -93,6 +93,16 @@ def test_bitwise_equal_to_a_plain_call(fn: Callable[[Net, Tensor], Tensor], use_
 
 
 @on_devices
+@pytest.mark.parametrize("fn", [checkpointed, nested, dropped, dropped_in_checkpoint])
+def test_a_retained_graph_goes_backward_again(fn: Callable[[Net, Tensor], Tensor], device: str) -> None:
+    net, x = Net(device), torch.randn(5, 8, device=device, requires_grad=True)
+    loss, leaves = fn(net, x).square().sum(), [x, *net.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for retain in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves, retain_graph=retain), first, rtol=0, atol=0)
+
+
+@on_devices
 @pytest.mark.parametrize("fork_in_forward", [False, True])
 def test_the_second_run_draws_from_the_stream_of_the_first(fork_in_forward: bool, device: str) -> None:
     """Wherever the backward runs: in no fork, or in one that the forward was not in."""

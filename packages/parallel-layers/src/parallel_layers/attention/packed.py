@@ -91,7 +91,8 @@ def packed_attention(
         k_TKD: `[T, K, D]`, K divides Q.
         v_TKD: `[T, K, D']`.
         cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device.
-        max_seqlen: At least the longest segment.
+        max_seqlen: At least the longest segment; checked where the boundaries are on the CPU. On CUDA, where reading
+            them would stall the host, backend "sdpa" asserts on the device.
         causal: No query sees a later key.
         window: Sliding window in tokens, the query's own included (Hugging Face's `sliding_window`).
         scale: Default 1/sqrt(D).
@@ -108,8 +109,8 @@ def packed_attention(
         without keys.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit together, an unknown backend, one that is not installed, or one
-            that cannot do the case (says why and which can).
+        ValueError: Shapes or dtypes that do not fit together, a segment longer than `max_seqlen`, an unknown backend,
+            or a backend that is not installed or cannot do the case (says why and which can).
     """
     check_heads(q_TQD, k_TKD, v_TKD, sinks)
     check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, window, cu_seqlens_k, used_k)
@@ -120,6 +121,7 @@ def packed_attention(
     segments = Segments(
         cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
     )
+    check_longest(segments)
     wants_lse = return_lse or sinks is not None
     value_dim = v_TKD.shape[-1]
     size = max(head_dim, value_dim)
@@ -187,6 +189,21 @@ def check_segments(
         raise ValueError(f"window={window} tokens; use None for no window, or at least 1 (the token itself)")
     if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
+
+
+def check_longest(segments: Segments) -> None:
+    """Raise ValueError for a segment longer than the given maximum, for boundaries on the CPU (not compiled)."""
+    if torch.compiler.is_compiling():
+        return
+    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
+    for name, lengths, given in (
+        ("max_seqlen", segments.cu_q.diff(), segments.max_q),
+        ("max_seqlen_k", lengths_k, segments.max_k),
+    ):
+        if type(lengths) is Tensor and lengths.is_cpu and lengths.numel() and (longest := int(lengths.max())) > given:
+            raise ValueError(
+                f"{name}={given} is less than the longest segment, {longest} tokens; pass at least {longest}"
+            )
 
 
 def _kernel(name: str) -> Kernel:

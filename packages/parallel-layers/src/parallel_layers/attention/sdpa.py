@@ -39,6 +39,9 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
     if count == 0 or q_TQD.shape[0] == 0:
         return q_TQD.new_zeros(*q_TQD.shape[:2], v_TKD.shape[2]) + 0 * (q_TQD.sum() + k_TKD.sum() + v_TKD.sum())
     size_q, size_k = max(segments.max_q, 1), max(segments.max_k, 1)
+    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
+    fits = (segments.cu_q.diff().max() <= segments.max_q) & (lengths_k.max() <= segments.max_k)
+    torch._assert_async(fits, "a segment is longer than max_seqlen or max_seqlen_k")  # on CUDA without a wait
     rows_q = _rows(segments.cu_q, q_TQD.shape[0], size_q, None)
     rows_k = _rows(segments.cu_k, k_TKD.shape[0], size_k, segments.used_k)
     q = _pad(q_TQD, rows_q, count, size_q)

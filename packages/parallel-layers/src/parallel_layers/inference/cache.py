@@ -49,14 +49,19 @@ class SequenceCache(ABC):
     forwards may lie in one buffer that is written to each time; if it was made under torch.inference_mode, which does
     not count writes, not before `advance`.
 
+    Keys and values have the dtype of the first keys that are stored, unless the cache is given another; queries are
+    cast to the cache's dtype, never the cache to theirs.
+
     Attributes:
         num_sequences: N.
         max_length: The most tokens that a sequence may have.
+        dtype: Of keys and values; None before the first keys are stored.
         lengths: `[N]` int32 tokens of each sequence, on the cache's device.
     """
 
     num_sequences: int
     max_length: int
+    dtype: torch.dtype | None
     lengths: Tensor
 
     def layer(self, index: int) -> "LayerCache":

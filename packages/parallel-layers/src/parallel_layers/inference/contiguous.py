@@ -49,7 +49,7 @@ class KVCache(SequenceCache):
         head_dim: D.
         value_dim: D'; default D.
         values_in_keys: Values are the first D' dims of the keys, and are kept only there (multi-head latent attention).
-        dtype: Of keys and values.
+        dtype: Of keys and values; default that of the first keys.
         device: Where they are.
     """
 
@@ -68,12 +68,10 @@ class KVCache(SequenceCache):
     ) -> None:
         self.num_sequences, self.max_length = num_sequences, max_length
         self.value_dim = head_dim if value_dim is None else value_dim
-        rows = num_sequences * max_length + 1
-
-        def room(dim: int) -> list[Tensor]:
-            return [torch.zeros(rows, num_kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]
-
-        self.keys, self.values = room(head_dim), None if values_in_keys else room(self.value_dim)
+        self.values_in_keys, self.dtype = values_in_keys, dtype
+        self._num_layers, self._heads = num_layers, (num_kv_heads, head_dim)
+        self.keys: list[Tensor] = []  # made when the first keys come, in their dtype
+        self.values: list[Tensor] = []
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self._longest = 0  # at least the longest sequence; the host's own count
         self._plan: _Plan | None = None
@@ -101,7 +99,7 @@ class KVCache(SequenceCache):
         place = torch.arange(self.max_length, device=kept.device)
         unread = kept.new_full((1,), self.num_sequences * self.max_length)
         rows = torch.cat(((kept[:, None] * self.max_length + place).flatten(), unread))
-        for layers in filter(None, (self.keys, self.values)):
+        for layers in (self.keys, self.values):
             for i, layer in enumerate(layers):
                 layers[i] = layer[rows]
         self.lengths, self.num_sequences = self.lengths[kept], len(kept)
@@ -127,9 +125,13 @@ class KVCache(SequenceCache):
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
         """See `LayerCache.store`."""
         rows = self._plan_for(cu_seqlens, max_seqlen, k_TKD.shape[0]).rows
-        self.keys[layer].index_copy_(0, rows, k_TKD.to(self.keys[layer].dtype))
-        if self.values is not None:
-            self.values[layer].index_copy_(0, rows, v_TKD.to(self.values[layer].dtype))
+        if not self.keys:
+            self.dtype = k_TKD.dtype if self.dtype is None else self.dtype
+            self.keys = self._room(self._heads[1])
+            self.values = [] if self.values_in_keys else self._room(self.value_dim)
+        self.keys[layer].index_copy_(0, rows, k_TKD.to(self.dtype))
+        if not self.values_in_keys:
+            self.values[layer].index_copy_(0, rows, v_TKD.to(self.dtype))
 
     def attend(
         self,
@@ -145,10 +147,15 @@ class KVCache(SequenceCache):
         self.store(layer, k_TKD, v_TKD, cu_seqlens, max_seqlen)
         plan = self._plan_for(cu_seqlens, max_seqlen, q_TQD.shape[0])
         keys = self.keys[layer]
-        values = keys[..., : self.value_dim] if self.values is None else self.values[layer]
+        values = keys[..., : self.value_dim] if self.values_in_keys else self.values[layer]
         options = {**options, "cu_seqlens_k": plan.cu_k, "max_seqlen_k": plan.max_used, "used_k": plan.used_k}
-        k_all, v_all = keys[:-1].to(q_TQD.dtype), values[:-1].to(q_TQD.dtype)
-        return packed_attention(q_TQD, k_all, v_all, cu_seqlens, max_seqlen, **options)
+        out = packed_attention(q_TQD.to(keys.dtype), keys[:-1], values[:-1], cu_seqlens, max_seqlen, **options)
+        return out.to(q_TQD.dtype)
+
+    def _room(self, dim: int) -> list[Tensor]:
+        shape = (self.num_sequences * self.max_length + 1, self._heads[0], dim)
+        with torch.inference_mode(False):  # so that later forwards may write outside of inference mode
+            return [torch.zeros(shape, dtype=self.dtype, device=self.lengths.device) for _ in range(self._num_layers)]
 
     def _longest_now(self) -> int:
         return int(self.lengths.max()) if self.num_sequences else 0

@@ -56,7 +56,7 @@ class PagedKVCache(SequenceCache):
         block_size: b. flash-attn reads blocks of a multiple of 256 where they are; others are gathered for each layer.
         num_blocks: P; default as many as N sequences of L tokens need.
         max_gathered: Where keys have to be gathered, no more of them at a time (nor fewer than one sequence's).
-        dtype: Of keys and values.
+        dtype: Of keys and values; default that of the first keys.
         device: Where they are.
 
     Raises:
@@ -85,10 +85,12 @@ class PagedKVCache(SequenceCache):
             num_blocks = max(1, num_sequences * -(-max_length // block_size))
         self.max_length, self.block_size, self.max_gathered = max_length, block_size, max_gathered
         # The last block takes the tokens that are dropped; it is in no sequence's table.
-        shape = (num_layers, num_blocks + 1, block_size, num_kv_heads)
-        self.value_dim = head_dim if value_dim is None else value_dim
-        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.values = None if values_in_keys else torch.zeros(*shape, self.value_dim, dtype=dtype, device=device)
+        self._shape = (num_layers, num_blocks + 1, block_size, num_kv_heads)
+        self.head_dim, self.value_dim = head_dim, head_dim if value_dim is None else value_dim
+        self.values_in_keys, self.dtype = values_in_keys, dtype
+        self.keys: Tensor | None = None  # made when the first keys come, in their dtype
+        self.values: Tensor | None = None
+        self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self.blocks = BlockTables(num_sequences, num_blocks, block_size)
         self._changed()
 
@@ -125,6 +127,10 @@ class PagedKVCache(SequenceCache):
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
         """See `LayerCache.store`; raises ValueError also when the pool has too few blocks for the new tokens."""
         rows = self._plan_for(cu_seqlens).rows
+        if self.keys is None:
+            self.dtype = k_TKD.dtype if self.dtype is None else self.dtype
+            self.keys = self._room(self.head_dim)
+            self.values = None if self.values_in_keys else self._room(self.value_dim)
         for pool, new in ((self.keys, k_TKD), (self.values, v_TKD)):
             if pool is not None:
                 pool[layer].flatten(0, 1).index_copy_(0, rows, new.to(pool.dtype))
@@ -141,13 +147,19 @@ class PagedKVCache(SequenceCache):
     ) -> Tensor:
         """See `LayerCache.attend`; raises ValueError as `store` does."""
         self.store(layer, k_TKD, v_TKD, cu_seqlens, max_seqlen)
+        assert self.keys is not None
         keys = self.keys[layer]
         values = keys[..., : self.value_dim] if self.values is None else self.values[layer]
-        return paged_attention(q_TQD, keys, values, self._plan_for(cu_seqlens).keys, options)
+        out = paged_attention(q_TQD.to(keys.dtype), keys, values, self._plan_for(cu_seqlens).keys, options)
+        return out.to(q_TQD.dtype)
+
+    def _room(self, dim: int) -> Tensor:
+        with torch.inference_mode(False):  # so that later forwards may write outside of inference mode
+            return torch.zeros(*self._shape, dim, dtype=self.dtype, device=self.lengths.device)
 
     def _changed(self) -> None:
         self.num_sequences = len(self.blocks.lengths)
-        self.lengths = torch.tensor(self.blocks.lengths, dtype=torch.int32, device=self.keys.device)
+        self.lengths = torch.tensor(self.blocks.lengths, dtype=torch.int32, device=self.lengths.device)
         self._plan: _Plan | None = None
 
     def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
@@ -161,14 +173,14 @@ class PagedKVCache(SequenceCache):
             raise self._outgrown(max(used))
         if copies := self.blocks.reserve(new):
             # Before anything is written: the last owner of a copied block may write to the block itself.
-            source, copy = torch.tensor(copies, device=self.keys.device).unbind(1)
+            source, copy = torch.tensor(copies, device=self.lengths.device).unbind(1)
             for pool in (self.keys, self.values):
                 if pool is not None:
                     pool[:, copy] = pool[:, source]
         tables = [*self.blocks.tables, *[[]] * padding]
         width = max([1, *map(len, tables)])
         rows_of_blocks = [blocks + [0] * (width - len(blocks)) for blocks in tables]
-        table = torch.tensor(rows_of_blocks, dtype=torch.int32, device=self.keys.device).view(len(tables), width)
+        table = torch.tensor(rows_of_blocks, dtype=torch.int32, device=self.lengths.device).view(len(tables), width)
         keys = PagedKeys(table, self.block_size, counts, [*used, *[0] * padding], self.max_gathered)
         rows = keys.rows(slice(self.num_sequences), before, new)
         dropped = self.blocks.num_blocks * self.block_size

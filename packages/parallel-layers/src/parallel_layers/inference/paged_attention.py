@@ -131,7 +131,7 @@ def paged_attention(
         return flash_paged_attention(q_TQD, key_blocks, value_blocks, keys, options)
     outs = []
     for run in keys.runs(options.get("window")):
-        k, v = (x.flatten(0, 1)[run.rows].to(q_TQD.dtype) for x in (key_blocks, value_blocks))
+        k, v = (x.flatten(0, 1)[run.rows] for x in (key_blocks, value_blocks))
         options = {**options, "cu_seqlens_k": run.cu_k, "max_seqlen_k": run.max_k}
         outs.append(packed_attention(q_TQD[run.tokens], k, v, run.cu_q, run.max_q, **options))
     return torch.cat(outs) if len(outs) > 1 else outs[0]

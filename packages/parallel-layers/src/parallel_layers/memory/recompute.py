@@ -60,7 +60,7 @@ def checkpoint(
         # The snapshot holds the default generators' states, too.
         contexts = {
             "preserve_rng_state": False,
-            "context_fn": lambda: (contextlib.nullcontext(), rng.replay(snapshot)),
+            "context_fn": lambda: (contextlib.nullcontext(), _Replay(rng, snapshot)),
         }
     with _sharded_saving(shard_group):
         return torch_checkpoint(fn, *args, use_reentrant=False, **contexts, **kwargs)
@@ -98,6 +98,21 @@ def recomputed(fn: Callable[..., Tensor], *args: Any, rng: Streams | None = None
 
     with saved_tensors_hooks(pack, unpack):
         yield output
+
+
+class _Replay(contextlib.AbstractContextManager[None]):
+    """Draw as at the snapshot inside the block, which each backward through a retained graph enters again."""
+
+    def __init__(self, rng: Streams, snapshot: Mapping[str, Tensor]) -> None:
+        self._rng, self._snapshot = rng, snapshot
+        self._open: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._rng.replay(self._snapshot))
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
 
 
 class _Recomputation:

@@ -24,7 +24,14 @@ from torch.distributed import ProcessGroup
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.context_parallel.window import halo_attention
 from parallel_layers.attention.kernel_interface import Forward, Kernel, Scoring, Segments
-from parallel_layers.attention.packed import AttentionOptions, check_heads, check_segments, packed_attention, widened
+from parallel_layers.attention.packed import (
+    AttentionOptions,
+    check_heads,
+    check_longest,
+    check_segments,
+    packed_attention,
+    widened,
+)
 from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 from parallel_layers.autocast import without_autocast
 from parallel_layers.kernels.merge import merge_attention
@@ -75,6 +82,7 @@ def ring_attention(
     # All of it before the first rank sends: the others would wait.
     check_heads(q_TQD, k_TKD, v_TKD, options.get("sinks"))
     check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, options.get("window"))
+    check_longest(Segments(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen))
     if q_TQD.shape[0] % 2:
         raise ValueError(
             f"{q_TQD.shape[0]} tokens of a rank are not two chunks; use split_sequence(..., layout='zigzag')"
