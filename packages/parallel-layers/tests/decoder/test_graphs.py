@@ -15,8 +15,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parallel_layers.attention import packed
-from parallel_layers.attention.reference import ReferenceKernel
 from parallel_layers.attention.context_parallel import ring
+from parallel_layers.attention.reference import ReferenceKernel
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.moe import RouterReplay, RoutingContext, grouped
