@@ -179,6 +179,91 @@ def test_a_folder_is_replaced_with_or_without_the_exchange_call(
         assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("there", [None, "empty", "checkpoint", "another save", "file"])
+def test_what_somebody_puts_into_the_target_during_a_save_is_kept_and_named(
+    there: str | None, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+    target = tmp_path / "x"
+    if there in ("checkpoint", "another save"):
+        write(target, "1")
+    elif there == "empty":
+        target.mkdir()
+    writer = FolderWriter(target)
+    (writer.path / "config.json").write_text("2")
+    if there == "another save":
+        write(target, "3")
+    if there == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir(exist_ok=True)
+        (target / "thesis.txt").write_text("mine")
+        if there != "another save":
+            (target / "tokenizer.json").write_text("mine")
+        (target / "eval").mkdir()
+        (target / "eval" / "config.json").write_text("mine")
+    with pytest.warns(RuntimeWarning, match=rf"x held .*, which .* is kept in {tmp_path}/x\.kept-"):
+        writer.commit()
+    assert (target / "config.json").read_text() == "2"
+    (kept,) = tmp_path.glob("x.kept-*")
+    found = {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*") if file.is_file()}
+    if there == "file":
+        assert kept.read_text() == "mine"
+    else:
+        names = {"thesis.txt", "eval/config.json", *({"tokenizer.json"} if there in ("empty", "checkpoint") else ())}
+        assert found == dict.fromkeys(names, "mine")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x", kept.name]
+    write(target, "4")
+    assert kept.exists()
+
+
+def test_what_somebody_put_into_a_folder_that_a_killed_save_left_is_kept(tmp_path: Path) -> None:
+    for left in (".x.saving-1-a", ".x.previous"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "config.json").write_text("old")
+        (tmp_path / left / "thesis.txt").write_text(left)
+        (tmp_path / "x").mkdir(exist_ok=True)
+        with pytest.warns(RuntimeWarning, match=r"x held \['thesis.txt'\]"):
+            write(tmp_path / "x", "1")
+    assert {file.read_text() for file in tmp_path.glob("x.kept-*/*")} == {".x.saving-1-a", ".x.previous"}
+    assert not list(tmp_path.glob(".x*"))
+
+
+def modes(folder: Path) -> dict[str, str]:
+    return {entry.name: oct(entry.stat().st_mode & 0o7777) for entry in (folder, *folder.iterdir())}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_save_keeps_the_modes_of_its_target(
+    exchange: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+    source, target = str(checkpoint("llama")), tmp_path / "saved"
+    before = os.umask(0o002)
+    try:
+        save_version(source, str(target), 1)
+        # A new folder has the modes that the umask leaves.
+        assert set(modes(target).values()) == {"0o775", "0o664"}
+        for file in target.iterdir():
+            file.chmod(0o600)
+        (target / "config.json").chmod(0o640)
+        target.chmod(0o2700)
+        private = modes(target)
+        with FolderWriter(target) as folder:
+            assert modes(folder) == {folder.name: "0o700"}
+            (folder / "config.json").write_text("{}")
+            (folder / "model.safetensors").write_text("")
+        assert modes(target) == {"saved": "0o2700", "config.json": "0o640", "model.safetensors": "0o640"}
+        save_version(source, str(target), 2)
+    finally:
+        os.umask(before)
+    assert modes(target).keys() == private.keys()
+    assert set(modes(target).values()) == {"0o2700", "0o640"}
+
+
 def test_a_kill_between_two_renames_is_mended_by_the_next_save(tmp_path: Path) -> None:
     """Without the exchange call there is an instant in which only the previous folder is there: it is named and
     kept."""

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ckpt.rng import state_of_rank, streams_to_json
+from ckpt.runs import steps_of_latest
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,6 +25,7 @@ from ckpt import (
     FolderWriter,
     IOCounter,
     Place,
+    capture_rng,
     latest_step,
     layout_for,
     load_hf,
@@ -317,6 +320,25 @@ def test_old_checkpoints_are_pruned_and_latest_points_to_the_newest(saved: tuple
         save_training(root, 5, tensors, layout, keep=0)
 
 
+def test_a_run_that_went_back_keeps_and_resumes_its_own_checkpoints(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    for step in (10, 20, 30):
+        save_training(root, step, tensors, layout, keep=3)
+    load_training(root, layout, step=10)
+    (root / "step-00000020" / "notes.txt").write_text("mine")
+    with pytest.warns(RuntimeWarning, match=r"step-00000020 held \['notes.txt'\], which the checkpoint"):
+        save_training(root, 13, tensors, layout, keep=2)
+    assert saved_steps(root) == [10, 13]
+    assert load_training(root, layout).step == 13
+    assert [file.read_text() for file in root.glob("step-00000020.kept-*/*")] == ["mine"]
+    # Checkpoints of a run that was left stay as long as there is room for them.
+    save_training(root, 5, tensors, layout, keep=2)
+    assert saved_steps(root) == [5, 13]
+    assert (latest_step(root), steps_of_latest(root)) == (5, [5])
+
+
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_kill_around_the_pointer_leaves_the_checkpoint_it_named(
     call: int, saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -332,7 +354,7 @@ def test_a_kill_around_the_pointer_leaves_the_checkpoint_it_named(
 
     with monkeypatch.context() as patch:
         # A removal takes a file after another, so the kill falls before all of them here.
-        patch.setattr(*((os, "replace") if call == 0 else (shutil, "rmtree")), killed)
+        patch.setattr(*((os, "replace") if call == 0 else (os, "unlink")), killed)
         with pytest.raises(KeyboardInterrupt):
             save_training(root, 2, newer, layout, keep=1)
     assert latest_step(root) == call + 1
@@ -383,18 +405,68 @@ def test_random_states_are_restored(saved: tuple[Path, Path]) -> None:
     assert (torch.rand(3).tolist(), random.random()) == drawn
 
 
-def test_more_ranks_than_were_saved_take_the_random_states_in_turn(
+def test_more_ranks_than_were_saved_get_random_states_of_their_own(
     checkpoint: Checkpoints, tmp_path: Path, ranks: Any
 ) -> None:
     source = str(checkpoint("llama"))
     ranks.run(save_on, source, str(tmp_path), "parallel", GRIDS["tp2"], world=2)
-    results = ranks.run(load_on, source, str(tmp_path), "parallel", GRIDS["pp2 tp2"], world=4)
-    drawn = []
-    for seed in (100, 101, 100, 101):
+    first, again = (ranks.run(load_on, source, str(tmp_path), "parallel", GRIDS["pp2 tp2"], world=4) for _ in range(2))
+    drawn = [result["drawn"] for result in first]
+    for seed, number in zip((100, 101), drawn, strict=False):
         torch.manual_seed(seed)
-        drawn.append(float(torch.rand(())))
-    assert [result["drawn"] for result in results] == drawn
-    assert all(result["weights"] and result["optimizer"] for result in results)
+        assert number == float(torch.rand(()))
+    assert len(set(drawn)) == 4
+    assert drawn == [result["drawn"] for result in again]
+    assert all(result["weights"] and result["optimizer"] for result in first)
+
+
+def captured(seed: int, shared: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    random.seed(shared)
+    streams = {"own": torch.get_rng_state(), "shared": torch.Generator().manual_seed(shared).get_state()}
+    cuda = seed.to_bytes(8, "little").hex() + "10" + "00" * 7
+    return {**capture_rng(), "cuda": cuda, "streams": streams_to_json(streams)}
+
+
+def test_derived_states_differ_by_rank_and_what_all_ranks_shared_stays_shared() -> None:
+    # Ranks 0 and 1 are replicas, which draw alike; so are 3 and 4, the ranks of the next round.
+    saved = [captured(seed, 7) for seed in (1, 1, 2)]
+    states = [state_of_rank(saved, rank) for rank in range(9)]
+    assert states[:3] == saved
+    for name in ("torch", "cuda"):
+        assert len({state[name] for state in states}) == 6
+        assert states[3][name] == states[4][name] != states[5][name]
+    assert len({state["streams"]["own"] for state in states}) == 6
+    assert all(state["streams"]["shared"] == saved[0]["streams"]["shared"] for state in states)
+    assert all(state["python"] == saved[0]["python"] for state in states)
+    assert state_of_rank(saved[:1], 5) == saved[0]
+    for state in states:
+        restore_rng({name: value for name, value in state.items() if name != "cuda"})
+    pythons = [{"python": capture_rng()["python"]} for seed in (1, 2) if random.seed(seed) is None]
+    assert state_of_rank(pythons, 2) not in pythons
+    with pytest.raises(ValueError, match=r"the state 'a' of 3 bytes is of no generator .* at most 2 ranks"):
+        state_of_rank([{"streams": {"a": "010203"}}, {"streams": {"a": "010204"}}], 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": "1"}, "step must be a number"),
+        ({"extra": []}, "extra an object"),
+        ({"rng": []}, "a list of one object for each rank"),
+        ({"rng": [{"torch": "0g", "python": []}]}, r"rng\[0\] has '0g' for 'torch'"),
+        ({"rng": [{"torch": "00", "python": [3, "x", None]}]}, r"rng\[0\]\['python'\] is no state"),
+        ({"rng": [{"torch": "00", "streams": {"a": 1}}]}, "has 1 for 'a'"),
+    ],
+)
+def test_a_state_of_odd_types_is_refused_by_the_files_name(
+    change: dict[str, Any], message: str, saved: tuple[Path, Path]
+) -> None:
+    root, source = saved
+    file = root / "step-00000001" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=rf"step-00000001/state.json is malformed: .*{message}"):
+        load_training(root, layout_for(source))
 
 
 def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path], checkpoint: Checkpoints) -> None:
@@ -431,6 +503,10 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
     (root / "latest").write_text("../../etc")
     with pytest.raises(ValueError, match=r"latest names '\.\./\.\./etc', which is no checkpoint"):
         load_training(root, layout)
+    for odd, shown in ((b"step-0000000\xff", r"step-0000000\\\\xff"), (b"step-" + b"9" * 5000, "step-999")):
+        (root / "latest").write_bytes(odd)
+        with pytest.raises(ValueError, match=f"latest names '{shown}.*, which is no checkpoint"):
+            load_training(root, layout)
 
 
 def save_incomplete(group: Any, source: str, root: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt.layout.place import Grid, Place
     from ckpt.training.checkpoint import PendingSave, TrainingState, load_training, save_training
     from ckpt.training.rng import capture_rng, restore_rng
-    from ckpt.training.runs import latest_step, saved_steps
+    from ckpt.training.runs import latest_step, saved_steps, steps_of_latest
     from ckpt.transfer.agreement import agree, all_gather_json
     from ckpt.transfer.load import load_hf
     from ckpt.transfer.offline import merge, reshard
@@ -61,6 +61,7 @@ __all__ = [
     "save_shards",
     "save_training",
     "saved_steps",
+    "steps_of_latest",
     "stream_hf",
     "verify",
     "verify_live",
@@ -104,6 +105,7 @@ _HOME = {
     "save_shards": "ckpt.transfer.shards",
     "save_training": "ckpt.training.checkpoint",
     "saved_steps": "ckpt.training.runs",
+    "steps_of_latest": "ckpt.training.runs",
     "stream_hf": "ckpt.transfer.stream",
     "verify": "ckpt.comparison.compare",
     "verify_live": "ckpt.comparison.compare",

@@ -6,6 +6,10 @@ call (`renameat2` with `RENAME_EXCHANGE`), so at every instant `name` is a compl
 cannot exchange, the old folder is first renamed to `.name.previous`; a kill between the two renames leaves it there,
 complete. A save that was killed leaves its temporary folder; the next save to the same target recognises and removes
 it, unless its owner, which holds a lock on it, is alive.
+
+Removing a folder removes the files that a checkpoint has by name (`ckpt.contents`) and nothing else: what somebody has
+put there meanwhile is kept in `name.kept-*`, and a warning names it. A new folder takes the modes and the group of the
+folder that it replaces.
 """
 
 import contextlib
@@ -15,10 +19,12 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.files.contents import foreign, kind_of
+from ckpt.files.contents import entries, foreign, is_known, kind_of
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -66,8 +72,12 @@ class FolderWriter:
         check_target(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
+        self._found = _inode(self.target)
+        self._held = set(entries(self.target)) if self._found else set()
+        self._committed = False
         self.path = self.target.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
-        self.path.mkdir()
+        # What replaces a private folder must be private from its first byte on.
+        self.path.mkdir(0o700 if self._found else 0o777)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Without locks (some network file systems) nothing of ours is ever taken for abandoned.
         with contextlib.suppress(OSError):
@@ -82,7 +92,7 @@ class FolderWriter:
         previous = self.target.with_name(f".{self.target.name}.previous")
         if previous.is_dir():
             if self.target.exists():
-                shutil.rmtree(previous, ignore_errors=True)
+                remove_checkpoint(previous, self.target)
             else:
                 os.rename(previous, self.target)
 
@@ -98,20 +108,29 @@ class FolderWriter:
             self.discard()
 
     def commit(self) -> None:
-        """Sync the folder, put it in the target's place, remove what was there; after an error the target is what it
-        was."""
+        """Sync the folder, put it in the target's place, remove the checkpoint that was there.
+
+        The new folder has the old one's modes and group, its files those of the old files of their names. What somebody
+        has put into the target since the writer was made is kept, and a RuntimeWarning says where. After an error the
+        target is what it was.
+        """
+        if self.target.is_dir():
+            _take_modes(self.path, self.target)
         sync_folder(self.path)
         with contextlib.ExitStack() as undo:
             replaced = self._put_in_place(undo)
             sync_folder(self.target.parent)
             undo.pop_all()
+            self._committed = True
         if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+            # Another save may have replaced the target meanwhile: its files were not there before, and go.
+            same = _inode(replaced) == self._found
+            remove_checkpoint(replaced, self.target, self._held if same else None)
         self._release()
 
     def _put_in_place(self, undo: contextlib.ExitStack) -> Path | None:
         """Let the folder and the target change places; returns where the old target is now."""
-        if not self.target.exists():
+        if not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             undo.callback(os.rename, self.target, self.path)
             return None
@@ -127,7 +146,8 @@ class FolderWriter:
 
     def discard(self) -> None:
         """Remove the temporary folder; the target stays as it was."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
     def _release(self) -> None:
@@ -137,10 +157,78 @@ class FolderWriter:
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove temporary folders whose process is gone."""
+    """Remove temporary folders whose process is gone; their names are `.NAME.saving-*`."""
     for folder in folders:
         if not _is_in_use(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_checkpoint(folder, folder.with_name(folder.name[1:].rpartition(".saving-")[0]))
+
+
+def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) -> None:
+    """Remove a checkpoint's folder; whatever no checkpoint holds is kept beside `target`, and a warning names it.
+
+    Args:
+        folder: The folder to remove, under a temporary name.
+        target: The folder's own name; what is kept goes to `TARGET.kept-*`.
+        held: The entries that may go; None: all that have a checkpoint's names.
+    """
+    # A link or a file in the target's place is somebody's as a whole.
+    if folder.is_dir() and not folder.is_symlink():
+        ours = {name for name in entries(folder) if is_known(name) and (held is None or name in held)}
+        with contextlib.suppress(OSError):
+            for name in ours:
+                (folder / name).unlink()
+            for inner in filter(Path.is_dir, folder.iterdir()):
+                with contextlib.suppress(OSError):
+                    inner.rmdir()
+            folder.rmdir()
+            return
+        if ours.issuperset(entries(folder)):
+            return  # The file system refused: the next save removes this leftover.
+    kept = target.with_name(f"{target.name}.kept-{secrets.token_hex(4)}")
+    os.rename(folder, kept)
+    names = sorted(entry.name for entry in kept.iterdir()) if kept.is_dir() else []
+    warnings.warn(
+        f"{target} held {names[:5] or 'another file'}, which the checkpoint there did not have; a save removes "
+        f"checkpoints alone, so the rest is kept in {kept}: move it to where it belongs",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one that has taken its name; None where there is nothing."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _take_modes(folder: Path, old: Path) -> None:
+    """Give a folder and its files the modes and groups of another checkpoint's.
+
+    A file takes those of the old file of its name; where there is none, those of the first old file.
+    """
+    modes = {name: os.stat(old / name) for name in entries(old) if (old / name).is_file()}
+    for name in entries(folder):
+        like = modes.get(name, next(iter(modes.values()), None))
+        if like is not None:
+            take_mode(folder / name, like)
+    take_mode(folder, os.stat(old))
+
+
+def take_mode(path: Path, like: os.stat_result) -> None:
+    """Give a file or folder another one's mode and group."""
+    own = os.stat(path)
+    mode = stat.S_IMODE(like.st_mode)
+    if own.st_gid != like.st_gid:
+        try:
+            os.chown(path, -1, like.st_gid)
+        except OSError:
+            # In another group, what the old group could do is for nobody but the others.
+            mode = (mode & ~0o2070) | (mode & 0o007) << 3
+    if stat.S_IMODE(os.stat(path).st_mode) != mode:
+        os.chmod(path, mode)
 
 
 def _escape(name: str) -> str:

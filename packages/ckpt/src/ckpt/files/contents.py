@@ -52,6 +52,7 @@ KINDS = (
     Kind(("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
     Kind((CONFIG,), COMPANIONS),
 )
+_KNOWN = tuple(pattern for kind in KINDS for pattern in (*kind.marks, *kind.others))
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:
@@ -69,6 +70,16 @@ def foreign(folder: Path, kind: Kind) -> list[str]:
     """What a folder has beside a checkpoint of its kind: files, and folders with a slash."""
     patterns = (*kind.marks, *kind.others)
     return [name for name in _names(folder, patterns) if not _matches(name, patterns)]
+
+
+def entries(folder: Path) -> list[str]:
+    """What a folder holds: files, what is in the folders that checkpoints have, and other folders with a slash."""
+    return list(_names(folder, _KNOWN))
+
+
+def is_known(name: str) -> bool:
+    """Whether an entry has the name of a file that some kind of checkpoint has."""
+    return _matches(name, _KNOWN)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -132,7 +132,7 @@ def create_files(folder: Path, plan: FilePlan) -> None:
         OSError: there is no room.
     """
     for file, prefix in plan.prefixes.items():
-        fd = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        fd = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             _reserve(fd, plan.sizes[file])
             os.pwrite(fd, prefix, 0)

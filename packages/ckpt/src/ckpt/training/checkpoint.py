@@ -40,7 +40,7 @@ from ckpt.training.dcp_storage import (
     SafetensorsWriter,
     stored_tensors,
 )
-from ckpt.training.rng import capture_rng, streams_from_json, streams_to_json
+from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.training.state_boxes import Places, all_places, held_boxes, wanted_state
 from ckpt.transfer.agreement import agree, all_gather_json, require_same
@@ -149,7 +149,8 @@ def save_training(
         streams: the states of this rank's own generators by name, each rank's kept, as
             `parallel_layers.RngStates.state_dict` gives them; torch's and Python's default generators are kept anyway.
         group: the ranks that together hold the model.
-        keep: how many checkpoints to keep, the newest; None: all.
+        keep: how many checkpoints to keep: the newest up to this one first, then later ones of a run that was left by
+            going back; None: all.
         asynchronous: copy, then save in the background.
         counter: is given the bytes that this rank writes.
 
@@ -304,8 +305,8 @@ def load_training(
         counter: is given the bytes that this rank reads.
 
     Returns:
-        The state. Its `rng` and `streams` are those of the saved run's rank of the same number; with more ranks than
-        were saved, they are handed out again from the first.
+        The state. Its `rng` and `streams` are those of the saved run's rank of the same number. A rank that the saved
+        run did not have gets new ones, derived from a saved rank's, except for states that all saved ranks shared.
 
     Raises:
         ValueError: there is no such checkpoint, it is broken or of another model, or was replaced meanwhile; on every
@@ -330,9 +331,9 @@ def load_training(
         wanted.settle_counts()
 
     agree(finish, group)
-    rng = state["rng"][rank % len(state["rng"])]
+    rng = agree(lambda: state_of_rank(state["rng"], rank), group)
     streams = streams_from_json(rng.pop("streams", {}))
-    return TrainingState(int(state["step"]), wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
+    return TrainingState(state["step"], wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
 
 
 def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path, int]]:
@@ -343,11 +344,12 @@ def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path
     folder = root / f"step-{chosen:08d}"
     files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}
     state = read_json_file(folder / STATE)
-    if (
-        not isinstance(state, dict)
-        or not state.keys() >= _FACTS
-        or not isinstance(state["rng"], list)
-        or not state["rng"]
-    ):
+    if not isinstance(state, dict) or not state.keys() >= _FACTS:
         raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
+    if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["extra"], dict):
+        raise ValueError(f"{folder / STATE} is malformed: step must be a number of steps, and extra an object")
+    try:
+        check_states(state["rng"])
+    except ValueError as error:
+        raise ValueError(f"{folder / STATE} is malformed: {error}") from None
     return folder, state, files

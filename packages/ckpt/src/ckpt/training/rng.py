@@ -1,7 +1,9 @@
 """The states of the random-number generators, as JSON values."""
 
+import hashlib
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +46,74 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
 def streams_from_json(texts: Mapping[str, str]) -> dict[str, Tensor]:
     """The states that `streams_to_json` has written, on the CPU."""
     return {name: _bytes(text) for name, text in texts.items()}
+
+
+def state_of_rank(saved: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """Return the states of a rank of a resumed run, out of those that each rank of the saved run had.
+
+    A rank that the saved run had gets its own. Rank `r` of more than the `n` saved ones gets new states, derived from
+    those of rank `r % n` and from `r // n`: ranks that drew alike have counterparts that draw alike. A state that all
+    saved ranks shared is shared by the further ranks, too, since the run draws those numbers alike on every rank.
+
+    Raises:
+        ValueError: a state cannot be derived, because no generator of torch has states of its length.
+    """
+    index, turn = rank % len(saved), rank // len(saved)
+    own = dict(saved[index])
+    for name, state in own.items():
+        if name == "streams":
+            streams = [entry.get(name, {}) for entry in saved]
+            own[name] = {key: _renewed(key, [held.get(key) for held in streams], index, turn) for key in state}
+        else:
+            own[name] = _renewed(name, [entry.get(name) for entry in saved], index, turn)
+    return own
+
+
+def _renewed(name: str, states: Sequence[Any], index: int, turn: int) -> Any:
+    own = states[index]
+    if turn == 0 or all(state == own for state in states):
+        return own
+    digest = hashlib.sha256(f"{json.dumps(own)} {turn}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
+    if isinstance(own, list):
+        version, numbers, gauss = random.Random(seed).getstate()
+        return [version, list(numbers), gauss]
+    on_cpu = _text(torch.Generator().manual_seed(seed).get_state())
+    # A state on CUDA is a seed and an offset, 8 bytes each.
+    on_cuda = seed.to_bytes(8, "little").hex() + "00" * 8
+    for new in (on_cpu, on_cuda):
+        if len(new) == len(own):
+            return new
+    raise ValueError(
+        f"the state {name!r} of {len(own) // 2} bytes is of no generator of torch's, so none can be derived from it "
+        f"for further ranks; load on at most {len(states)} ranks"
+    )
+
+
+def check_states(saved: Any) -> None:
+    """Check the states of all ranks as read from a file.
+
+    Raises:
+        ValueError: they are not what `capture_rng` and `streams_to_json` give; says which are not.
+    """
+    if not isinstance(saved, list) or not saved or not all(isinstance(entry, dict) for entry in saved):
+        raise ValueError("rng must be a list of one object for each rank")
+    for rank, entry in enumerate(saved):
+        streams = entry.get("streams", {})
+        if not isinstance(streams, dict):
+            raise ValueError(f"rng[{rank}]['streams'] must be an object of states by name")
+        for name, state in {"torch": entry.get("torch"), "cuda": entry.get("cuda", ""), **streams}.items():
+            try:
+                bytes.fromhex(state)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"rng[{rank}] has {state!r:.100} for {name!r}; it must be hexadecimal digits"
+                ) from None
+        try:
+            version, numbers, gauss = entry["python"]
+            random.Random().setstate((version, tuple(numbers), gauss))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"rng[{rank}]['python'] is no state of Python's random: {error!r:.200}") from None
 
 
 def _text(state: Tensor) -> str:

@@ -2,13 +2,14 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
-from ckpt.files.atomic import remove_abandoned, sync_folder
+from ckpt.files.atomic import remove_abandoned, remove_checkpoint, sync_folder, take_mode
 from ckpt.files.contents import STATE
 
 LATEST = "latest"
+# More digits than any run has steps would be too long for a file's name.
+_STEP = re.compile(r"step-([0-9]{8,20})")
 
 
 def point_to(root: Path, name: str) -> None:
@@ -18,13 +19,15 @@ def point_to(root: Path, name: str) -> None:
         file.write(f"{name}\n")
         file.flush()
         os.fsync(file.fileno())
+    if (root / LATEST).is_file():
+        take_mode(temporary, os.stat(root / LATEST))
     os.replace(temporary, root / LATEST)
     sync_folder(root)
 
 
 def saved_steps(root: str | os.PathLike[str]) -> list[int]:
     """The steps whose checkpoints are complete, oldest first."""
-    found = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in Path(root).glob("step-*"))
+    found = (_STEP.fullmatch(entry.name) for entry in Path(root).glob("step-*"))
     return sorted(int(match[1]) for match in found if match and (Path(root) / match[0] / STATE).is_file())
 
 
@@ -37,11 +40,27 @@ def latest_step(root: str | os.PathLike[str]) -> int | None:
     pointer = Path(root) / LATEST
     if not pointer.is_file():
         return None
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    match = re.fullmatch(r"step-(\d{8,})", name)
+    # Bytes that are no text are shown in the error.
+    name = pointer.read_bytes().decode("utf-8", "backslashreplace").strip()
+    match = _STEP.fullmatch(name)
     if match is None or not (Path(root) / name / STATE).is_file():
-        raise ValueError(f"{pointer} names {name!r}, which is no checkpoint; there are steps {saved_steps(root)}")
+        raise ValueError(
+            f"{pointer} names {name!r:.200}, which is no checkpoint; write the name of a step's folder into it, of the "
+            f"steps {saved_steps(root)}"
+        )
     return int(match[1])
+
+
+def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
+    """The complete steps of the run that `latest` belongs to, oldest first: those up to it.
+
+    A later step is of a run that was left when another one went back behind it.
+
+    Raises:
+        ValueError: as `latest_step`.
+    """
+    latest = latest_step(root)
+    return [] if latest is None else [step for step in saved_steps(root) if step <= latest]
 
 
 def remove_leftovers(root: Path) -> None:
@@ -50,12 +69,14 @@ def remove_leftovers(root: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints; never the one that `latest` names.
+    """Remove all but `keep` checkpoints: the newest up to `latest`, and only then later ones of a run that was left.
 
     Each disappears in one step first: a kill in the middle leaves a leftover, and never half a checkpoint.
     """
-    for step in [] if keep is None else saved_steps(root)[:-keep]:
-        if step != latest_step(root):
-            gone = root / f".step-{step:08d}.saving-{os.getpid()}-pruned"
-            os.rename(root / f"step-{step:08d}", gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    own = steps_of_latest(root)
+    left = [step for step in saved_steps(root) if step not in own]
+    for step in [] if keep is None else [*left, *own][:-keep]:
+        folder = root / f"step-{step:08d}"
+        gone = root / f".{folder.name}.saving-{os.getpid()}-pruned"
+        os.rename(folder, gone)
+        remove_checkpoint(gone, folder)

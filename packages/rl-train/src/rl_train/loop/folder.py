@@ -70,7 +70,5 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
     Raises:
         ValueError: a model's `latest` is damaged; names it.
     """
-    folders = [training / name for name in models]
-    latest = min(ckpt.latest_step(folder) or 0 for folder in folders)
-    common = set.intersection(*(set(ckpt.saved_steps(folder)) for folder in folders))
-    return max((step for step in common if step <= latest), default=0)
+    common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
+    return max(common, default=0)
