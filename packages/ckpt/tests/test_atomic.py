@@ -185,7 +185,7 @@ def test_what_somebody_puts_into_the_target_during_a_save_is_kept_and_named(
     there: str | None, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(ckpt.files.atomic, "_exchange", lambda a, b: False)
     target = tmp_path / "x"
     if there in ("checkpoint", "another save"):
         write(target, "1")
@@ -240,7 +240,7 @@ def test_a_save_keeps_the_modes_of_its_target(
     exchange: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(ckpt.atomic, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(ckpt.files.atomic, "_exchange", lambda a, b: False)
     source, target = str(checkpoint("llama")), tmp_path / "saved"
     before = os.umask(0o002)
     try:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ckpt.rng import state_of_rank, streams_to_json
-from ckpt.runs import steps_of_latest
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -33,7 +31,9 @@ from ckpt import (
     restore_rng,
     save_training,
     saved_steps,
+    steps_of_latest,
 )
+from ckpt.training.rng import state_of_rank, streams_to_json
 
 Checkpoints = Callable[..., Path]
 

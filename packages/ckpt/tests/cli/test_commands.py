@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -234,3 +235,37 @@ def test_the_installed_command_explains_itself_and_returns_the_exit_code(tmp_pat
     for command in ("inspect", "plan", "shard", "merge", "reshard", "verify", "diff"):
         assert command in shown.stdout
     assert ckpt("verify", tmp_path / "none", tmp_path / "none").returncode == 2
+
+
+STOPPED = """
+import os, signal, sys
+import ckpt.transfer.offline
+from ckpt.cli import app
+
+number = int(sys.argv.pop())
+
+def stop(folder):
+    assert any(file.stat().st_size > 10_000 for file in folder.iterdir())
+    os.kill(os.getpid(), number)
+
+ckpt.transfer.offline.open_shards = stop  # the last step before the folder takes its place
+app()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+)
+def test_a_command_that_is_stopped_leaves_nothing_unfinished_and_says_so(
+    number: signal.Signals, name: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source, out = checkpoint("llama"), tmp_path / "out"
+    reshard(source, out, Grid(tp=2))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    command = [sys.executable, "-c", STOPPED, "shard", source, out, "--pp", 2, int(number)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stderr.startswith(f"stopped by {name}: unfinished output is removed")
+    assert len(done.stderr.splitlines()) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before

@@ -2,7 +2,8 @@
 
 Its files import what needs torch inside the commands: `--help` and a wrong option wait for nothing.
 
-Exit codes: 0 all is well, 1 differences were found, 2 a mistake, which one line on standard error names.
+Exit codes: 0 all is well, 1 differences were found, 2 a mistake, which one line on standard error names; 130 after
+Ctrl-C, 143 after SIGTERM, once unfinished output is removed.
 """
 
 import typer

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -17,19 +19,54 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MISTAKE = 2
+# What ends a command from outside; a shell expects 128 and the signal's number as its exit code.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
+class _Stopped(BaseException):
+    """A signal has asked the command to end."""
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let signals that end a process raise `_Stopped` instead, so that saves remove their temporary folders."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise _Stopped(signal.Signals(number))
+
+    # Python allows handlers in the main thread alone; a command that a program calls elsewhere goes without.
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in _SIGNALS if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
-    """Turn a ValueError or OSError of a command into one line on standard error and exit code 2."""
+    """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error.
+
+    The exit code is 2 for an error, and 128 plus its number for a signal (130 for Ctrl-C).
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return command(*args, **kwargs)
+            with _signals_raise():
+                return command(*args, **kwargs)
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(MISTAKE) from None
+        except _Stopped as stopped:
+            (number,) = stopped.args
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            typer.echo(
+                f"stopped by {name}: unfinished output is removed, and a folder that was to be replaced is complete",
+                err=True,
+            )
+            raise typer.Exit(128 + number) from None
 
     return run
 
