@@ -31,7 +31,7 @@ def fail_on_rank_1(send: Callable[[Any], None], how: str) -> None:
     if dist.get_rank() == 1:
         if how == "exit":
             os._exit(7)
-        raise {"mistake": ValueError, "bug": ZeroDivisionError}[how]("the reason")
+        raise {"mistake": ValueError, "bug": ZeroDivisionError, "disk": OSError}[how]("the reason")
     dist.barrier()
 
 
@@ -65,6 +65,7 @@ def test_ranks_can_use_cuda_whatever_the_server_has_imported() -> None:
     [
         ("mistake", "ValueError: the reason", "the reason"),
         ("bug", "ZeroDivisionError: the reason", None),
+        ("disk", "OSError: the reason", "the reason"),
         ("exit", "rank 1 failed:\nits process ended with exit code 7", None),
     ],
 )

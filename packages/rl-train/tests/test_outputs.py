@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,51 @@ def test_a_result_replaces_an_earlier_one_when_it_is_complete(
         raise ZeroDivisionError
     assert out.read_text() == text
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "said"),
+    [
+        ("quickstart", signal.SIGINT, "stopped by Ctrl-C: the same command starts again from the beginning"),
+        ("score", signal.SIGTERM, "stopped by SIGTERM: {out} is incomplete; the same command starts again"),
+        ("score", signal.SIGHUP, "stopped by SIGHUP: {out} is incomplete; the same command starts again"),
+        (
+            "train",
+            signal.SIGINT,
+            "stopped by Ctrl-C: 0 of 100 steps are done, and {out} has no training checkpoint; the same command starts "
+            "from the beginning",
+        ),
+        (
+            "train",
+            signal.SIGTERM,
+            "stopped by SIGTERM: 0 of 100 steps are done, and {out} has no training checkpoint; ",
+        ),
+    ],
+)
+def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
+    commands: dict[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    number: signal.Signals,
+    said: str,
+) -> None:
+    out = tmp_path / "out"
+
+    def work(*args: Any, **kwargs: Any) -> None:
+        if command != "score":
+            (out / ".actor.saving-1-ab").mkdir()  # as a save leaves it that was cut off
+        os.kill(os.getpid(), number)
+        time.sleep(9)
+
+    monkeypatch.setattr(next(name for name in WORK if command in name and "run_on_ranks" in name), work)
+    monkeypatch.setattr("rl_models.score._unnamed_file", lambda folder: None)
+    result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])
+    assert result.exit_code == 128 + number
+    assert result.stderr.splitlines()[-1].startswith(said.format(out=out))
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in (tmp_path, *tmp_path.rglob("*")) if path.name.startswith(".")] == []
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)] == [signal.SIG_DFL] * 2
 
 
 def test_scores_go_into_what_is_there_and_no_file(commands: dict[str, list[str]], tmp_path: Path) -> None:

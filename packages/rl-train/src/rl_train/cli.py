@@ -7,10 +7,12 @@ import dataclasses
 import inspect
 import json
 import math
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +48,7 @@ def quickstart(
 
     It runs on 2 ranks; with one CUDA device on 1.
     """
-    with _mistakes_as_messages():
+    with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
         # The models take seconds to import; `--help` and a wrong option should not.
         from rl_train.quickstart import Display, QuickstartOptions, result_table
         from rl_train.quickstart import quickstart as run
@@ -82,7 +84,7 @@ def score(
     device: Device = None,
 ) -> None:
     """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
-    with _mistakes_as_messages():
+    with _mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
         from rl_train.data.prompts import read_prompts
         from rl_train.planner.plan import parse_dtype
@@ -183,13 +185,21 @@ def train(**given: Any) -> None:
     Every option that is on or off has a --no- form too, such as --no-ray.
     """
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
-    with _mistakes_as_messages():
+    options: TrainOptions | None = None
+
+    def after() -> str:
+        from rl_train.loop.folder import how_to_go_on
+
+        return "no step was done" if options is None or dry_run else how_to_go_on(options)
+
+    with _mistakes_as_messages(after):
         from rl_train.loop.run import plan
         from rl_train.loop.run import train as run
         from rl_train.report import Display, plan_table
         from rl_train.rewards.function import load_reward
 
-        planned = plan(resolve_options(config, given))
+        options = resolve_options(config, given)
+        planned = plan(options)
         if dry_run:
             load_reward(planned.options.reward)
             described = planned.describe()
@@ -256,13 +266,51 @@ train.__annotations__ = {parameter.name: parameter.annotation for parameter in _
 app.command(cls=_SwitchesInOneColumn)(train)
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal asks the command to end; the argument is its number."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
+    raise _Stopped(number)
+
+
 @contextmanager
-def _mistakes_as_messages() -> Iterator[None]:
-    """A user's mistake is one line and exit status 2; a failed rank is shown in its own words, status 1."""
+def _signals_unwind() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the command as Ctrl-C does, so that ranks end and temporary files go."""
+    # An ignored SIGHUP (nohup) stays ignored.
+    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _stop)
+    try:
+        yield
+    except SystemExit as error:
+        # Once Ray has started, its own handler of SIGTERM exits with the number of the signal.
+        if error.code == signal.SIGTERM:
+            raise _Stopped(signal.SIGTERM) from None
+        raise
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _mistakes_as_messages(after: Callable[[], str] = lambda: "it has written nothing") -> Iterator[None]:
+    """Show a user's mistake as one line (exit status 2), a failed rank in its own words (1), and a signal by name.
+
+    Args:
+        after: What there is of a command that was stopped, and how to go on.
+    """
     from rl_train.cluster.launch import RankFailed
 
     try:
-        yield
+        with _signals_unwind():
+            yield
+    except KeyboardInterrupt as stop:
+        number = signal.Signals(stop.args[0]) if isinstance(stop, _Stopped) else signal.SIGINT
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        typer.secho(f"stopped by {name}: {after()}", fg="red", err=True)
+        raise typer.Exit(128 + number) from None
     except RankFailed as failure:
         typer.secho(f"error: {failure.mistake or failure}", fg="red", err=True)
         raise typer.Exit(2 if failure.mistake else 1) from None

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ckpt.files.disk import room_for
 from rl_train.data.prompts import parse_json
 from rl_train.planner.preflight import replace_text
 
@@ -30,7 +31,6 @@ class Metrics:
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
         self.last = self._keep(done)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._board: Any = None
         if tensorboard:
             self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
@@ -43,15 +43,15 @@ class Metrics:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line, on the disk when this returns."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **values}) + "\n"
+        with room_for(len(line), self.path.parent), open(self.path, "a", encoding="utf-8") as file:
+            file.write(line)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
-        self._file.close()
+        """Write the events that TensorBoard's writer still holds."""
         if self._board is not None:
             self._board.close()
 

@@ -18,10 +18,11 @@ from rl_models import Actor
 from rl_models.workers.whole_batches import WholeBatches
 from rl_train.data.prompts import read_prompts
 from rl_train.loop import loop as module
-from rl_train.loop.folder import check_folder, newest_step, write_options
+from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop, mini_batches
 from rl_train.loop.models import Models
 from rl_train.options.options import TrainOptions
+from rl_train.report import Metrics
 
 Run = Callable[..., Loop]
 
@@ -142,11 +143,23 @@ def test_the_same_command_again_starts_anew_or_says_the_last_metrics(run: Run, s
     assert (found == first) == bool(save_every), "the seconds tell whether the steps ran again"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_metrics_on_a_full_disk_name_the_place(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, done=0, tensorboard=False)
+    metrics.path.unlink()
+    metrics.path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"the disk of {tmp_path} is full: the save needs 27 bytes"):
+        metrics.write(1, {"reward": 0.5})
+    metrics.close()
+
+
 def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:
     run(alternating(99), algorithm="reinforce++", steps=4, save_every=1).run()
     root = run(alternating(99), algorithm="reinforce++", steps=4).options.out / "training" / "actor"
     (root / "latest").write_text("step-00000002\n")
     again = run(alternating(99), algorithm="reinforce++", steps=3, save_every=1)
+    said = "4 of 3 steps are done; the same command goes on after step 2, the newest training checkpoint in "
+    assert how_to_go_on(again.options).startswith(said)
     events: list[Any] = []
     again.tell = events.append
     again.run()

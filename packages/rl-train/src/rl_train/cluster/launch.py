@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,8 @@ _CUDA_UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 # After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
 _GRACE_SECONDS = 3.0
+
+_OF_THE_DISK = (None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Devices:
 class RankFailed(RuntimeError):
     """A rank raised an exception, or its process ended; the message holds the rank's own words.
 
-    `mistake` is the text of a ValueError that the ranks raised, for a message without a traceback; else None.
+    `mistake` is the text of a ValueError that the ranks raised, or of the error of a disk that takes no file, for a
+    message without a traceback; else None.
     """
 
     def __init__(self, message: str, mistake: str | None = None) -> None:
@@ -259,7 +263,7 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         result = fn(lambda event: send("event", event), *args)
         send("returned", result if setup.rank == 0 else None)
     except BaseException as error:
-        mistake = str(error) if isinstance(error, ValueError) else None
+        mistake = str(error) if _tells_the_user(error) else None
         if "Timed out waiting" in str(error):  # gloo's words; NCCL ends the process, and says so itself
             error.add_note(
                 f"A collective waited collective_timeout={setup.collective_timeout:g} seconds for a rank that did not "
@@ -273,6 +277,14 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     sys.stderr.flush()
     while True:
         time.sleep(60)
+
+
+def _tells_the_user(error: BaseException) -> bool:
+    """Whether the message of an error is all that a user needs: a ValueError, or a disk that takes no file."""
+    # An error that explains itself, such as ckpt's of a full disk, has no number.
+    if isinstance(error, OSError):
+        return type(error) in (OSError, PermissionError) and error.errno in _OF_THE_DISK
+    return isinstance(error, ValueError)
 
 
 def _end_with_the_launcher() -> None:

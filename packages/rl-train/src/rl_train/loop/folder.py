@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ckpt
 from rl_train.data.prompts import read_json
 from rl_train.options.options import TrainOptions
-from rl_train.planner.preflight import check_foreign, check_output, check_writable, replace_text
+from rl_train.planner.preflight import check_foreign, check_output, check_writable, remove_leftovers, replace_text
 from rl_train.report import read_metrics
 
 # What a run reads for as long as it lasts, and again when it is resumed.
@@ -24,7 +25,7 @@ def check_folder(options: TrainOptions) -> None:
     Raises:
         ValueError: names what is in the way.
     """
-    trained = ["actor", "critic"] if options.separate_critic else ["actor"]
+    trained = _trained(options)
     check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
     for name in folders:
@@ -60,6 +61,32 @@ def write_options(options: TrainOptions) -> None:
     """Make the folder, with the options of the run that it belongs to."""
     options.out.mkdir(parents=True, exist_ok=True)
     replace_text(options.out / "options.json", json.dumps(options.to_json(), indent=2) + "\n")
+
+
+def _trained(options: TrainOptions) -> list[str]:
+    """Return the names of the models that learn, which are those of their folders."""
+    return ["actor", "critic"] if options.separate_critic else ["actor"]
+
+
+@contextmanager
+def saves_cleaned(options: TrainOptions) -> Iterator[None]:
+    """Remove what cut-off saves leave, before and after the run inside."""
+    folders = options.out, *(options.out / "training" / name for name in _trained(options))
+    remove_leftovers(*folders)
+    try:
+        yield
+    finally:
+        remove_leftovers(*folders)
+
+
+def how_to_go_on(options: TrainOptions) -> str:
+    """Return what a stopped run has done, and what the same command does next."""
+    done = read_metrics(options.out / "metrics.jsonl")
+    steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
+    saved = newest_step(options.out / "training", _trained(options))
+    if not saved:
+        return f"{steps}, and {options.out} has no training checkpoint; the same command starts from the beginning"
+    return f"{steps}; the same command goes on after step {saved}, the newest training checkpoint in {options.out}"
 
 
 def newest_step(training: Path, models: Iterable[str]) -> int:

@@ -27,7 +27,7 @@ from rl_train.cluster.launch import Devices, prepare, run_on_ranks
 from rl_train.cluster.resources import import_ray
 from rl_train.cluster.slow_imports import slow_imports
 from rl_train.data.prompts import Prompt, read_json, read_prompts, vocabulary_size
-from rl_train.loop.folder import check_folder, write_options
+from rl_train.loop.folder import check_folder, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.turns import Turns
@@ -186,8 +186,13 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
     """
     options = planned.options
     write_options(options)
-    if options.ray:
-        return _on_ray(planned, on_event)
+    with saves_cleaned(options):
+        return _on_ray(planned, on_event) if options.ray else _on_ranks(planned, on_event)
+
+
+def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+    """The loop on ranks of this machine."""
+    options = planned.options
     prepare(__name__, *slow_imports(options.grid, saves=options.save_every > 0))
     devices = Devices.find(options.device)
     ranks = options.grid.world_size

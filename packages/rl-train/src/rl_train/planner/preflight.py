@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ckpt
-from ckpt.files.atomic import check_target
+from ckpt.files.atomic import check_target, remove_abandoned
+from ckpt.files.disk import room_for
 from ckpt.transfer.match import match
 from parallel_layers import ParallelDims
 from parallel_layers.model import ModelConfig
@@ -87,8 +88,15 @@ def check_writable(folder: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file in one step: a kill leaves the old one, and a temporary file that the next call replaces."""
     temporary = path.with_name(f".{path.name}.saving")
-    temporary.write_text(text, encoding="utf-8")
+    with room_for(len(text), path.parent):
+        temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def remove_leftovers(*folders: Path) -> None:
+    """Remove the temporary folders of checkpoints whose ranks have been ended; those of living processes stay."""
+    for folder in folders:
+        remove_abandoned(folder.glob(".*.saving-*"))
 
 
 def _is_there(path: Path) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks
-from rl_train.planner.preflight import check_foreign, check_output
+from rl_train.planner.preflight import check_foreign, check_output, remove_leftovers
 from rl_train.quickstart.learn import Settings, learn, probe_batch
 from rl_train.quickstart.report import Display, save_curve
 from rl_train.quickstart.task import make_checkpoint
@@ -71,7 +71,10 @@ def quickstart(options: QuickstartOptions, display: Display) -> dict[str, Any]:
             display.step(event)
 
     settings = Settings(start, options.out, ranks, options.steps, options.seed, options.device)
-    learned = run_on_ranks(learn, ranks, settings, devices=devices, on_event=on_event)
+    try:
+        learned = run_on_ranks(learn, ranks, settings, devices=devices, on_event=on_event)
+    finally:
+        remove_leftovers(options.out)
 
     reload_difference = _max_difference(learned["log_probs"], options.out / "actor")
     display.say(f"saved actor, reloaded by transformers: largest difference in log-probs {reload_difference:.1e}")
