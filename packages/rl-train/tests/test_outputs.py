@@ -223,7 +223,7 @@ def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
         time.sleep(9)
 
     monkeypatch.setattr(next(name for name in WORK if command in name and "run_on_ranks" in name), work)
-    monkeypatch.setattr("rl_models.score._unnamed_file", lambda folder: None)
+    monkeypatch.setattr("rl_train.score._unnamed_file", lambda folder: None)
     result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])
     assert result.exit_code == 128 + number
     assert result.stderr.splitlines()[-1].startswith(said.format(out=out))

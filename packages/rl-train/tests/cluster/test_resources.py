@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import RayModelGroup, Resources
-from rl_train.cluster.host import Seat, interface_of
+from rl_train.cluster.host import Seat, interface_of, listen_on
 from rl_train.cluster.placement import rank_order
 from rl_train.cluster.ranks import rank_environments
 
@@ -90,10 +92,27 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("::1") is None
 
 
+def test_a_rank_listens_on_the_address_of_its_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen_on("127.0.0.1") as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        with pytest.raises((ConnectionError, TimeoutError)):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    message = r"192\.0\.2\.255, is not one that a process can listen on here \(Cannot assign.*; start Ray with"
+    with pytest.raises(ValueError, match=message):
+        listen_on("192.0.2.255")
+
+
 def test_the_host_of_a_rank_is_imported_without_torch() -> None:
     pytest.importorskip("ray")
     code = (
         "import os, sys; from rl_train.cluster.host import RankHost, Rendezvous; host = RankHost('CPU'); "
+        "assert host._listener.getsockname()[0] == host._address; "
         "host.prepare({'RANK': '1'}, Rendezvous(1, 2, 'a', 1, 1.0)); "
         "print('torch' in sys.modules, os.environ['RANK'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     )

@@ -77,8 +77,7 @@ class RankHost:
         self._worker: Any = None
         # Bound before anyone knows the port, and handed to the store as it is: nobody can take the port in between.
         self._address = import_ray().util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=1024)
+        self._listener = listen_on(self._address)
 
     def seat(self) -> Seat:
         """Where this process sits."""
@@ -173,6 +172,22 @@ class RankHost:
             device_id=device if devices.type != "cpu" else None,
         )
         return device
+
+
+def listen_on(address: str) -> socket.socket:
+    """Listen on a free port of one address of this machine, and on no other interface: the store trusts who connects.
+
+    Raises:
+        ValueError: the address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"Ray's address of this node, {address}, is not one that a process can listen on here ({error.strerror}); "
+            "start Ray with --node-ip-address set to the address of an interface of this node"
+        ) from None
 
 
 def interface_of(address: str) -> str | None:
