@@ -222,7 +222,8 @@ def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
         os.kill(os.getpid(), number)
         time.sleep(9)
 
-    monkeypatch.setattr(next(name for name in WORK if command in name and "run_on_ranks" in name), work)
+    module = {"quickstart": "quickstart.run", "score": "score", "train": "loop.run"}[command]
+    monkeypatch.setattr(f"rl_train.{module}.run_on_ranks", work)
     monkeypatch.setattr("rl_train.score._unnamed_file", lambda folder: None)
     result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])
     assert result.exit_code == 128 + number
