@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +41,7 @@ HUB = ("config.json", "model.safetensors")
         (("config.json", "thesis.tex"), "thesis.tex"),
         (("config.json", "metadata.json", "state.json"), "metadata.json"),
         (("config.json", "layout.json"), "layout.json"),
-        (("config.json", "layout.json", "shard-00000-of-00001.safetensors", "tokenizer.json"), "tokenizer.json"),
+        (("config.json", "layout.json", "shard-00000-of-00001.safetensors", "notes.md"), "notes.md"),
         (("config.json", "state.json", "metadata.json", "rank-00000.safetensors", "log.txt"), "log.txt"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -75,7 +76,8 @@ def test_every_save_of_ours_is_replaced_by_the_next(checkpoint: Checkpoints, tmp
     copy_companions(source, target)
     write(target, *HUB, *companions)
     reshard(source, target, Grid(tp=2))
-    merge(target, target, max_shard_size="20KB", copy_from=source)
+    shutil.copytree(target, tmp_path / "shards")
+    merge(tmp_path / "shards", target, max_shard_size="20KB")
     assert len(list(target.glob("model-*"))) > 1
     layout = layout_for(source)
     tensors = load_hf(source, layout)
@@ -85,6 +87,34 @@ def test_every_save_of_ours_is_replaced_by_the_next(checkpoint: Checkpoints, tmp
     write(tmp_path / "bare", "config.json", *companions)
     save_hf(tmp_path / "bare", tensors, layout)
     assert sorted(os.listdir(tmp_path / "bare")) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("source", ["folder", "file"])
+def test_companions_go_along_and_the_source_is_not_replaced(
+    source: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    model, shards, merged = tmp_path / "model", tmp_path / "shards", tmp_path / "merged"
+    shutil.copytree(checkpoint("llama"), model)
+    companions = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja")
+    write(model, *companions, "modeling_own.py")
+    given = model if source == "folder" else model / "model.safetensors"
+    reshard(given, shards, Grid(tp=2))
+    reshard(shards, tmp_path / "again", Grid(pp=2))
+    merge(tmp_path / "again", merged)
+    merge(shards, tmp_path / "other", copy_from=checkpoint("llama"))
+    for folder in (shards, tmp_path / "again", merged):
+        assert all((folder / name).read_text() == name for name in companions)
+        assert not (folder / "modeling_own.py").exists()
+    assert not (tmp_path / "other" / "tokenizer.json").exists()
+    before = {file: file.read_bytes() for file in (*model.rglob("*.*"), *shards.rglob("*.*")) if file.is_file()}
+    (tmp_path / "link").symlink_to(model)
+    for step in (lambda out: reshard(given, out, Grid(tp=2)), lambda out: merge(given, out)):
+        for same in (model, tmp_path / "link", model / ".." / "model"):
+            with pytest.raises(ValueError, match=r"is the folder of the source, which the result would replace; write"):
+                step(same)
+    with pytest.raises(ValueError, match="is the folder of the source"):
+        merge(shards, shards)
+    assert before == {file: file.read_bytes() for file in before}
 
 
 def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def merge(
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Bytes of one file, such as 5GB.")] = "5GB",
     copy_from: Annotated[
-        Path | None, typer.Option("--copy-from", help="A folder whose tokenizer files are copied.")
+        Path | None,
+        typer.Option("--copy-from", help="A folder whose tokenizer files are copied; the source unless given."),
     ] = None,
     json: Json = False,
 ) -> None:

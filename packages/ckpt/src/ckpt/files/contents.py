@@ -48,7 +48,7 @@ class Kind:
 # before weights.
 KINDS = (
     Kind((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
-    Kind(("shard-*-of-*.safetensors",), (CONFIG, LAYOUT)),
+    Kind(("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
     Kind(("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
     Kind((CONFIG,), COMPANIONS),
 )

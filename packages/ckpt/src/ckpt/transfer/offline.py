@@ -20,7 +20,7 @@ from ckpt.files.disk import room_for
 from ckpt.files.dtypes import check_cast, refuse_overflow
 from ckpt.files.header import TensorInfo
 from ckpt.files.unchanged import while_unchanged
-from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions, write_json
+from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.families import Role, Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, full_box, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
@@ -46,7 +46,7 @@ def reshard(
     """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
 
     The optimizer's state in a sharded source goes along: moments are cut like their parameters, step counts follow
-    them.
+    them. So do the source's tokenizer, processor and generation files.
     Memory: two buffers of 16 MiB, whatever the model.
 
     Args:
@@ -62,10 +62,11 @@ def reshard(
 
     Raises:
         ValueError: the source is broken or was replaced meanwhile, the copies of a tied embedding in it differ, or the
-            model does not fit the grid.
+            model does not fit the grid; or the destination is the source's own folder.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
+    origin, out = _folders(source, destination)
     opened = open_source(source, role)
     refuse_differing_copies(opened, opened.slots)
     layout = dataclasses.replace(
@@ -75,13 +76,13 @@ def reshard(
     contents = [_contents(opened, layout.at(place), dtype) for place in places]
     entries = [entry for held in contents for entry in held.values()]
     needed = sum(entry.nbytes for entry in entries)
-    out = Path(destination)
     with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
         for index, held in enumerate(contents):
             file = shard_name(index, len(places))
             plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {}, False)
             filler.fill(plan, held)
+        copy_companions(origin, folder)
         write_json(folder / CONFIG, layout.config)
         write_json(folder / LAYOUT, layout_json(layout, grid))
         open_shards(folder)
@@ -104,25 +105,38 @@ def merge(
         destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
         dtype: cast floating-point weights.
         max_shard_size: as in `save_hf`.
-        copy_from: as in `save_hf`.
+        copy_from: a folder whose tokenizer, processor and generation files are copied; None: the source.
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken or was replaced meanwhile, or the copies of a tied embedding in it differ.
+        ValueError: the source is broken or was replaced meanwhile, or the copies of a tied embedding in it differ; or
+            the destination is the source's own folder.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
+    origin, out = _folders(source, destination)
     opened = open_source(source)
     refuse_differing_copies(opened, [WEIGHTS])
     layout = opened.layout
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
-    out = Path(destination)
     with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
-        copy = None if copy_from is None else Path(copy_from)
-        write_companions(folder, plan, layout, layout.config, copy)
+        write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
+
+
+def _folders(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return the source's folder and the destination.
+
+    Raises:
+        ValueError: they are one folder.
+    """
+    path, out = Path(source), Path(destination)
+    folder = path.parent if path.is_file() else path
+    if folder.exists() and out.exists() and folder.samefile(out):
+        raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
+    return folder, out
 
 
 @dataclass(frozen=True)
