@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -156,3 +157,53 @@ def test_ranks_that_build_other_grids_are_told(ranks: RankPool) -> None:
     assert "rank 0 forms ParallelDims(dp=1, pp=1, cp=1, tp=4, ep=1) and rank 3 ParallelDims(dp=2, pp=1" in one
     assert "and rank 3 ParallelDims(dp=1, pp=1, cp=1, tp=2" in two
     assert "rank 1 forms ParallelDims(dp=1, pp=1, cp=1, tp=2, ep=1) and rank 3 ParallelDims(dp=1, pp=2" in three
+
+
+def other_members(group: ProcessGroup) -> list[str]:
+    me, messages = dist.get_rank(), []
+    # Two that wait for each other; three in a cycle, and a fourth that waits for them; all, and a part.
+    for lists in (
+        {1: [1, 2], 2: [0, 1, 2], 0: [0, 1, 2]},
+        {0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]},
+        {0: None, 1: None, 2: [1, 2], 3: None},
+    ):
+        if me in lists:
+            ranks = lists[me]
+            dims = ParallelDims(tp=4 if ranks is None else len(ranks))
+            with pytest.raises(ValueError, match="they would wait for ever") as caught:
+                dims.build_mesh("cpu", ranks)
+            messages.append(str(caught.value))
+        dist.barrier()
+    # Rank 2 first forms a group with 3 alone: 1 waits for it, which is no mistake. Lists that failed before work.
+    for ranks in ([2, 3], [1, 2], [0, 1, 2]):
+        if me in ranks:
+            if (me, ranks) == (3, [2, 3]):
+                time.sleep(2)
+            total = torch.ones(())
+            dist.all_reduce(total, group=form_group(ranks))
+            assert total == len(ranks)
+    return messages
+
+
+def test_ranks_that_give_other_members_are_told(ranks: RankPool) -> None:
+    results = ranks.run(other_members, timeout=60)
+    assert [len(messages) for messages in results] == [3, 3, 3, 2]
+    assert "rank 0 forms a group of ranks=[0, 1, 2] and rank 1 one of ranks=[1, 2], and they" in results[1][0]
+    assert "rank 0 forms a group of ranks=[0, 1] and rank 1 one of ranks=[1, 2], and they" in results[3][0]
+    assert results[2][2] == results[3][1]
+
+
+def left_alone(group: ProcessGroup) -> None:
+    if dist.get_rank() == 0:
+        dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=2))
+        try:
+            with pytest.raises(
+                TimeoutError, match=r"ranks \[1\] did not come to form .*tp=2.* on ranks \[0, 1\] within 2"
+            ):
+                ParallelDims(tp=2).build_mesh("cpu", [0, 1])
+        finally:
+            dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=300))
+
+
+def test_members_that_do_not_come_are_named(ranks: RankPool) -> None:
+    ranks.run(left_alone, timeout=60)

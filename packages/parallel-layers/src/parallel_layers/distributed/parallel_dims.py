@@ -1,4 +1,4 @@
-"""The sizes of a parallel grid, and the device mesh that follows from them."""
+"""`ParallelDims`, the sizes of a parallel grid, and the device mesh that follows from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from parallel_layers.distributed.meeting import meet
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, so they share a node's fast links.
 MESH_AXES = ("pp", "dp", "cp", "tp")
@@ -25,8 +27,8 @@ class ParallelDims:
         pp: Pipeline parallelism: stages of consecutive layers.
         cp: Context parallelism: parts of every sequence.
         tp: Tensor (and sequence) parallelism: shards of every layer.
-        ep: Expert parallelism: groups of experts. It takes no ranks of its own, it regroups the `dp * cp * tp` ranks
-            of a stage, and so must divide their number.
+        ep: Expert parallelism: groups of experts. It regroups the `dp * cp * tp` ranks of a stage instead of taking
+            more ranks, so `ep` must divide their number.
 
     Raises:
         ValueError: A size is not a positive integer, or `ep` does not divide `dp * cp * tp`.
@@ -51,7 +53,7 @@ class ParallelDims:
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
-        """The dims that a text like `"tp=2,pp=2"` states; an empty text is a grid of one rank.
+        """Return the dims of a text like `"tp=2,pp=2"`; an empty text is a grid of one rank.
 
         Raises:
             ValueError: An unknown or repeated name, or a value that is not a positive integer.
@@ -69,30 +71,33 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the grid."""
+        """Return the number of ranks in the grid."""
         return self.dp * self.pp * self.cp * self.tp
 
     def build_mesh(self, device_type: str, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Form the grid's process groups; returns a mesh with the axes `("pp", "dp", "cp", "tp")`, outermost first.
+        """Form the process groups of the grid; return a mesh with the axes `("pp", "dp", "cp", "tp")`, outermost first.
 
-        Only the members call it, all of them, in the same order when they build several grids. So different grids
-        (an actor on 4 ranks, a critic on 2 of them) can lie on any subsets of one default group.
+        Every member calls this method, and only members do, in the same order if they build several grids. Different
+        grids (an actor on 4 ranks, a critic on 2 of them) can lie on any subsets of one default group.
 
         Args:
             device_type: `"cpu"` or `"cuda"`.
-            ranks: The members' global ranks, increasing; default all ranks of the default group.
+            ranks: The global ranks of the members, increasing; default: all ranks of the default group.
 
         Returns:
-            A mesh; `mesh.get_group("tp")` is the group that the layers take. Its collectives have the default group's
-            time limit.
+            A mesh; `mesh.get_group("tp")` is the group that the layers take. Its collectives have the time limit of the
+            default group.
 
         Raises:
-            ValueError: The number of ranks is not `world_size`, they are not increasing or not ranks of the default
-                group, this rank is not one of them, or members build other grids; the last on all of them.
+            ValueError: The number of ranks is not `world_size`; the ranks do not increase, or are outside the default
+                group; this rank is not a member; or members build different grids or give different `ranks`, which all
+                of them raise.
+            TimeoutError: A member did not come within the time limit of the default group's store.
         """
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        if ranks is None:  # each of which is here
-            _meet(members, str(self))
+        if ranks is None:
+            # Every rank calls: meet first, so that all of them raise if sizes differ.
+            meet(members, str(self))
         if len(members) != self.world_size:
             raise ValueError(f"{self} needs {self.world_size} ranks, but was given {len(members)}: {members}")
         if members != sorted(set(members)) or members[0] < 0 or members[-1] >= dist.get_world_size():
@@ -101,7 +106,7 @@ class ParallelDims:
         if me not in members:
             raise ValueError(f"rank {me} is not a member of ranks={members}; only members build the mesh")
         if ranks is not None:
-            _meet(members, str(self))
+            meet(members, str(self))
         grid = torch.tensor(members, dtype=torch.int).reshape(self.pp, self.dp, self.cp, self.tp)
         place = [int(i) for i in (grid == me).nonzero()[0]]
         groups: list[ProcessGroup] = []
@@ -114,17 +119,18 @@ class ParallelDims:
 
 
 def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
-    """One more process group of some ranks, which only its members call, all of them, in the same order.
+    """Form one more process group; every member calls this function, in the same order if there are several groups.
 
     Args:
-        ranks: The members' global ranks, increasing; this rank is one of them.
-        backend: `"gloo"`, say, for collectives of CPU tensors beside NCCL's, with torch's time limit for that backend;
-            default that of the default group, with its time limit.
+        ranks: The global ranks of the members, increasing; this rank is a member.
+        backend: The backend, such as `"gloo"` for collectives of CPU tensors beside NCCL, with torch's time limit for
+            that backend; default: backend and time limit of the default group.
 
     Raises:
-        ValueError: Members form something else; on all of them.
+        ValueError: Members form different groups, or give different `ranks`; on all of them.
+        TimeoutError: A member did not come within the time limit of the default group's store.
     """
-    _meet(list(ranks), f"a group with backend={backend!r}")
+    meet(list(ranks), f"a group with backend={backend!r}")
     timeout = default_timeout() if backend is None else None
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
@@ -132,9 +138,9 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
 
 
 def default_timeout() -> timedelta | None:
-    """How long collectives of the default group may take; None: its backend has no limit.
+    """Return the time limit of the default group's collectives, or None if its backend has no limit.
 
-    `torch.distributed.new_group` does not hand it on: without a `timeout` a group has its backend's own.
+    Pass the limit to `torch.distributed.new_group`, which otherwise takes the default of the backend.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -143,37 +149,5 @@ def default_timeout() -> timedelta | None:
 
 
 def divisors(n: int) -> list[int]:
-    """All positive divisors of `n`, increasing."""
+    """Return all positive divisors of `n`, increasing."""
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _meet(members: list[int], what: str) -> None:
-    """Wait for all members; they are about to form `what`, all of them, for which torch must count alike on each.
-
-    With `use_local_synchronization` torch names a group after its ranks and the number of groups that this process is
-    in already. Once some members belong to another grid the numbers differ, the names do not match and `new_group`
-    waits for ever. The members exchange their numbers through the default group's store; those that lag form groups of
-    themselves alone, which concern nobody else.
-
-    Raises:
-        ValueError: Members form something else; names two of them. On all, which else would wait for each other.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    key = "parallel_layers/grid/" + ",".join(map(str, members))
-    # No member can begin the next grid on these ranks before all have arrived at this one.
-    turn = (store.add(f"{key}/arrivals", 1) - 1) // len(members)
-    me = dist.get_rank()
-    store.set(f"{key}/{turn}/{me}", f"{_group_count()} {what}")
-    told = [store.get(f"{key}/{turn}/{rank}").decode().split(" ", 1) for rank in members]
-    for rank, (_, other) in zip(members, told, strict=True):
-        if other != told[0][1]:
-            raise ValueError(
-                f"rank {members[0]} forms {told[0][1]} and rank {rank} {other}; form the same grids in the same order "
-                "on every rank"
-            )
-    while _group_count() < max(int(count) for count, _ in told):
-        dist.new_group([me], use_local_synchronization=True)
-
-
-def _group_count() -> int:
-    return len(dist.distributed_c10d._world.pg_names)
