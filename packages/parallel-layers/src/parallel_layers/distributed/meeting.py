@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 def meet(members: list[int], what: str) -> None:
@@ -58,13 +59,13 @@ class _Meeting:
     """Meetings on this list that failed before."""
 
     @classmethod
-    def next(cls, store: dist.Store, members: list[int], what: str) -> _Meeting:
+    def next(cls, store: Store, members: list[int], what: str) -> _Meeting:
         """Return the meeting that this rank's call belongs to."""
         new = cls(members, what, 0, 0)
         return cls(members, what, store.add(f"{new.name}/done/{dist.get_rank()}", 0), new.count_failed(store))
 
     @classmethod
-    def of(cls, store: dist.Store, rank: int) -> _Meeting | None:
+    def of(cls, store: Store, rank: int) -> _Meeting | None:
         """Return the meeting that a rank waits in, or None."""
         text = store.get(cls.entry(rank)).decode() if store.check([cls.entry(rank)]) else ""
         return cls(**json.loads(text)) if text else None
@@ -83,7 +84,7 @@ class _Meeting:
         """Return the key under which a member arrives."""
         return f"{self.name}/{self.done}/{self.failed}/{rank}"
 
-    def missing(self, store: dist.Store) -> list[int]:
+    def missing(self, store: Store) -> list[int]:
         """Return the members that have not arrived, by bisection: one request to the store tells of many members."""
         todo, missing = [self.members], []
         while todo:
@@ -96,21 +97,21 @@ class _Meeting:
                 todo += [part[len(part) // 2 :], part[: len(part) // 2]]
         return missing
 
-    def count_failed(self, store: dist.Store) -> int:
+    def count_failed(self, store: Store) -> int:
         """Return how many meetings on this list have failed."""
         return int(store.get(f"{self.name}/failed")) if store.check([f"{self.name}/failed"]) else 0
 
-    def fail(self, store: dist.Store, reason: str) -> None:
+    def fail(self, store: Store, reason: str) -> None:
         """Let every waiting member raise `reason`."""
         store.set(f"{self.name}/{self.done}/{self.failed}/reason", reason)
         store.set(f"{self.name}/failed", str(self.failed + 1))
 
-    def reason(self, store: dist.Store) -> str:
+    def reason(self, store: Store) -> str:
         """Return why this meeting failed."""
         return store.get(f"{self.name}/{self.done}/{self.failed}/reason").decode()
 
 
-def _wait(store: dist.Store, meeting: _Meeting) -> None:
+def _wait(store: Store, meeting: _Meeting) -> None:
     """Wait for all members; raise if some of them wait, on another list, for members of this one."""
     deadline = time.monotonic() + store.timeout.total_seconds()
     pause = 0.25
@@ -130,7 +131,7 @@ def _wait(store: dist.Store, meeting: _Meeting) -> None:
             )
 
 
-def _fail_if_stuck(store: dist.Store) -> None:
+def _fail_if_stuck(store: Store) -> None:
     """Fail the meetings that can never succeed, on the smallest of the ranks that wait in them.
 
     A rank in a meeting waits for the members that have not arrived. If that relation leads to a cycle, none of the
