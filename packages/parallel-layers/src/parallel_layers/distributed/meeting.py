@@ -113,7 +113,8 @@ class _Meeting:
 
 def _wait(store: Store, meeting: _Meeting) -> None:
     """Wait for all members; raise if some of them wait, on another list, for members of this one."""
-    deadline = time.monotonic() + store.timeout.total_seconds()
+    limit: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + limit
     pause = 0.25
     while True:
         with contextlib.suppress(RuntimeError):  # the store's error after `pause` seconds
@@ -127,7 +128,7 @@ def _wait(store: Store, meeting: _Meeting) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"ranks {meeting.missing(store)} did not come to form {meeting.what} on ranks {meeting.members} within "
-                f"{store.timeout.total_seconds():.0f} s; call it on all of these ranks"
+                f"{limit:.0f} s; call it on all of these ranks"
             )
 
 
