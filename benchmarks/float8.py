@@ -25,7 +25,7 @@ from step import LLAMA_3_8B, TINY, randomise
 from torch import Tensor, nn
 
 from parallel_layers import DecoderConfig, DecoderLayer, RotaryEmbedding
-from parallel_layers.float8 import RECIPES, Float8Config, why_not_float8, with_float8
+from parallel_layers.linear.float8 import RECIPES, Float8Config, why_not_float8, with_float8
 from parallel_layers.model import ModelConfig
 
 BF16 = "bf16"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel_layers import PackedSequence
 from parallel_layers.invariant import BLOCKS, tp_invariant
-from parallel_layers.invariant.product import product
+from parallel_layers.linear.invariant import product
 from parallel_layers.model import ModelConfig
 from rl_models.models.language_models import CausalLM
 

@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from parallel_layers import (
     DecoderLayer,
+    Execution,
     PackedSequence,
     available_overlaps,
     linear_log_probs,
@@ -116,9 +117,13 @@ def randomise(module: nn.Module) -> None:
 
 def ours(task: Task) -> CausalLM:
     config = ModelConfig.from_hf(task.hf)
-    # Sums over the ranks as Megatron-Core's: in bf16.
-    config = replace(config, decoder=replace(config.decoder, reduce_dtype=torch.bfloat16))
-    options = {"group": task.group, "sequence_parallel": task.group is not None, "dtype": torch.bfloat16}
+    options = {
+        "group": task.group,
+        "sequence_parallel": task.group is not None,
+        "dtype": torch.bfloat16,
+        # Sums over the ranks as Megatron-Core's: in bf16.
+        "execution": Execution(reduce_dtype=torch.bfloat16),
+    }
     model = CausalLM(config, **options, device="meta").to_empty(device=DEVICE)  # type: ignore[arg-type]
     randomise(model)
     return model
@@ -136,8 +141,8 @@ def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         for module in model.modules():
-            if hasattr(module, "overlap"):
-                module.overlap = overlap
+            if hasattr(module, "execution"):
+                module.execution = replace(module.execution, overlap=overlap)
         linear_log_probs(
             model(task.packed),
             model.head_weight,

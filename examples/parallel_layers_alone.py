@@ -14,6 +14,7 @@ from parallel_layers import (
     DecoderLayer,
     PackedSequence,
     ParallelDims,
+    Placement,
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
@@ -33,7 +34,7 @@ class Model(nn.Module):
         super().__init__()
         options = {"group": group, "sequence_parallel": True}
         self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN, **options)
-        self.layers = nn.ModuleList(DecoderLayer(CONFIG, **options) for _ in range(2))
+        self.layers = nn.ModuleList(DecoderLayer(CONFIG, placement=Placement(group, True)) for _ in range(2))
         self.norm = RMSNorm(HIDDEN, **options)
         self.rotary = RotaryEmbedding(16)
         self.head = VocabParallelHead(HIDDEN, VOCAB, allocate_weight=False, **options)  # tied to the embedding

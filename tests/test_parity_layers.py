@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config
 
 import ckpt
 from parallel_layers import DecoderConfig, DecoderLayer, LatentConfig
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -35,7 +36,7 @@ def shapes(group: ProcessGroup | None, layers: list[DecoderConfig]) -> dict[str,
     return {
         f"model.layers.{i}.{name}": tuple(tensor.shape)
         for i, config in enumerate(layers)
-        for name, tensor in DecoderLayer(config, group=group, device="meta").state_dict().items()
+        for name, tensor in DecoderLayer(config, placement=Placement(group), device="meta").state_dict().items()
     }
 
 

@@ -18,6 +18,7 @@ from parallel_layers import (
 )
 from parallel_layers.attention.context_parallel import ring_attention
 from parallel_layers.invariant import linear_log_probs as invariant_log_probs
+from parallel_layers.linear import Placement
 from parallel_layers.testing import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 8, 16, 40
@@ -98,7 +99,7 @@ def linears_differ(group: ProcessGroup, kind: str) -> list[str]:
     wrong = []
     for sequence_parallel in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
-            layer = LAYERS[kind](group=group, sequence_parallel=sequence_parallel, bias=True, dtype=dtype)
+            layer = LAYERS[kind](placement=Placement(group, sequence_parallel), bias=True, dtype=dtype)
             x = numbers(TOKENS, HIDDEN).to(dtype).requires_grad_()
             leaves = {"x": x, **dict(layer.named_parameters())}
             y = layer(x)
@@ -117,7 +118,10 @@ def test_a_backward_under_autocast_is_its_forwards(ranks: RankPool, kind: str) -
 
 def refuse_mixed(group: ProcessGroup) -> list[str]:
     messages = []
-    for layer in (RowParallelLinear(8, 4, group=group), ColumnParallelLinear(4, 4, group=group)):
+    for layer in (
+        RowParallelLinear(8, 4, placement=Placement(group)),
+        ColumnParallelLinear(4, 4, placement=Placement(group)),
+    ):
         with pytest.raises(ValueError, match=r"under torch\.autocast") as error:
             layer(torch.ones(2, 4, dtype=torch.bfloat16))
         messages.append(str(error.value))

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from parallel_layers import DecoderConfig, DecoderLayer, ParallelMLP, RMSNorm, RotaryEmbedding
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.head import linear_log_probs, vocab_parallel_cross_entropy
-from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.linear import ColumnParallelLinear, Placement, RowParallelLinear
 from parallel_layers.testing import RankPool
 
 
 def two_lengths(group: ProcessGroup, sp: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Compiled and eager: a loss and the gradients of the input and of every parameter."""
     torch._dynamo.reset()
-    up = ColumnParallelLinear(8, 12, bias=True, group=group, sequence_parallel=sp)
-    down = RowParallelLinear(12, 8, bias=True, group=group, sequence_parallel=sp)
+    up = ColumnParallelLinear(8, 12, bias=True, placement=Placement(group, sp))
+    down = RowParallelLinear(12, 8, bias=True, placement=Placement(group, sp))
     head = torch.randn(5, 8, requires_grad=True)
 
     def loss(x: Tensor, labels: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from parallel_layers.initialization import draw, initialize_, normal, uniform
 from parallel_layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    Placement,
     QKVParallelLinear,
     RowParallelLinear,
 )
@@ -45,13 +46,13 @@ def build(group: ProcessGroup | None, seed: int | None, expert_group: ProcessGro
     model = nn.ModuleDict(
         {
             "embed": VocabParallelEmbedding(11, 16, group=group),
-            "qkv": QKVParallelLinear(16, 8, 2, 2, bias=True, group=group),
-            "gate_up": MergedColumnParallelLinear(16, [8, 20], group=group),
-            "up": ColumnParallelLinear(16, 12, group=group),
-            "down": RowParallelLinear(12, 16, bias=True, group=group),
+            "qkv": QKVParallelLinear(16, 8, 2, 2, bias=True, placement=Placement(group)),
+            "gate_up": MergedColumnParallelLinear(16, [8, 20], placement=Placement(group)),
+            "up": ColumnParallelLinear(16, 12, placement=Placement(group)),
+            "down": RowParallelLinear(12, 16, bias=True, placement=Placement(group)),
             "norm": nn.LayerNorm(16),
-            "ordinary": DecoderLayer(ORDINARY, group=group, expert_group=expert_group),
-            "latent": DecoderLayer(LATENT, group=group),
+            "ordinary": DecoderLayer(ORDINARY, placement=Placement(group), expert_group=expert_group),
+            "latent": DecoderLayer(LATENT, placement=Placement(group)),
         }
     )
     if seed is not None:

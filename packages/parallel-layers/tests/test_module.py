@@ -17,6 +17,7 @@ from parallel_layers import (
     VocabParallelEmbedding,
     clip_grad_norm_,
 )
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -44,7 +45,9 @@ class Model(torch.nn.Module):
     def __init__(self, name: str, group: ProcessGroup | None, context_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.embed = VocabParallelEmbedding(11, HIDDEN, group=group, sequence_parallel=True)
-        self.layer = DecoderLayer(CONFIGS[name], group=group, sequence_parallel=True, context_group=context_group)
+        self.layer = DecoderLayer(
+            CONFIGS[name], placement=Placement(group, sequence_parallel=True), context_group=context_group
+        )
         self.rotary = RotaryEmbedding(4)
 
     def forward(self, tokens: int = TOKENS) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, ParallelMLP
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoE, MoEConfig
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
@@ -18,8 +19,8 @@ EXPERTS = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, scoring="sigmoi
 def build(kind: str, group: ProcessGroup | None) -> nn.Module:
     """Modules with persistent buffers."""
     if kind == "experts":
-        return MoE(16, EXPERTS, group=group)
-    return ParallelMLP(16, 8, gated=False, activation="xielu", group=group)
+        return MoE(16, EXPERTS, placement=Placement(group))
+    return ParallelMLP(16, 8, gated=False, activation="xielu", placement=Placement(group))
 
 
 def whole_state(kind: str) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from parallel_layers.data.packing import PackedSequence, next_token_labels, pack
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.gradient_norm import clip_grad_norm_
 from parallel_layers.distributed.parallel_dims import ParallelDims
-from parallel_layers.float8 import Float8Config, with_float8
 from parallel_layers.head import (
     LogProbs,
     VocabParallelHead,
@@ -26,22 +25,27 @@ from parallel_layers.head.embedding import VocabParallelEmbedding
 from parallel_layers.initialization import initialize_
 from parallel_layers.linear import (
     ColumnParallelLinear,
+    Execution,
     MergedColumnParallelLinear,
+    Placement,
     QKVParallelLinear,
     RowParallelLinear,
+    available_overlaps,
+    column_parallel_linear,
+    row_parallel_linear,
 )
-from parallel_layers.linear_ops import column_parallel_linear, row_parallel_linear
+from parallel_layers.linear.float8 import Float8Config, with_float8
 from parallel_layers.memory.random_states import RngStates, checkpoint
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.model import ModelConfig
 from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.overlap import available_overlaps
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 __all__ = [
     "ColumnParallelLinear",
     "DecoderConfig",
     "DecoderLayer",
+    "Execution",
     "Float8Config",
     "LatentConfig",
     "LogProbs",
@@ -52,6 +56,7 @@ __all__ = [
     "ParallelDims",
     "ParallelLatentAttention",
     "ParallelMLP",
+    "Placement",
     "QKVParallelLinear",
     "RMSNorm",
     "RngStates",

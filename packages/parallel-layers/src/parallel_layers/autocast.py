@@ -36,3 +36,8 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`, at least fp32."""
+    return torch.promote_types(dtype, torch.float32)

@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
 from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
 from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.overlap import Overlap
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 
@@ -65,8 +65,6 @@ class DecoderConfig:
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
         context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
-        reduce_dtype: Of the sums over tensor-parallel ranks; None: at least fp32. See `ColumnParallelLinear`.
-        overlap: How products overlap with what sequence parallelism sends. See `ColumnParallelLinear`.
         moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
         norm_eps: Of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
@@ -94,8 +92,6 @@ class DecoderConfig:
     rotary_interleaved: bool = False
     attention_backend: str = "auto"
     context_parallel: ContextParallel = "ulysses"
-    reduce_dtype: torch.dtype | None = None
-    overlap: Overlap = "auto"
     moe: MoEConfig | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
@@ -157,12 +153,12 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: What the layer is.
-        group: Tensor-parallel group; None when not sharded.
-        sequence_parallel: Hidden states are `[T/n, H]` between layers.
+        placement: Where the parts of the layer are. Under sequence parallelism hidden states are `[T/tp, H]`.
+        execution: How the linear layers compute and communicate.
         context_group: Context-parallel group, over which the pack's tokens are sharded; None: all tokens are here.
         layer_number: The layer's number in the model, by which a `RoutingContext` knows it.
         expert_group: The ranks that share the experts of a mixture of experts; None: all are here. See `MoE`.
-        expert_tensor_parallel: Every expert is divided over `group`. See `MoE`.
+        expert_tensor_parallel: Every expert is divided over the placement's group. See `MoE`.
         dtype: Of the parameters.
         device: Of the parameters.
     """
@@ -171,8 +167,8 @@ class DecoderLayer(nn.Module):
         self,
         config: DecoderConfig,
         *,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         context_group: ProcessGroup | None = None,
         layer_number: int = 0,
         expert_group: ProcessGroup | None = None,
@@ -184,13 +180,12 @@ class DecoderLayer(nn.Module):
         assert config.head_dim is not None  # filled in by the config
         self.config = config
         self.norms = NORM_PLACEMENTS[config.norm_placement]
-        place: dict[str, Any] = {
-            "group": group, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device,
-        }  # fmt: skip
+        how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         for name in filter(None, self.norms):
             norm = RMSNorm(
                 config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset,
-                backend=config.norm_backend, **place,
+                backend=config.norm_backend, group=placement.group, sequence_parallel=placement.sequence_parallel,
+                dtype=dtype, device=device,
             )  # fmt: skip
             self.add_module(name, norm)
         attention: dict[str, Any] = {
@@ -202,8 +197,6 @@ class DecoderLayer(nn.Module):
             "rotary_interleaved": config.rotary_interleaved,
             "backend": config.attention_backend,
             "context_parallel": config.context_parallel,
-            "reduce_dtype": config.reduce_dtype,
-            "overlap": config.overlap,
             "context_group": context_group,
         }
         self.self_attn: ParallelAttention | ParallelLatentAttention
@@ -211,24 +204,23 @@ class DecoderLayer(nn.Module):
             self.self_attn = ParallelAttention(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
                 qk_norm=config.qk_norm, norm_eps=config.norm_eps, norm_unit_offset=config.norm_unit_offset,
-                sinks=config.attention_sinks, **attention, **place,
+                sinks=config.attention_sinks, **attention, **how,
             )  # fmt: skip
         else:
             self.self_attn = ParallelLatentAttention(
-                config.hidden_size, config.num_heads, config.latent, **attention, **place
+                config.hidden_size, config.num_heads, config.latent, **attention, **how
             )
         self.mlp: ParallelMLP | MoE
         if config.moe is None:
             self.mlp = ParallelMLP(
                 config.hidden_size, config.intermediate_size,
-                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias,
-                reduce_dtype=config.reduce_dtype, overlap=config.overlap, **place,
+                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias, **how,
             )  # fmt: skip
         else:
             self.mlp = MoE(
                 config.hidden_size, config.moe,
                 layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
-                reduce_dtype=config.reduce_dtype, overlap=config.overlap, **place,
+                **how,
             )  # fmt: skip
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from parallel_layers.attention import (
 )
 from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache, contiguous, paged_attention
 from parallel_layers.initialization import initialize_
+from parallel_layers.linear import Placement
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.testing import RankPool
 
@@ -43,7 +44,7 @@ def decode(
     group: ProcessGroup | None, sequences: list[Tensor], window: int | None, kind: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each sequence's outputs: in one forward without a cache, and step by step with one."""
-    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, group=group)
+    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, placement=Placement(group))
     initialize_(layer, 0)
     rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
     lengths = [len(x) for x in sequences]
@@ -152,7 +153,7 @@ def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> No
 
 def initial_weights(group: ProcessGroup | None) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    return dict(ParallelLatentAttention(HIDDEN, HEADS, SIZES, group=group).state_dict())
+    return dict(ParallelLatentAttention(HIDDEN, HEADS, SIZES, placement=Placement(group)).state_dict())
 
 
 def test_heads_that_do_not_divide(ranks: RankPool) -> None:
@@ -161,4 +162,4 @@ def test_heads_that_do_not_divide(ranks: RankPool) -> None:
 
 
 def indivisible(group: ProcessGroup) -> None:
-    ParallelLatentAttention(HIDDEN, 3, SIZES, group=group)
+    ParallelLatentAttention(HIDDEN, 3, SIZES, placement=Placement(group))

@@ -9,6 +9,7 @@ from parallel_layers.attention.context_parallel import gather_sequence, split_se
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.distributed.parallel_dims import ParallelDims
+from parallel_layers.linear import Placement
 from parallel_layers.moe import RouterReplay, RoutingContext
 
 
@@ -61,7 +62,7 @@ def run_ours(
     cu_seqlens = cu_seqlens_of(lengths)
     results = []
     for sequence_parallel in (False, True):
-        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel, dtype=x.dtype)
+        layer = DecoderLayer(config, placement=Placement(group, sequence_parallel), dtype=x.dtype)
         layer.load_state_dict(shard(weights, config, rank, size))
         leaf, mine = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
         leaf = leaf.clone().requires_grad_()
@@ -93,7 +94,7 @@ def run_with_context_parallel(
     cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
     layout = "zigzag" if config.context_parallel == "ring" else "contiguous"
     rotary = tuple(split_sequence(table, cp, layout=layout) for table in rotary)
-    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp, dtype=x.dtype)
+    layer = DecoderLayer(config, placement=Placement(tp, sequence_parallel=True), context_group=cp, dtype=x.dtype)
     layer.load_state_dict(shard(weights, config, tp.rank(), 2))
     if experts is not None:
         experts = split_sequence(experts, cp, layout=layout)

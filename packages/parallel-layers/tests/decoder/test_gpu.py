@@ -20,6 +20,7 @@ from parallel_layers import DecoderConfig, DecoderLayer, ParallelDims, RotaryEmb
 from parallel_layers.attention import LatentConfig
 from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.linear import Placement
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
@@ -94,7 +95,7 @@ def errors_on_a_rank(
     mesh = ParallelDims(**GRIDS[grid]).build_mesh(device, ranks=dist.get_process_group_ranks(group))
     tp, cp = (mesh.get_group(axis) if GRIDS[grid].get(axis, 1) > 1 else None for axis in ("tp", "cp"))
     layout = "zigzag" if config.context_parallel == "ring" else "contiguous"
-    place: dict[str, Any] = {"group": tp, "sequence_parallel": tp is not None}
+    place: dict[str, Any] = {"placement": Placement(tp, sequence_parallel=tp is not None)}
     if grid == "ep 2" and config.moe is not None:
         place |= {"expert_group": tp, "expert_tensor_parallel": False}
     layer = DecoderLayer(config, context_group=cp, dtype=dtype, device=device, **place)

@@ -19,6 +19,7 @@ from parallel_layers.attention.context_parallel import ring
 from parallel_layers.attention.reference import ReferenceKernel
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.parallel_dims import ParallelDims
+from parallel_layers.linear import Placement
 from parallel_layers.moe import RouterReplay, RoutingContext, grouped
 from parallel_layers.testing import RankPool
 
@@ -30,7 +31,7 @@ def compiled_and_eager(
     from torch._dynamo.testing import CompileCounterWithBackend  # seconds, which every rank would pay
 
     size = group.size() if group is not None and sequence_parallel else 1
-    layer = DecoderLayer(family.ours, group=group, sequence_parallel=sequence_parallel)
+    layer = DecoderLayer(family.ours, placement=Placement(group, sequence_parallel))
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
@@ -117,7 +118,7 @@ class _ValuesStayOnTheDevice(TorchFunctionMode):
 def run_without_reading(group: ProcessGroup, config: DecoderConfig, rotary: tuple[Tensor, Tensor]) -> bool:
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
     tp, cp = mesh.get_group("tp"), mesh.get_group("cp")
-    layer = DecoderLayer(config, group=tp, sequence_parallel=True, context_group=cp)
+    layer = DecoderLayer(config, placement=Placement(tp, sequence_parallel=True), context_group=cp)
     x, cu_seqlens = torch.randn(10, HIDDEN, requires_grad=True), cu_seqlens_of([13, 1, 0, 21, 5])
     # On a CPU attention and grouped products read and check their bounds; their kernels do not.
     reference = [(ReferenceKernel, "forward"), (ReferenceKernel, "backward"), (grouped, "_runs")]

@@ -19,6 +19,7 @@ import parallel_layers as pl
 from parallel_layers import inference, invariant, moe
 from parallel_layers.attention import context_parallel
 from parallel_layers.distributed import collectives
+from parallel_layers.linear import Placement
 from parallel_layers.memory.random_states import checkpoint
 from parallel_layers.split import flat_chunk, gather_flat
 from parallel_layers.testing import RankPool
@@ -76,14 +77,14 @@ def row_parallel(
     sp: bool, change: Callable[[nn.Module], nn.Module] = lambda linear: linear, size: int = HIDDEN
 ) -> Case:
     def run(group: ProcessGroup) -> Tensor:
-        linear = pl.RowParallelLinear(size, HIDDEN, bias=True, group=group, sequence_parallel=sp)
+        linear = pl.RowParallelLinear(size, HIDDEN, bias=True, placement=pl.Placement(group, sp))
         return change(linear)(numbers(TOKENS, size // group.size()))
 
     return run
 
 
 def one_kv_head(bias: bool) -> Case:
-    return lambda group: pl.QKVParallelLinear(HIDDEN, 4, 1, 8, bias=bias, group=group)(tokens(group))
+    return lambda group: pl.QKVParallelLinear(HIDDEN, 4, 1, 8, bias=bias, placement=pl.Placement(group))(tokens(group))
 
 
 def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
@@ -139,20 +140,20 @@ def auxiliary(function: Callable[..., Tensor], *arguments: Any) -> dict[str, Cas
 
 
 def clipped(group: ProcessGroup) -> Tensor:
-    linear = pl.ColumnParallelLinear(HIDDEN, HIDDEN, group=group)
+    linear = pl.ColumnParallelLinear(HIDDEN, HIDDEN, placement=pl.Placement(group))
     linear.get_parameter("weight").grad = torch.ones(linear.weight_shape)
     return pl.clip_grad_norm_(linear, 1.0, groups=[group])
 
 
 def column_function(sp: bool) -> Case:
     return lambda group: pl.column_parallel_linear(
-        tokens(group, sp), numbers(4, HIDDEN), group=group, sequence_parallel=sp
+        tokens(group, sp), numbers(4, HIDDEN), placement=pl.Placement(group, sp)
     )
 
 
 def row_function(sp: bool) -> Case:
     return lambda group: pl.row_parallel_linear(
-        numbers(TOKENS, HIDDEN), numbers(4, HIDDEN), group=group, sequence_parallel=sp
+        numbers(TOKENS, HIDDEN), numbers(4, HIDDEN), placement=pl.Placement(group, sp)
     )
 
 
@@ -183,14 +184,14 @@ CASES: dict[str, dict[str, Case]] = {
     "reduce_scatter_to_sequence_parallel": {"": collective("reduce_scatter_to_sequence_parallel")},
     "all_to_all": {"": collective("all_to_all")},
     "ColumnParallelLinear": layer(
-        lambda group, sp: pl.ColumnParallelLinear(HIDDEN, 4, bias=True, group=group, sequence_parallel=sp)
+        lambda group, sp: pl.ColumnParallelLinear(HIDDEN, 4, bias=True, placement=pl.Placement(group, sp))
     ),
     "column_parallel_linear": {"": column_function(False), "sp": column_function(True)},
     "MergedColumnParallelLinear": layer(
-        lambda group, sp: pl.MergedColumnParallelLinear(HIDDEN, [4, 8], bias=True, group=group, sequence_parallel=sp)
+        lambda group, sp: pl.MergedColumnParallelLinear(HIDDEN, [4, 8], bias=True, placement=pl.Placement(group, sp))
     ),
     "QKVParallelLinear": {
-        **layer(lambda group, sp: pl.QKVParallelLinear(HIDDEN, 4, 2, 8, bias=True, group=group, sequence_parallel=sp)),
+        **layer(lambda group, sp: pl.QKVParallelLinear(HIDDEN, 4, 2, 8, bias=True, placement=pl.Placement(group, sp))),
         "KV heads on several ranks": one_kv_head(bias=False),
         "these with a bias": one_kv_head(bias=True),
     },
@@ -202,17 +203,17 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "RMSNorm": layer(lambda group, sp: pl.RMSNorm(HIDDEN, group=group, sequence_parallel=sp)),
     "ParallelAttention": layer(
-        lambda group, sp: pl.ParallelAttention(HIDDEN, 4, 2, 8, group=group, sequence_parallel=sp), *ROTARY_AND_BOUNDS
+        lambda group, sp: pl.ParallelAttention(HIDDEN, 4, 2, 8, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
     ),
     "ParallelLatentAttention": layer(
-        lambda group, sp: pl.ParallelLatentAttention(HIDDEN, 4, LATENT, group=group, sequence_parallel=sp),
+        lambda group, sp: pl.ParallelLatentAttention(HIDDEN, 4, LATENT, placement=pl.Placement(group, sp)),
         *ROTARY_AND_BOUNDS,
     ),
-    "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, group=group, sequence_parallel=sp)),
+    "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, placement=pl.Placement(group, sp))),
     "DecoderLayer": layer(
-        lambda group, sp: pl.DecoderLayer(DECODER, group=group, sequence_parallel=sp), *ROTARY_AND_BOUNDS
+        lambda group, sp: pl.DecoderLayer(DECODER, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
     ),
-    "MoE": layer(lambda group, sp: moe.MoE(HIDDEN, EXPERTS, group=group, sequence_parallel=sp)),
+    "MoE": layer(lambda group, sp: moe.MoE(HIDDEN, EXPERTS, placement=Placement(group, sp))),
     "TopKRouter": layer(lambda group, sp: moe.TopKRouter(HIDDEN, EXPERTS, group=group if sp else None)),
     "GroupedExperts": {"": experts(ep=False), "ep": experts(ep=True)},
     "RoutingContext": {"": routed(False, False), "sp": routed(True, False), "sp, recording": routed(True, True)},

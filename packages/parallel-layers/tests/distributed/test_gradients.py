@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel_layers.distributed.gradient_norm import clip_grad_norm_
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.head.embedding import VocabParallelEmbedding
-from parallel_layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel_layers.linear import ColumnParallelLinear, Placement, QKVParallelLinear, RowParallelLinear
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.sharding import blocks_of, full_shape
 from parallel_layers.testing import RankPool
@@ -28,9 +28,9 @@ class Block(nn.Module):
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
         self.embed = VocabParallelEmbedding(10, 8, group=group)
-        self.qkv = QKVParallelLinear(8, 8, 1, 2, bias=True, group=group)
-        self.up = ColumnParallelLinear(8, 12, bias=True, group=group)
-        self.down = RowParallelLinear(12, 8, bias=True, group=group)
+        self.qkv = QKVParallelLinear(8, 8, 1, 2, bias=True, placement=Placement(group))
+        self.up = ColumnParallelLinear(8, 12, bias=True, placement=Placement(group))
+        self.down = RowParallelLinear(12, 8, bias=True, placement=Placement(group))
         self.norm = nn.LayerNorm(8)
 
 
@@ -214,7 +214,7 @@ def test_pipeline_stages_add(ranks: RankPool) -> None:
 
 
 def clip_main_grads(group: ProcessGroup) -> Tensor:
-    layer = ColumnParallelLinear(4, 8, group=group, accumulate_main_grad=True)
+    layer = ColumnParallelLinear(4, 8, placement=Placement(group), accumulate_main_grad=True)
     layer(torch.ones(1, 4)).sum().backward()
     return clip_grad_norm_(layer, math.inf, groups=[group])
 
@@ -286,7 +286,7 @@ def test_stages_of_two_dtypes_add(ranks: RankPool) -> None:
 
 def refuse(group: ProcessGroup) -> list[str]:
     arguments: list[tuple[Any, dict[str, Any]]] = [
-        (ColumnParallelLinear(4, 8, group=group), {}),
+        (ColumnParallelLinear(4, 8, placement=Placement(group)), {}),
         (nn.Linear(2, 2).parameters(), {"groups": [group]}),
     ]
     messages = []

@@ -28,6 +28,7 @@ from parallel_layers import (
     vocab_parallel_cross_entropy,
 )
 from parallel_layers.distributed import collectives
+from parallel_layers.linear import Placement
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
@@ -54,10 +55,10 @@ class Model(nn.Module):
         super().__init__()
         self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, group=group, sequence_parallel=sp)
         self.norm = RMSNorm(HIDDEN, eps=1e-6, group=group, sequence_parallel=sp)
-        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, group=group, sequence_parallel=sp)
-        self.down = RowParallelLinear(16, HIDDEN, bias=True, group=group, sequence_parallel=sp)
-        self.qkv = QKVParallelLinear(HIDDEN, 4, 1, 4, group=group, sequence_parallel=sp)
-        self.out = RowParallelLinear(16, HIDDEN, group=group, sequence_parallel=sp)
+        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, placement=Placement(group, sp))
+        self.down = RowParallelLinear(16, HIDDEN, bias=True, placement=Placement(group, sp))
+        self.qkv = QKVParallelLinear(HIDDEN, 4, 1, 4, placement=Placement(group, sp))
+        self.out = RowParallelLinear(16, HIDDEN, placement=Placement(group, sp))
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.norm(self.embed(ids))
@@ -109,8 +110,8 @@ def backward_on_two_grids(group: ProcessGroup, x: Tensor, weight: Tensor, grad: 
     pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
     pair = group.rank() // 2
     options = {"gather_output": True, "dtype": torch.float64}
-    wide = ColumnParallelLinear(HIDDEN, 16, group=group, **options)
-    narrow = ColumnParallelLinear(HIDDEN, 16, group=pairs[pair], sequence_parallel=True, **options)
+    wide = ColumnParallelLinear(HIDDEN, 16, placement=Placement(group), **options)
+    narrow = ColumnParallelLinear(HIDDEN, 16, placement=Placement(pairs[pair], sequence_parallel=True), **options)
     for layer in (wide, narrow):
         load_full_(layer, {"weight": weight})
     whole, part = x.clone().requires_grad_(), x.chunk(4)[group.rank()].clone().requires_grad_()

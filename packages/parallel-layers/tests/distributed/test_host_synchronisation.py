@@ -27,6 +27,7 @@ from parallel_layers import (
 )
 from parallel_layers.attention import LatentConfig
 from parallel_layers.attention.context_parallel import split_sequence
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig, RoutingContext
 from parallel_layers.testing import RankPool
 
@@ -62,10 +63,10 @@ def build(group: ProcessGroup | None, overlap: str, num_tokens: int) -> Callable
     """A layer and the head, forward and backward."""
     device = torch.device("cuda", torch.cuda.current_device())
     sp = group is not None
-    layer = DecoderLayer(CONFIG, group=group, sequence_parallel=sp, dtype=torch.bfloat16, device=device)
+    layer = DecoderLayer(CONFIG, placement=Placement(group, sp), dtype=torch.bfloat16, device=device)
     for module in layer.modules():
-        if hasattr(module, "overlap"):
-            module.overlap = overlap
+        if hasattr(module, "execution"):
+            module.execution = replace(module.execution, overlap=overlap)
     size = 1 if group is None else group.size()
     head = torch.randn(VOCABULARY // size, CONFIG.hidden_size, device=device).bfloat16().requires_grad_()
     ids = torch.randint(VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(device)
@@ -139,7 +140,7 @@ def waits_of_layers(group: ProcessGroup) -> dict[str, list[str]]:
     found = {}
     for name, (config, axis) in LAYERS.items():
         shared: dict[str, Any] = (
-            {"context_group": group} if axis == "cp" else {"group": group, "sequence_parallel": True}
+            {"context_group": group} if axis == "cp" else {"placement": Placement(group, sequence_parallel=True)}
         )
         layer = DecoderLayer(config, dtype=torch.bfloat16, device=device, **shared)
         mine, context = tables, RoutingContext.of(packed)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.head import linear_log_probs, vocab_parallel_cross_entropy
 from parallel_layers.head.embedding import VocabParallelEmbedding
-from parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.linear import ColumnParallelLinear, Placement, RowParallelLinear
 from parallel_layers.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
@@ -21,10 +21,10 @@ VOCAB, HIDDEN = 11, 8
 class Model(nn.Module):
     def __init__(self, group: ProcessGroup | None, sp: bool) -> None:
         super().__init__()
-        options = {"group": group, "sequence_parallel": sp}
+        placement = Placement(group, sp)
         self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, group=group, sequence_parallel=sp)
-        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, **options)  # type: ignore[arg-type]
-        self.down = RowParallelLinear(16, HIDDEN, bias=True, **options)  # type: ignore[arg-type]
+        self.up = ColumnParallelLinear(HIDDEN, 16, bias=True, placement=placement)
+        self.down = RowParallelLinear(16, HIDDEN, bias=True, placement=placement)
 
 
 def loss_of(

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import KVCache, PagedKVCache
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.sharding import load_full_
@@ -44,7 +45,7 @@ def build(
         whole = {name: p.detach() for name, p in DecoderLayer(config).named_parameters()}
         for tensor in whole.values():
             tensor.normal_(std=0.3, generator=generator)
-        layer = DecoderLayer(config, group=group, sequence_parallel=sequence_parallel, device=device)
+        layer = DecoderLayer(config, placement=Placement(group, sequence_parallel), device=device)
         load_full_(layer, whole)
         layers.append(layer)
     return layers

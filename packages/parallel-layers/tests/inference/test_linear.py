@@ -16,10 +16,10 @@ from parallel_layers import (
     DecoderLayer,
     RotaryEmbedding,
     RowParallelLinear,
-    symmetric_memory,
 )
 from parallel_layers.inference import available_linear_backends, for_inference
-from parallel_layers.symmetric_memory import why_not_peers, why_not_symmetric_memory
+from parallel_layers.linear import Execution, Placement, symmetric_memory
+from parallel_layers.linear.symmetric_memory import why_not_peers, why_not_symmetric_memory
 from parallel_layers.testing import RankPool, peer_memory_on_cpu
 
 CONFIG = DecoderConfig(
@@ -30,7 +30,7 @@ TOKENS = 6
 
 def new_layer(group: ProcessGroup | None, sequence_parallel: bool = True, **place: Any) -> DecoderLayer:
     torch.manual_seed(0)
-    layer = DecoderLayer(CONFIG, group=group, sequence_parallel=sequence_parallel, **place)
+    layer = DecoderLayer(CONFIG, placement=Placement(group, sequence_parallel), **place)
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -83,7 +83,7 @@ def test_products_that_overlap(ranks: RankPool) -> None:
 
 def _run_options(group: ProcessGroup, x: Tensor) -> None:
     """Outputs and sums in a wider dtype than the products' are computed as in training."""
-    place: dict[str, Any] = {"group": group, "sequence_parallel": True, "bias": True}
+    place: dict[str, Any] = {"placement": Placement(group, sequence_parallel=True), "bias": True}
     columns = [
         ColumnParallelLinear(8, 4, **place),
         ColumnParallelLinear(8, 4, defer_bias=True, **place),
@@ -94,7 +94,7 @@ def _run_options(group: ProcessGroup, x: Tensor) -> None:
         RowParallelLinear(8, 4, **place),
         RowParallelLinear(8, 4, defer_bias=True, **place),
         RowParallelLinear(8, 4, output_dtype=torch.float64, **place),
-        RowParallelLinear(8, 4, reduce_dtype=torch.float64, **place),
+        RowParallelLinear(8, 4, execution=Execution(reduce_dtype=torch.float64), **place),
         RowParallelLinear(8, 4, input_is_parallel=False, **place),
     ]
     with peer_memory_on_cpu() as called:
@@ -115,7 +115,7 @@ def _run_options(group: ProcessGroup, x: Tensor) -> None:
 @torch.no_grad()
 def _run_bf16(group: ProcessGroup, x: Tensor) -> list[tuple[bool, list[str]]]:
     """Whether the view computes what its layer does, and what overlapped, by the dtype of the sums."""
-    layer = RowParallelLinear(8, 4, group=group, sequence_parallel=True, dtype=torch.bfloat16)
+    layer = RowParallelLinear(8, 4, placement=Placement(group, sequence_parallel=True), dtype=torch.bfloat16)
     x = x[:, :4].bfloat16()
     results = []
     with peer_memory_on_cpu() as called:
@@ -123,7 +123,7 @@ def _run_bf16(group: ProcessGroup, x: Tensor) -> list[tuple[bool, list[str]]]:
             called.clear()
             ours = for_inference(layer, reduce_dtype=dtype)(x)
             results.append((torch.equal(ours, layer(x)), list(called)))
-    assert layer.reduce_dtype is None
+    assert layer.execution.reduce_dtype is None
     return results
 
 
@@ -235,7 +235,12 @@ def _run_on_gpus(group: ProcessGroup, dtype: torch.dtype) -> str | None:
         return reason
     assert available_linear_backends(group, device)[0] == "symmetric-memory"
     torch.manual_seed(0)
-    place: dict[str, Any] = {"group": group, "sequence_parallel": True, "bias": True, "dtype": dtype, "device": device}
+    place: dict[str, Any] = {
+        "placement": Placement(group, sequence_parallel=True),
+        "bias": True,
+        "dtype": dtype,
+        "device": device,
+    }
     column, row = ColumnParallelLinear(256, 512, **place), RowParallelLinear(512, 256, **place)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for tokens in (1, 7, 128, 2000):
@@ -266,7 +271,7 @@ def _run_decoder(group: ProcessGroup, dtype: torch.dtype) -> list[dict[str, Any]
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     torch.manual_seed(0)
     config = DecoderConfig(hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=512)
-    layer = DecoderLayer(config, group=group, sequence_parallel=True, dtype=dtype, device=device)
+    layer = DecoderLayer(config, placement=Placement(group, sequence_parallel=True), dtype=dtype, device=device)
     bounds = torch.tensor([0, 300, 301, 301, 512], dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in (300, 1, 211)])
     arguments = RotaryEmbedding(64, device=device)(positions), bounds, 300

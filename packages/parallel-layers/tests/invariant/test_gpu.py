@@ -20,6 +20,7 @@ from parallel_layers import (
     next_token_labels,
 )
 from parallel_layers.invariant import INVARIANT_BACKENDS, tp_invariant
+from parallel_layers.linear import Placement
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(
@@ -34,11 +35,12 @@ def build(config: DecoderConfig, group: ProcessGroup | None, sequence_parallel: 
     torch.manual_seed(0)
     place = {"group": group, "dtype": torch.bfloat16, "device": "cuda"}
     divided = {**place, "sequence_parallel": sequence_parallel}
+    layer = {"placement": Placement(group, sequence_parallel), "dtype": torch.bfloat16, "device": "cuda"}
     return torch.nn.ModuleList(
         [
             VocabParallelEmbedding(VOCABULARY, config.hidden_size, **divided),
-            DecoderLayer(config, **divided),
-            DecoderLayer(config, **divided),
+            DecoderLayer(config, **layer),
+            DecoderLayer(config, **layer),
             RMSNorm(config.hidden_size, **divided),
             VocabParallelEmbedding(VOCABULARY, config.hidden_size, **place),
             RotaryEmbedding(config.head_dim, device="cuda"),

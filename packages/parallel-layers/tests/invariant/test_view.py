@@ -26,6 +26,7 @@ from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -58,9 +59,10 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         place: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "dtype": dtype}
+        placement = Placement(group, sequence_parallel)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.embed = VocabParallelEmbedding(VOCABULARY, config.hidden_size, **place)
-        self.layers = nn.ModuleList(DecoderLayer(config, **place) for _ in range(2))
+        self.layers = nn.ModuleList(DecoderLayer(config, placement=placement, dtype=dtype) for _ in range(2))
         self.norm = RMSNorm(config.hidden_size, **place)
         self.head = VocabParallelEmbedding(VOCABULARY, config.hidden_size, group=group, dtype=dtype)
         self.rotary = RotaryEmbedding(4 if config.latent else 12)
@@ -180,7 +182,7 @@ def test_gradients_are_the_ordinary_ones(ranks: RankPool, name: str, world: int,
 def _options(group: ProcessGroup | None) -> list[Tensor]:
     """Layers with options of their own, gathered to whole outputs; and their gradients against the ordinary ones'."""
     torch.manual_seed(0)
-    place: dict[str, Any] = {"group": group, "bias": True}
+    place: dict[str, Any] = {"placement": Placement(group), "bias": True}
     layers = [
         ColumnParallelLinear(16, 24, gather_output=True, **place),
         RowParallelLinear(16, 24, input_is_parallel=False, **place),
@@ -221,11 +223,11 @@ def _refusals(group: ProcessGroup) -> None:
     hidden, labels = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
     undivided = r"tp=3 does not divide blocks=4, .*; use tp in \{1, 2, 4\}$"
     with pytest.raises(ValueError, match=undivided):
-        tp_invariant(RowParallelLinear(24, 8, group=group))
+        tp_invariant(RowParallelLinear(24, 8, placement=Placement(group)))
     with pytest.raises(ValueError, match=undivided):
         invariant.linear_log_probs(hidden, torch.zeros(86, 8), labels, group=group, vocab_size=256)
     with pytest.raises(ValueError, match="blocks=3 must be a power of two"):
-        tp_invariant(ColumnParallelLinear(24, 24, group=group), blocks=3)
+        tp_invariant(ColumnParallelLinear(24, 24, placement=Placement(group)), blocks=3)
 
 
 def test_ranks_that_do_not_divide(ranks: RankPool) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
-from parallel_layers.float8 import Float8Config, why_not_float8, with_float8
 from parallel_layers.inference import for_inference
+from parallel_layers.linear import Placement
+from parallel_layers.linear.float8 import Float8Config, why_not_float8, with_float8
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(
@@ -87,7 +88,7 @@ class TransformerEngine:
 
 def new_layer(group: ProcessGroup | None, sequence_parallel: bool) -> DecoderLayer:
     torch.manual_seed(0)
-    layer = DecoderLayer(CONFIG, group=group, sequence_parallel=sequence_parallel)
+    layer = DecoderLayer(CONFIG, placement=Placement(group, sequence_parallel))
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -126,12 +127,13 @@ def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: 
 
 
 def _run_options(group: ProcessGroup) -> None:
-    place: dict[str, Any] = {"group": group, "bias": True}
+    place: dict[str, Any] = {"placement": Placement(group), "bias": True}
+    divided: dict[str, Any] = {"placement": Placement(group, sequence_parallel=True), "bias": True}
     layers = [
         ColumnParallelLinear(32, 32, gather_output=True, **place),
         ColumnParallelLinear(32, 32, reduce_gradient=False, defer_bias=True, **place),
         RowParallelLinear(32, 32, input_is_parallel=False, **place),
-        RowParallelLinear(32, 32, defer_bias=True, sequence_parallel=True, **place),
+        RowParallelLinear(32, 32, defer_bias=True, **divided),
     ]
     with TransformerEngine().installed():
         for layer in layers:
@@ -166,7 +168,7 @@ def test_which_linears() -> None:
         assert {name: module.float8 for name, module in view.items()} == {name: name == "able" for name in model}
         assert [name for name, _ in view.named_parameters()] == [name for name, _ in model.named_parameters()]
         assert for_inference(view)["able"].inference_backend == "collectives"
-        assert for_inference(view)["able"].forward is view["able"].forward
+        assert for_inference(view)["able"].execution is view["able"].execution
         with pytest.raises(
             ValueError, match="no linear of the model can be in FP8: recipe='current' needs multiples of"
         ):
@@ -196,13 +198,13 @@ def test_recipes() -> None:
 
 
 def test_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel_layers.float8.find_spec", lambda name: None)
+    monkeypatch.setattr("parallel_layers.linear.float8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the transformer-engine package \(extra parallel-layers\[te\]\)"):
         with_float8(ColumnParallelLinear(32, 32))
 
 
 def test_one_that_does_not_load_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel_layers.float8.find_spec", lambda name: name)
+    monkeypatch.setattr("parallel_layers.linear.float8.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(
         ValueError, match=r"the transformer-engine package does not load: ModuleNotFoundError: import of"

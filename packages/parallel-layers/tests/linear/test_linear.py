@@ -17,22 +17,38 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 from parallel_layers.head import linear_log_probs
 from parallel_layers.linear import (
     ColumnParallelLinear,
+    Execution,
     MergedColumnParallelLinear,
+    Overlap,
+    Placement,
     QKVParallelLinear,
     RowParallelLinear,
+    column_parallel_linear,
 )
-from parallel_layers.linear_ops import column_parallel_linear
 from parallel_layers.sharding import blocks_of, get_sharding, load_full_
 from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16
 QKV = (8, 8, 2, 2)  # hidden, heads, kv heads, head size: at tp 4 a kv head lives on two ranks
 
+
+def placed(
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    overlap: Overlap = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A layer's keyword options."""
+    execution = Execution(overlap=overlap, reduce_dtype=reduce_dtype)
+    return {"placement": Placement(group, sequence_parallel), "execution": execution, **options}
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "column": lambda **options: ColumnParallelLinear(IN, OUT, **options),
-    "merged": lambda **options: MergedColumnParallelLinear(IN, [OUT, 4, 8], **options),
-    "qkv": lambda **options: QKVParallelLinear(*QKV, **options),
-    "row": lambda **options: RowParallelLinear(IN, OUT, **options),
+    "column": lambda **options: ColumnParallelLinear(IN, OUT, **placed(**options)),
+    "merged": lambda **options: MergedColumnParallelLinear(IN, [OUT, 4, 8], **placed(**options)),
+    "qkv": lambda **options: QKVParallelLinear(*QKV, **placed(**options)),
+    "row": lambda **options: RowParallelLinear(IN, OUT, **placed(**options)),
 }
 FULL_OUT = {"column": OUT, "merged": OUT + 12, "qkv": (8 + 4) * 2, "row": OUT}
 
@@ -217,7 +233,7 @@ def test_gradients_into_fp32_main_grad(ranks: RankPool, kind: str) -> None:
 
 
 def accumulate_twice(group: ProcessGroup) -> tuple[Tensor, bool]:
-    layer = ColumnParallelLinear(IN, OUT, group=group, accumulate_main_grad=True)
+    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group), accumulate_main_grad=True)
     x = torch.ones(2, IN)
     layer(x).sum().backward()
     layer(x).sum().backward()
@@ -271,8 +287,8 @@ def test_how_often_it_communicates(
 
 def low_rank_adapter(group: ProcessGroup, full: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """A frozen layer and a trained adapter beside it: two partial input gradients, reduced once together."""
-    base = ColumnParallelLinear(IN, OUT, group=group, reduce_gradient=False, dtype=torch.float64)
-    adapter = ColumnParallelLinear(IN, OUT, group=group, reduce_gradient=False, dtype=torch.float64)
+    base = ColumnParallelLinear(IN, OUT, placement=Placement(group), reduce_gradient=False, dtype=torch.float64)
+    adapter = ColumnParallelLinear(IN, OUT, placement=Placement(group), reduce_gradient=False, dtype=torch.float64)
     load_full_(base, {"weight": full["weight"]})
     load_full_(adapter, {"weight": 2 * full["weight"]})
     base.requires_grad_(False)
@@ -290,7 +306,7 @@ def test_unreduced_gradients_add_up(ranks: RankPool) -> None:
 
 
 def tied_head(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    layer = ColumnParallelLinear(IN, OUT, group=group, allocate_weight=False)
+    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group), allocate_weight=False)
     weight = full["weight"].chunk(group.size())[group.rank()].clone().requires_grad_()
     assert not list(layer.parameters())
     layer(full["x"], weight).sum().backward()
@@ -404,20 +420,20 @@ def test_compiles_with_an_output_dtype_of_its_own(ranks: RankPool, kind: str, wo
 
 
 def refused(group: ProcessGroup) -> list[str]:
-    partial_sums = {"sequence_parallel": True, "reduce_gradient": False}
+    partial_sums = {"placement": Placement(group, sequence_parallel=True), "reduce_gradient": False}
     messages = []
     for build in (
-        lambda: ColumnParallelLinear(4, 10, group=group),
-        lambda: RowParallelLinear(10, 4, group=group),
-        lambda: MergedColumnParallelLinear(4, [8, 6], group=group),
-        lambda: QKVParallelLinear(4, 14, 2, 4, group=group),
-        lambda: QKVParallelLinear(4, 12, 6, 4, group=group),
-        lambda: QKVParallelLinear(4, 12, 5, 4, group=group),
-        lambda: QKVParallelLinear(4, 12, 0, 4, group=group),
-        lambda: ColumnParallelLinear(4, 8, group=group, **partial_sums),
-        lambda: MergedColumnParallelLinear(4, [8, 8], group=group, **partial_sums),
-        lambda: QKVParallelLinear(4, 4, 4, 4, group=group, **partial_sums),
-        lambda: column_parallel_linear(torch.ones(1, 4), torch.ones(2, 4), group=group, **partial_sums),
+        lambda: ColumnParallelLinear(4, 10, placement=Placement(group)),
+        lambda: RowParallelLinear(10, 4, placement=Placement(group)),
+        lambda: MergedColumnParallelLinear(4, [8, 6], placement=Placement(group)),
+        lambda: QKVParallelLinear(4, 14, 2, 4, placement=Placement(group)),
+        lambda: QKVParallelLinear(4, 12, 6, 4, placement=Placement(group)),
+        lambda: QKVParallelLinear(4, 12, 5, 4, placement=Placement(group)),
+        lambda: QKVParallelLinear(4, 12, 0, 4, placement=Placement(group)),
+        lambda: ColumnParallelLinear(4, 8, **partial_sums),
+        lambda: MergedColumnParallelLinear(4, [8, 8], **partial_sums),
+        lambda: QKVParallelLinear(4, 4, 4, 4, **partial_sums),
+        lambda: column_parallel_linear(torch.ones(1, 4), torch.ones(2, 4), **partial_sums),
     ):
         with pytest.raises(ValueError, match="=") as caught:
             build()
@@ -441,7 +457,7 @@ def test_what_does_not_divide_is_refused_by_name(ranks: RankPool) -> None:
 
 
 def shared_heads(group: ProcessGroup) -> tuple[int, int, int, list[bool]]:
-    layer = QKVParallelLinear(*QKV, group=group)
+    layer = QKVParallelLinear(*QKV, placement=Placement(group))
     counted = [block.counted for block in get_sharding(layer, "weight")[0].blocks]
     return layer.num_heads_local, layer.num_kv_heads_local, layer.kv_replicas, counted
 
@@ -455,8 +471,10 @@ def test_kv_heads_are_repeated_and_counted_once(ranks: RankPool) -> None:
 def two_grids(group: ProcessGroup, pair_ranks: list[list[int]], full: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     pairs = [new_group(members) for members in pair_ranks]
     mine = pairs[group.rank() // 2]
-    wide = ColumnParallelLinear(IN, OUT, group=group, gather_output=True, dtype=torch.float64)
-    narrow = ColumnParallelLinear(IN, OUT, group=mine, gather_output=True, sequence_parallel=True, dtype=torch.float64)
+    wide = ColumnParallelLinear(IN, OUT, placement=Placement(group), gather_output=True, dtype=torch.float64)
+    narrow = ColumnParallelLinear(
+        IN, OUT, placement=Placement(mine, sequence_parallel=True), gather_output=True, dtype=torch.float64
+    )
     for layer in (wide, narrow):
         load_full_(layer, {"weight": full["weight"]})
     assert isinstance(mine, ProcessGroup)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers import ColumnParallelLinear, RowParallelLinear, overlap
+from parallel_layers import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.linear import Execution, Placement, transports
 from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16
@@ -40,7 +41,7 @@ class Order(TorchDispatchMode):
 
 
 def order_of_backward(group: ProcessGroup, sp: bool) -> list[str]:
-    layer = ColumnParallelLinear(IN, OUT, group=group, sequence_parallel=sp)
+    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group, sp))
     y = layer(torch.randn(TOKENS, IN, requires_grad=True))
     with Order() as order:
         y.backward(torch.ones_like(y))
@@ -57,10 +58,12 @@ def test_backward_communicates_under_the_products(ranks: RankPool) -> None:
 
 def order_of_overlap(group: ProcessGroup, kind: str, rows: int) -> tuple[list[str], list[str]]:
     size = group.size()
-    layer = LAYERS[kind](IN, OUT, group=group, sequence_parallel=True, overlap="collectives")
+    layer = LAYERS[kind](
+        IN, OUT, placement=Placement(group, sequence_parallel=True), execution=Execution(overlap="collectives")
+    )
     x = torch.randn(rows * (size if kind == "row" else 1), IN // (size if kind == "row" else 1), requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "CHUNK_ROWS", 2)
+        patch.setattr(transports, "CHUNK_ROWS", 2)
         with Order() as forward:
             y = layer(x)
         with Order() as backward:
@@ -76,14 +79,14 @@ def test_forward_communication_runs_under_the_products(ranks: RankPool) -> None:
     forward, backward = ranks.run(order_of_overlap, "column", 9, world=4)[0]
     assert forward == ["all_gather"] * 3 + ["product"] + ["wait", *["product"] * 3] * 3  # n - 1 chunks
     assert backward == under_the_gradients
-    for rows, chunks in ((3, 2), (6, 3), (100, overlap.MAX_SCATTERED)):
+    for rows, chunks in ((3, 2), (6, 3), (100, transports.MAX_SCATTERED)):
         forward, backward = ranks.run(order_of_overlap, "row", rows, world=2)[0]
         assert forward == ["product", "product", "reduce_scatter"] * chunks
         assert backward == [*own_first, "product"]
 
 
 def saved_bytes(group: ProcessGroup) -> int:
-    layer = ColumnParallelLinear(IN, OUT, group=group, sequence_parallel=True)
+    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group, sequence_parallel=True))
     saved: list[Tensor] = []
     x = torch.randn(TOKENS // group.size(), IN, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, RowParallelLinear
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, scatter_to_sequence_parallel
+from parallel_layers.linear import Execution, Placement
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
@@ -20,7 +21,12 @@ def mlp(
     group: ProcessGroup, full: dict[str, Tensor], dtype: torch.dtype, sp: bool, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     wide, narrow = full["up"].shape
-    options = {"bias": True, "group": group, "sequence_parallel": sp, "dtype": dtype, "reduce_dtype": reduce_dtype}
+    options = {
+        "bias": True,
+        "dtype": dtype,
+        "placement": Placement(group, sp),
+        "execution": Execution(reduce_dtype=reduce_dtype),
+    }
     up, down = ColumnParallelLinear(narrow, wide, **options), RowParallelLinear(wide, narrow, **options)
     load_full_(up, {"weight": full["up"], "bias": full["up_bias"]})
     load_full_(down, {"weight": full["down"], "bias": full["down_bias"]})
@@ -90,7 +96,7 @@ def test_bf16_error_is_like_dense_bf16(ranks: RankPool, world: int, sp: bool) ->
 
 def mlp_of_unequal_parts(group: ProcessGroup, full: dict[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
     wide, narrow = full["up"].shape
-    options = {"bias": True, "group": group, "dtype": torch.float64}
+    options = {"bias": True, "placement": Placement(group), "dtype": torch.float64}
     up = ColumnParallelLinear(narrow, wide, reduce_gradient=False, **options)
     down = RowParallelLinear(wide, narrow, **options)
     load_full_(up, {"weight": full["up"], "bias": full["up_bias"]})

@@ -17,15 +17,31 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from parallel_layers.linear import Execution, Overlap, Placement
 from parallel_layers.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 IN, OUT = 8, 16
+
+
+def placed(
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    overlap: Overlap = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A layer's keyword options."""
+    execution = Execution(overlap=overlap, reduce_dtype=reduce_dtype)
+    return {"placement": Placement(group, sequence_parallel), "execution": execution, **options}
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "column": lambda **options: ColumnParallelLinear(IN, OUT, **options),
-    "merged": lambda **options: MergedColumnParallelLinear(IN, [OUT, 4, 8], **options),
-    "qkv": lambda **options: QKVParallelLinear(IN, 8, 2, 2, **options),  # at tp 4 a KV head lives on two ranks
-    "row": lambda **options: RowParallelLinear(IN, OUT, **options),
+    "column": lambda **options: ColumnParallelLinear(IN, OUT, **placed(**options)),
+    "merged": lambda **options: MergedColumnParallelLinear(IN, [OUT, 4, 8], **placed(**options)),
+    # At tp 4 a KV head lives on two ranks
+    "qkv": lambda **options: QKVParallelLinear(IN, 8, 2, 2, **placed(**options)),
+    "row": lambda **options: RowParallelLinear(IN, OUT, **placed(**options)),
 }
 ROWS = {"column": OUT, "merged": OUT + 4 + 8, "qkv": (8 + 2 + 2) * 2, "row": OUT}
 

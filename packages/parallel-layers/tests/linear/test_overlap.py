@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,32 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
     available_overlaps,
-    overlap,
 )
-from parallel_layers.overlap import Overlap, choose_overlap
+from parallel_layers.linear import Execution, Overlap, Placement, transports
+from parallel_layers.linear.transports import choose_overlap
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool, peer_memory_on_cpu
 
 IN, OUT = 8, 12
+
+
+def placed(
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    overlap: Overlap = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A layer's keyword options."""
+    execution = Execution(overlap=overlap, reduce_dtype=reduce_dtype)
+    return {"placement": Placement(group, sequence_parallel), "execution": execution, **options}
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "column": lambda **options: ColumnParallelLinear(IN, OUT, **options),
-    "qkv": lambda **options: QKVParallelLinear(IN, 4, 2, 2, **options),  # at tp 4 a kv head lives on two ranks
-    "row": lambda **options: RowParallelLinear(IN, OUT, **options),
+    "column": lambda **options: ColumnParallelLinear(IN, OUT, **placed(**options)),
+    # At tp 4 a kv head lives on two ranks
+    "qkv": lambda **options: QKVParallelLinear(IN, 4, 2, 2, **placed(**options)),
+    "row": lambda **options: RowParallelLinear(IN, OUT, **placed(**options)),
 }
 
 
@@ -36,7 +52,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 def chunks_of(rows: int) -> Iterator[None]:
     """Small chunks for small tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "CHUNK_ROWS", rows)
+        patch.setattr(transports, "CHUNK_ROWS", rows)
         yield
 
 
@@ -185,9 +201,7 @@ def test_autocast_reaches_every_way(ranks: RankPool, kind: str, way: Overlap) ->
 
 def against_one_layer(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, int]:
     """Column, GELU, row, all overlapped: this rank's tokens of the output and of the input's gradient."""
-    options: dict[str, Any] = {
-        "group": group, "sequence_parallel": True, "overlap": "collectives", "dtype": torch.float64,
-    }  # fmt: skip
+    options = placed(group, True, "collectives", dtype=torch.float64)
     up, down = ColumnParallelLinear(IN, OUT, **options), RowParallelLinear(OUT, IN, **options)
     load_full_(up, {"weight": full["up"]})
     load_full_(down, {"weight": full["down"]})
@@ -225,10 +239,10 @@ def chosen(group: ProcessGroup) -> list[str]:
     messages = []
     for call in (
         lambda: choose_overlap("symmetric-memory", cpu, 8192, group),
-        lambda: ColumnParallelLinear(4, 4, group=group, overlap="symmetric-memory", sequence_parallel=True)(
-            torch.ones(1, 4)
-        ),
-        lambda: RowParallelLinear(4, 4, group=group, overlap="nvlink"),  # type: ignore[typeddict-item]
+        lambda: ColumnParallelLinear(
+            4, 4, placement=Placement(group, sequence_parallel=True), execution=Execution(overlap="symmetric-memory")
+        )(torch.ones(1, 4)),
+        lambda: RowParallelLinear(4, 4, placement=Placement(group), execution=Execution(overlap="nvlink")),  # type: ignore[typeddict-item]
     ):
         with pytest.raises(ValueError, match="overlap=") as caught:
             call()
@@ -236,7 +250,7 @@ def chosen(group: ProcessGroup) -> list[str]:
     names = []
     for reason in (None, "no NVLink"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(overlap, "why_not_symmetric_memory", lambda *_, reason=reason: reason)
+            patch.setattr(transports, "why_not_symmetric_memory", lambda *_, reason=reason: reason)
             names += [choose_overlap(name, x, rows, group) for name, x, rows in cases]
             names += [choose_overlap("symmetric-memory", gpu, rows, group, torch.float32) for rows in (8192, 1)]
     return names + messages
@@ -280,12 +294,12 @@ def on_gpus(group: ProcessGroup, kind: str, rows: int, options: dict[str, Any]) 
     serial: dict[str, Tensor] = {}
     torch.manual_seed(0)
     build = ColumnParallelLinear if kind == "column" else RowParallelLinear
-    layer = build(1024, 1024, group=group, sequence_parallel=True, dtype=torch.bfloat16, device=device, **options)
+    layer = build(1024, 1024, **placed(group, True, dtype=torch.bfloat16, device=device, **options))
     x = torch.randn(rows, 1024, device=device).bfloat16()
     if kind == "row":
         x = torch.randn(rows * group.size(), 1024 // group.size(), device=device).bfloat16()
     for way in ("serial", "auto", *available_overlaps(group, device)):
-        layer.overlap = way  # type: ignore[assignment]
+        layer.execution = replace(layer.execution, overlap=way)
         for _ in range(2):
             got = {name: t.double() for name, t in forward_and_backward(layer, x).items()}
         serial = serial or got
@@ -312,7 +326,7 @@ def test_every_way_on_gpus(
     pool: RankPool = request.getfixturevalue("nccl_ranks" if world == 2 else "four_nccl_ranks")
     for results in pool.run(on_gpus, kind, rows, options, world=world):
         assert {"serial", "auto", "collectives"} <= set(results)
-        chunk = 4 * 1024 * world * max(rows, overlap.CHUNK_ROWS)
+        chunk = 4 * 1024 * world * max(rows, transports.CHUNK_ROWS)
         for way, (error, memory) in results.items():
             assert error <= 5e-3, way
             assert memory <= results["serial"][1] + chunk, way

@@ -16,6 +16,7 @@ from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed import collectives
 from parallel_layers.initialization import initialize_
+from parallel_layers.linear import Execution, Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.sharding import blocks_of
 from parallel_layers.testing import RankPool
@@ -40,8 +41,10 @@ CONFIGS = {
 }
 
 
-def build(config: DecoderConfig, group: ProcessGroup | None = None, sp: bool = False) -> DecoderLayer:
-    layer = DecoderLayer(config, group=group, sequence_parallel=sp)
+def build(
+    config: DecoderConfig, group: ProcessGroup | None = None, sp: bool = False, reduce_dtype: torch.dtype | None = None
+) -> DecoderLayer:
+    layer = DecoderLayer(config, placement=Placement(group, sp), execution=Execution(reduce_dtype=reduce_dtype))
     initialize_(layer, 0)
     return layer.bfloat16()
 
@@ -111,7 +114,7 @@ def dtypes_of_sums(group: ProcessGroup, config: DecoderConfig, sp: bool) -> list
     rows = TOKENS // group.size() if sp else TOKENS
     found = []
     for reduce_dtype in (None, torch.bfloat16):
-        layer = build(dataclasses.replace(config, reduce_dtype=reduce_dtype), group, sp)
+        layer = build(config, group, sp, reduce_dtype)
         with Sums() as sums:
             run(layer, *(t[:rows] for t in batch()))
         found.append(sums.dtypes)

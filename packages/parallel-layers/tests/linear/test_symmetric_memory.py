@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import peer_memory as peer_memories
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
-from parallel_layers.peer_memory import peer_memory
-from parallel_layers.symmetric_memory import (
+from parallel_layers.linear import peer_memory as peer_memories
+from parallel_layers.linear.peer_memory import peer_memory
+from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
     matmul_reduce_scatter_beside_gather,

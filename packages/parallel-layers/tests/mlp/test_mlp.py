@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.linear import Placement
 from parallel_layers.mlp.activations import XIELU, ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, ParallelMLP, gated
 from parallel_layers.testing import RankPool
@@ -55,7 +56,7 @@ def run_ours(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     mlp = ParallelMLP(
         HIDDEN, INTERMEDIATE, activation=activation, gated=is_gated, bias=True,
-        group=group, sequence_parallel=sequence_parallel,
+        placement=Placement(group, sequence_parallel),
     )  # fmt: skip
     mlp.load_state_dict(shard(draw(is_gated), is_gated, rank, size))
     if sequence_parallel:
@@ -147,7 +148,7 @@ def run_xielu(group: ProcessGroup | None, data: Tensor, sequence_parallel: bool)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     mlp = ParallelMLP(
         HIDDEN, INTERMEDIATE, activation="xielu", gated=False, bias=True,
-        group=group, sequence_parallel=sequence_parallel,
+        placement=Placement(group, sequence_parallel),
     )  # fmt: skip
     mlp.load_state_dict(shard(draw(False), False, rank, size), strict=False)
     x, seed = data.chunk(size, 1)[rank] if sequence_parallel else data

@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from parallel_layers import ParallelDims
+from parallel_layers.linear import Placement
 from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
@@ -170,7 +171,7 @@ def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_paralle
     hidden, d_out = inputs()
     block, out, d_hidden, gradients = reference(family, hidden, d_out)
     moe = ours(
-        family, block, group=tp_group, sequence_parallel=sequence_parallel, expert_group=expert_group,
+        family, block, placement=Placement(tp_group, sequence_parallel), expert_group=expert_group,
         expert_tensor_parallel=not whole_experts,
     )  # fmt: skip
 
@@ -284,11 +285,16 @@ def test_whole_experts_need_an_exchange_within_the_tensor_group(ranks: RankPool)
 
 
 def whole_without_exchange(group: ProcessGroup) -> None:
-    MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6), group=group, expert_tensor_parallel=False)
+    MoE(
+        8,
+        MoEConfig(num_experts=4, top_k=2, intermediate_size=6),
+        placement=Placement(group),
+        expert_tensor_parallel=False,
+    )
 
 
 def parts_within_the_tensor_group(group: ProcessGroup) -> None:
-    MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6), group=group, expert_group=group)
+    MoE(8, MoEConfig(num_experts=4, top_k=2, intermediate_size=6), placement=Placement(group), expert_group=group)
 
 
 def test_divided_experts_are_not_exchanged_within_the_tensor_group(ranks: RankPool) -> None:

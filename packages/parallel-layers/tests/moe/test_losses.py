@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel_layers import PackedSequence
+from parallel_layers.linear import Placement
 from parallel_layers.moe import (
     BatchTotals,
     MoE,
@@ -133,7 +134,7 @@ def test_layer_adds_the_losses_and_ignores_padding(fill: float) -> None:
 
 def layer_on_ranks(group: ProcessGroup, sequence_parallel: bool, hidden: Tensor) -> tuple[RoutingContext, Tensor]:
     torch.manual_seed(1)
-    moe = MoE(8, CONFIG, group=group, sequence_parallel=sequence_parallel)
+    moe = MoE(8, CONFIG, placement=Placement(group, sequence_parallel))
     context = RoutingContext.of(packed(), loss_scale=0.25)
     mine = hidden.chunk(group.size())[group.rank()] if sequence_parallel else hidden
     moe(mine, context).square().sum().backward()

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from parallel_layers.linear import Placement
 from parallel_layers.moe import MoE, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.testing import RankPool
 
@@ -125,7 +126,7 @@ def test_other_mistakes() -> None:
 
 def sharded(group: ProcessGroup, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    moe = MoE(8, CONFIG, group=group, sequence_parallel=True)
+    moe = MoE(8, CONFIG, placement=Placement(group, sequence_parallel=True))
     mine = hidden.chunk(group.size())[group.rank()]
     record = RouterReplay()
     moe(mine, RoutingContext(replay=record))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers import symmetric_memory
+from parallel_layers.linear import symmetric_memory
 from parallel_layers.testing import peer_memory_on_cpu
 from parallel_layers.testing.streams import CurrentStream, OtherStream
 

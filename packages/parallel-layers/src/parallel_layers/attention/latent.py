@@ -9,21 +9,19 @@ rotation, R dims with it, V dims of a value head, S segments.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.attention.layer import AttentionCache, CacheShape, ContextParallel, attention_over
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.layers import ColumnParallelLinear, LinearOptions, ReplicatedLinear, RowParallelLinear
 from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.overlap import Overlap
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys
 from parallel_layers.sharding import divide
@@ -53,44 +51,6 @@ class LatentConfig:
     def qk_head_dim(self) -> int:
         """N + R, of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-class _Placement(TypedDict):
-    """Where a layer's parameters are, and of which dtype."""
-
-    group: ProcessGroup | None
-    sequence_parallel: bool
-    dtype: torch.dtype | None
-    device: torch.device | str | None
-
-
-class _ReplicatedLinear(ParallelModule):
-    """`y = x Wᵀ + b`, whole on every rank: weight `[O, I]`, bias `[O]`.
-
-    With `sequence_parallel` each rank has other rows of x, and the backward all-reduces the parameters' gradients;
-    without it every rank computes the same, and nothing is sent.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, **place: Unpack[_Placement]) -> None:
-        super().__init__()
-        self.group = place["group"] if place["sequence_parallel"] else None
-        dtype, device = place["dtype"], place["device"]
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As `ColumnParallelLinear.reset_parameters`."""
-        seed = shared_seed()
-        fill_parameter_(self, "weight", seed, uniform(linear_bound(self.weight.shape[1])))
-        if self.bias is not None:
-            fill_parameter_(self, "bias", seed, zeros)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group)
-        return F.linear(x, copy_to_tensor_parallel(self.weight, self.group), bias)
 
 
 class ParallelLatentAttention(ParallelModule):
@@ -129,10 +89,8 @@ class ParallelLatentAttention(ParallelModule):
         backend: See `packed_attention`.
         context_parallel: See `ParallelAttention`.
         context_group: See `ParallelAttention`.
-        group: Tensor-parallel group; None when not sharded.
-        sequence_parallel: Hidden states are sharded over tokens outside.
-        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
-        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
+        placement: Where the parts of the layer and of its tokens are.
+        execution: How the linear layers compute and communicate.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -155,51 +113,41 @@ class ParallelLatentAttention(ParallelModule):
         backend: str = "auto",
         context_parallel: ContextParallel = "ulysses",
         context_group: ProcessGroup | None = None,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        overlap: Overlap = "auto",
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.q_a_proj: _ReplicatedLinear | None = None
+        self.q_a_proj: ReplicatedLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         self.sizes, self.rotary_interleaved = sizes, rotary_interleaved
-        self.group = group if async_collectives.is_sharded(group) else None
-        self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
-        self.num_heads_local = divide(num_heads, 1 if group is None else group.size(), "num_attention_heads")
+        self.placement, self.execution = placement, execution
+        self.num_heads_local = divide(num_heads, placement.tp, "num_attention_heads")
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
         scale = sizes.qk_head_dim**-0.5 if scale is None else scale  # of latents 1/sqrt(size) would be another
         self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
-        place: _Placement = {
-            "group": group, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device,
-        }  # fmt: skip
-        # From latents that all ranks have; their gradient is reduced once for both projections, where they were shared.
-        heads: LinearOptions = {"group": group, "dtype": dtype, "device": device}
+        linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
+        norm = partial(
+            RMSNorm, eps=sizes.norm_eps, group=placement.group, sequence_parallel=placement.sequence_parallel,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        # All ranks have the latents. Their gradient is reduced once for both projections, where they were shared.
+        heads: LinearOptions = {"placement": Placement(placement.group), "dtype": dtype, "device": device}
         query_rows = num_heads * sizes.qk_head_dim
         if sizes.q_lora_rank is None:
-            self.q_proj = ColumnParallelLinear(
-                hidden_size, query_rows, reduce_dtype=reduce_dtype, overlap=overlap, **place
-            )
+            self.q_proj = ColumnParallelLinear(hidden_size, query_rows, **linear)
         else:
-            self.q_a_proj = _ReplicatedLinear(hidden_size, sizes.q_lora_rank, bias=bias, **place)
-            self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps=sizes.norm_eps, **place)
+            self.q_a_proj = ReplicatedLinear(hidden_size, sizes.q_lora_rank, bias=bias, **linear)
+            self.q_a_layernorm = norm(sizes.q_lora_rank)
             self.q_b_proj = ColumnParallelLinear(sizes.q_lora_rank, query_rows, reduce_gradient=False, **heads)
         latent = sizes.kv_lora_rank + sizes.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = _ReplicatedLinear(hidden_size, latent, bias=bias, **place)
-        self.kv_a_layernorm = RMSNorm(sizes.kv_lora_rank, eps=sizes.norm_eps, **place)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(hidden_size, latent, bias=bias, **linear)
+        self.kv_a_layernorm = norm(sizes.kv_lora_rank)
         self.kv_b_proj = ColumnParallelLinear(
             sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), reduce_gradient=False, **heads
         )
-        self.o_proj = RowParallelLinear(
-            num_heads * sizes.v_head_dim,
-            hidden_size,
-            bias=output_bias,
-            reduce_dtype=reduce_dtype,
-            overlap=overlap,
-            **place,
-        )
+        self.o_proj = RowParallelLinear(num_heads * sizes.v_head_dim, hidden_size, bias=output_bias, **linear)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -209,11 +157,11 @@ class ParallelLatentAttention(ParallelModule):
 
     def _share(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Every rank's rows `[T', ...]` as all rows `[T, ...]`, with one exchange of all parts each way."""
-        if self.group is None:
+        if self.placement.sharded is None:
             return parts
         together = torch.cat(parts, dim=-1)
-        share = gather_from_sequence_parallel if self.sequence_parallel else copy_to_tensor_parallel
-        whole = share(together, self.group, reduce_dtype=self.reduce_dtype)
+        share = gather_from_sequence_parallel if self.placement.sequence_parallel else copy_to_tensor_parallel
+        whole = share(together, self.placement.group, reduce_dtype=self.execution.reduce_dtype)
         return whole.split([part.shape[-1] for part in parts], dim=-1)
 
     def _queries_and_latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

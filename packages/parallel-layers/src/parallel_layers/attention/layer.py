@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.linear import LinearOptions, QKVParallelLinear, RowParallelLinear
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.layers import LinearOptions, QKVParallelLinear, RowParallelLinear
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
-from parallel_layers.overlap import Overlap
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
@@ -115,10 +115,8 @@ class ParallelAttention(ParallelModule):
             layout) or "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
         context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over it, and
             their gradients are shares to be summed over it, as over data-parallel ranks.
-        group: Tensor-parallel group; None when not sharded.
-        sequence_parallel: Hidden states are sharded over tokens outside.
-        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
-        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
+        placement: Where the parts of the layer and of its tokens are.
+        execution: How the linear layers compute and communicate.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -146,14 +144,13 @@ class ParallelAttention(ParallelModule):
         backend: str = "auto",
         context_parallel: ContextParallel = "ulysses",
         context_group: ProcessGroup | None = None,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        overlap: Overlap = "auto",
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        group = placement.group
         self.q_norm: RMSNorm | HeadShardedRMSNorm | None
         self.k_norm: RMSNorm | HeadShardedRMSNorm | None
         self.sinks: nn.Parameter | None
@@ -161,8 +158,7 @@ class ParallelAttention(ParallelModule):
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
         self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
         qkv: LinearOptions = {
-            "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
-            "overlap": overlap, "dtype": dtype, "device": device,
+            "bias": bias, "placement": placement, "execution": execution, "dtype": dtype, "device": device,
         }  # fmt: skip
         self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
         output: LinearOptions = {**qkv, "bias": output_bias}

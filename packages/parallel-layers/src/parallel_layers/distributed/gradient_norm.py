@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.products import wide
+from parallel_layers.autocast import wide
 from parallel_layers.sharding import Sharding, get_sharding, is_dtensor
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.autocast import as_operand
+from parallel_layers.autocast import as_operand, wide
 from parallel_layers.head.linear_operators import linear_log_probs_op
 from parallel_layers.head.vocabulary import group_name, true_vocab_size
-from parallel_layers.products import wide
 
 
 class LogProbs(NamedTuple):

@@ -1,26 +1,22 @@
 """`for_inference`: a trained model's linears as inference runs them, without a copy of any weight."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.distributed import async_collectives
-from parallel_layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from parallel_layers.overlap import why_not_symmetric_memory
+from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
+from parallel_layers.linear.products import PlainProduct
+from parallel_layers.linear.symmetric_memory import why_not_symmetric_memory
 from parallel_layers.shared_weights import Model, view_of
 
-Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
-Linear = Column | RowParallelLinear
+Linear = ColumnLinear | RowParallelLinear
 BACKENDS = ("symmetric-memory", "collectives")
 
 
 def available_linear_backends(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
-    """How the linears of `group` can gather and scatter tokens in inference on `device`, the preferred first.
+    """Return how the linears of `group` can send tokens in inference on `device`, the preferred way first.
 
     "symmetric-memory": the product overlaps with the gather or scatter (NVLink, no multicast needed). "collectives": as
     in training. Every rank of the group has to ask; all get the same answer.
@@ -29,10 +25,10 @@ def available_linear_backends(group: ProcessGroup | None, device: torch.device |
 
 
 def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dtype | None = None) -> Model:
-    """The same model for inference, with the same parameters.
+    """Return the same model for inference, with the same parameters.
 
     Under sequence parallelism a column-parallel layer multiplies the tokens of one rank while it copies those of the
-    next, and a row-parallel one sends the sums of one while it multiplies the next, where the GPUs can
+    next, and a row-parallel layer sends the sums of one rank while it multiplies for the next, where the GPUs can
     (`available_linear_backends`): `overlap="symmetric-memory"`, for any number of tokens. Everything else is computed
     bitwise as in training: layers without sequence parallelism, other backends, and calls that do not fit (no tokens;
     an output or sums in a wider dtype than the input's).
@@ -41,19 +37,19 @@ def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dt
         with torch.no_grad():
             logits = fast(...)
 
-    The result is a view (`views.view_of`), in evaluation mode: its parameters are the very ones of `model`, which is
-    not changed.
+    The result is a view (`views.view_of`), in evaluation mode: it has the very parameters of `model`, which is not
+    changed.
 
     An overlapping row-parallel product rounds each rank's part to the input's dtype before it sums them (in fp32), so
-    a bf16 layer takes it only with `reduce_dtype=torch.bfloat16`: its default are sums of fp32 parts.
+    a bf16 layer takes it only with `reduce_dtype=torch.bfloat16`: the default sums fp32 parts.
 
     Every rank has to call it. Communication: `why_not_symmetric_memory`'s, once for each group.
 
     Args:
         model: Any module.
-        backend: "auto", or one that must be taken: "symmetric-memory" or "collectives". Each linear says in
+        backend: "auto", or a backend that must be taken: "symmetric-memory" or "collectives". Each linear says in
             `inference_backend` which it got.
-        reduce_dtype: In the place of the linears' own; None: as in training.
+        reduce_dtype: dtype of the sums over the ranks; None: as in training.
 
     Returns:
         A view of the model.
@@ -73,14 +69,12 @@ def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dt
         own["training"] = False
         if not isinstance(view, Linear):
             return
+        plain = isinstance(view.execution.product, PlainProduct)
+        own["inference_backend"] = chosen[_group_of(view)] if plain else "collectives"
         if reduce_dtype is not None:
-            own["reduce_dtype"] = reduce_dtype
-        if "forward" in own:  # a view already, of in FP8
-            own.setdefault("inference_backend", "collectives")
-            return
-        own["inference_backend"] = chosen[_group_of(view)]
+            own["execution"] = replace(view.execution, reduce_dtype=reduce_dtype)
         if own["inference_backend"] == "symmetric-memory":
-            own["overlap"] = "symmetric-memory"
+            own["execution"] = replace(view.execution, overlap="symmetric-memory")
 
     return view_of(model, change)
 
@@ -95,5 +89,5 @@ def _choose(backend: str, group: ProcessGroup | None, device: torch.device) -> s
 
 
 def _group_of(layer: Linear) -> ProcessGroup | None:
-    """The group over which the layer gathers or scatters tokens."""
-    return layer.group if layer.sequence_parallel and async_collectives.is_sharded(layer.group) else None
+    """Return the group over which the layer gathers or scatters tokens."""
+    return layer.placement.sharded if layer.placement.sequence_parallel else None

@@ -1,5 +1,6 @@
 """`tp_invariant`: a model whose forward has the same bits at every size of the tensor-parallel group, in every pack."""
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -8,16 +9,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.context_parallel.ring import ring_attention
-from parallel_layers.attention.latent import ParallelLatentAttention, _ReplicatedLinear
+from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.invariant.attention import attend, check_attention_backend
 from parallel_layers.invariant.blocks import BLOCKS, check_blocks
-from parallel_layers.invariant.linear import ColumnLinear, column_forward, replicated_forward, row_forward
 from parallel_layers.invariant.substitute import with_gradient_of
 from parallel_layers.kernels.elementary_functions import ACTIVATIONS, cos, sin, tree_sum
 from parallel_layers.kernels.rms_norm import supports_rms_norm
-from parallel_layers.linear import RowParallelLinear
+from parallel_layers.linear.invariant import InvariantProduct
+from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.mlp import layer as mlp
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoE
@@ -37,7 +38,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     Row-parallel products are cut into `blocks` parts of the contraction, summed in fp32 each by itself and added as a
     binary tree, whose lower levels are a rank's own and whose upper ones go over the ranks. Column-parallel products,
     norms, rotary embedding, activations and attention are computed by code in which a row (a column, a head, a segment)
-    depends on nothing else; see `invariant.product`, `elementary` and `invariant.attention`.
+    depends on nothing else; see `linear.invariant`, `elementary` and `invariant.attention`.
 
     The result is a view (`views.view_of`): its parameters are the very ones of `model`, which is not changed. It can be
     trained: gradients are those of the ordinary layers within rounding; they are not invariant. Decoding with a cache
@@ -47,7 +48,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     (a CPU, fp32) on exact fp64 products, which are slow and meant for tests.
 
     Communication: as the model's own, but a row-parallel layer's reduce-scatter is an all-to-all, and its all-reduce an
-    all-to-all and an all-gather; see `invariant.linear`.
+    all-to-all and an all-gather; see `linear.transports`.
 
     Args:
         model: Layers of this package, or a module that has them.
@@ -67,17 +68,15 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     def change(module: nn.Module, view: nn.Module) -> None:
         own = view.__dict__
         if isinstance(view, RowParallelLinear):
-            own["forward"] = partial(row_forward, view, blocks)
-        elif isinstance(view, ColumnLinear):
-            own["forward"] = partial(column_forward, view)
+            own["execution"] = replace(view.execution, product=InvariantProduct(blocks))
+        elif isinstance(view, ColumnLinear | ReplicatedLinear):
+            own["execution"] = replace(view.execution, product=InvariantProduct())
         elif isinstance(view, RMSNorm):
             own["forward"], own["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
         elif isinstance(view, RotaryEmbedding):
             own["forward"] = partial(_rotary, view)
         elif isinstance(view, ParallelMLP):
             own["forward"] = partial(_mlp, view)
-        elif isinstance(view, _ReplicatedLinear):
-            own["forward"] = partial(replicated_forward, view)
         elif isinstance(view, ParallelAttention | ParallelLatentAttention):
             own["attend"] = partial(attend, view.attend)
 

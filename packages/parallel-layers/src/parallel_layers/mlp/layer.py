@@ -8,19 +8,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.swiglu import fused_swiglu
-from parallel_layers.linear import (
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.layers import (
     ColumnParallelLinear,
     LinearOptions,
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
 from parallel_layers.mlp.activations import XIELU, ClampedSwiGLU
-from parallel_layers.overlap import Overlap
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -89,10 +88,8 @@ class ParallelMLP(nn.Module):
             `LEARNED_ACTIVATIONS`.
         gated: With a gate.
         bias: Biases of all projections.
-        group: Tensor-parallel group; None when not sharded.
-        sequence_parallel: Hidden states are sharded over tokens outside.
-        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
-        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
+        placement: Where the parts of the layer and of its tokens are.
+        execution: How the linear layers compute and communicate.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -108,10 +105,8 @@ class ParallelMLP(nn.Module):
         activation: GatedActivation = "silu",
         gated: bool = True,
         bias: bool = False,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        overlap: Overlap = "auto",
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -122,12 +117,11 @@ class ParallelMLP(nn.Module):
         if gated:
             check_gated(activation)
         elif isinstance(activation, str) and activation in LEARNED_ACTIVATIONS:
-            self.act_fn = LEARNED_ACTIVATIONS[activation](group=group, dtype=dtype, device=device)
+            self.act_fn = LEARNED_ACTIVATIONS[activation](group=placement.group, dtype=dtype, device=device)
         else:
             activation_named(activation)  # an unknown name is an error now
         options: LinearOptions = {
-            "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype,
-            "overlap": overlap, "dtype": dtype, "device": device,
+            "bias": bias, "placement": placement, "execution": execution, "dtype": dtype, "device": device,
         }  # fmt: skip
         if gated:
             self.gate_up_proj = MergedColumnParallelLinear(

@@ -19,12 +19,12 @@ from parallel_layers.distributed.collectives import (
     scatter_to_sequence_parallel,
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.router import Routing, TopKRouter
-from parallel_layers.overlap import Overlap
 from parallel_layers.parallel_module import ParallelModule
 
 
@@ -34,35 +34,34 @@ class MoE(ParallelModule):
     Submodules by Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
     `shared_expert_gate` with weight `[1, H]`.
 
-    Experts are divided in two ways, alone or together. Over `group`: every rank has I/n of each expert, and the ranks
-    work on the same tokens. Over `expert_group`: every rank has some of the experts and tokens of its own, which
-    travel. The expert group usually lies across data-parallel ranks; with `expert_tensor_parallel=False` experts stay
-    whole, and the ranks of the tensor-parallel group exchange tokens as well: the expert group contains it, or is a
-    part of it. In a part of it an expert's gradient covers the tokens of that part alone: whoever trains the model sums
-    it over the ranks that hold the same experts, as over data-parallel ones.
+    Experts are divided in two ways, alone or together. Over the placement's group: every rank has I/n of each expert,
+    and the ranks work on the same tokens. Over `expert_group`: every rank has some of the experts and tokens of its
+    own, which travel. The expert group usually lies across data-parallel ranks; with `expert_tensor_parallel=False`
+    experts stay whole, and the ranks of the tensor-parallel group exchange tokens as well: the expert group contains
+    the tensor-parallel group, or is a part of it. In a part of it an expert's gradient covers the tokens of that part
+    alone: a trainer sums the gradient over the ranks that hold the same experts, as over data-parallel ranks.
 
     Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce; with sequence
     parallelism all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same reversed, and an all-reduce
     of the router's gradient. Over the expert group that of `GroupedExperts`. After backward gradients are complete for
-    the tokens of `group`, those of experts for the tokens of `expert_group` as well: a data-parallel engine that
-    averages over d ranks divides these by d, too, and reduces them only over the ranks that hold the same experts.
+    the tokens of the tensor-parallel group, those of experts for the tokens of `expert_group` as well: a data-parallel
+    engine that averages over d ranks divides these by d, too, and reduces them only over the ranks that hold the same
+    experts.
 
     Args:
         hidden_size: H.
         config: See `MoEConfig`.
         layer_number: The layer's number in the model, the key of its entries in a `RoutingContext`.
-        group: Tensor-parallel group; None when not sharded.
-        sequence_parallel: Hidden states are sharded over tokens outside.
-        reduce_dtype: Of the sums over the ranks; see `ColumnParallelLinear`.
-        overlap: How products overlap with what sequence parallelism sends; see `ColumnParallelLinear`.
+        placement: Where the parts of the layer and of its tokens are.
+        execution: How the linear layers compute and communicate.
         expert_group: The ranks that share the experts; None: all experts are here.
-        expert_tensor_parallel: Divide every expert over `group`.
+        expert_tensor_parallel: Divide every expert over the placement's group.
         dtype: Of the parameters.
         device: Of the parameters.
 
     Raises:
-        ValueError: Sizes that do not divide, an unknown activation, or experts that are neither divided over `group`
-            nor exchanged within it.
+        ValueError: Sizes that do not divide, an unknown activation, or experts that are neither divided over the
+            placement's group nor exchanged within it.
     """
 
     def __init__(
@@ -71,23 +70,21 @@ class MoE(ParallelModule):
         config: MoEConfig,
         *,
         layer_number: int = 0,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        overlap: Overlap = "auto",
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         expert_group: ProcessGroup | None = None,
         expert_tensor_parallel: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        group = group if async_collectives.is_sharded(group) else None
+        group, self.execution = placement.sharded, execution
         self.config, self.layer_number = config, layer_number
-        self.group, self.sequence_parallel, self.reduce_dtype = group, sequence_parallel, reduce_dtype
+        self.group, self.sequence_parallel = group, placement.sequence_parallel
         self.expert_tensor_parallel = expert_tensor_parallel
         if group is not None and not expert_tensor_parallel:
             _check_nested(expert_group, group)
-        split_tokens = sequence_parallel or not expert_tensor_parallel
+        split_tokens = self.sequence_parallel or not expert_tensor_parallel
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
         self.experts = GroupedExperts(
             hidden_size, config.intermediate_size, config.num_experts,
@@ -99,12 +96,11 @@ class MoE(ParallelModule):
         if config.shared_intermediate_size:
             self.shared_experts = ParallelMLP(
                 hidden_size, config.shared_intermediate_size, activation=config.activation,
-                group=group, sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype, overlap=overlap,
-                dtype=dtype, device=device,
+                placement=placement, execution=execution, dtype=dtype, device=device,
             )  # fmt: skip
         if config.shared_expert_gate:
             self.shared_expert_gate = _SharedExpertGate(
-                hidden_size, group=group if sequence_parallel else None, dtype=dtype, device=device
+                hidden_size, group=group if self.sequence_parallel else None, dtype=dtype, device=device
             )
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
@@ -137,7 +133,7 @@ class MoE(ParallelModule):
         if self.group is None or not self.expert_tensor_parallel:
             return self.experts(x, experts, weights)
         # Each rank's experts are parts, so gradients of tokens and weights are parts, too: they are summed.
-        dtype = self.reduce_dtype
+        dtype = self.execution.reduce_dtype
         if self.sequence_parallel:
             x = gather_from_sequence_parallel(x, self.group, reduce_dtype=dtype)
             weights = gather_from_sequence_parallel(weights, self.group)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import overlap, symmetric_memory
 from parallel_layers.inference import linear as inference
+from parallel_layers.linear import symmetric_memory, transports
 from parallel_layers.testing.streams import CurrentStream, OtherStream
 
 
@@ -80,12 +80,12 @@ def peer_memory_on_cpu() -> Iterator[list[str]]:
     with (
         patch.object(symmetric_memory, "peer_memory", peer_memory),
         patch.object(symmetric_memory, "_streams", lambda device: streams),
-        patch.object(overlap, "why_not_symmetric_memory", lambda group, device: None),
+        patch.object(transports, "why_not_symmetric_memory", lambda group, device: None),
         patch.object(inference, "why_not_symmetric_memory", lambda group, device: None),
-        patch.object(overlap, "gather_matmul", recorded("gather", symmetric_memory.gather_matmul)),
-        patch.object(overlap, "matmul_reduce_scatter", recorded("scatter", symmetric_memory.matmul_reduce_scatter)),
+        patch.object(transports, "gather_matmul", recorded("gather", symmetric_memory.gather_matmul)),
+        patch.object(transports, "matmul_reduce_scatter", recorded("scatter", symmetric_memory.matmul_reduce_scatter)),
         patch.object(
-            overlap,
+            transports,
             "matmul_reduce_scatter_beside_gather",
             recorded("scatter beside gather", symmetric_memory.matmul_reduce_scatter_beside_gather),
         ),

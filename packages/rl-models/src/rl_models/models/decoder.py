@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers import DecoderLayer, PackedSequence, RMSNorm, VocabParallelEmbedding
+from parallel_layers import DecoderLayer, Execution, PackedSequence, Placement, RMSNorm, VocabParallelEmbedding
 from parallel_layers.attention.context_parallel import Layout, split_sequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
@@ -47,6 +47,7 @@ class ModelOptions(TypedDict, total=False):
     Attributes:
         group: tensor-parallel group.
         sequence_parallel: keep `[T/tp, H]` between the blocks.
+        execution: how the linear layers compute and communicate; default `Execution()`.
         context_group: context-parallel group, over which the tokens of every pack are divided.
         expert_group: the ranks that share the experts of a mixture of experts.
         expert_tensor_parallel: every expert is divided over `group`; default True. See `parallel_layers.moe.MoE`.
@@ -60,6 +61,7 @@ class ModelOptions(TypedDict, total=False):
 
     group: ProcessGroup | None
     sequence_parallel: bool
+    execution: Execution
     context_group: ProcessGroup | None
     expert_group: ProcessGroup | None
     expert_tensor_parallel: bool
@@ -97,8 +99,8 @@ class Decoder(nn.Module):
             {
                 str(i): DecoderLayer(
                     config.layer(i),
-                    group=group,
-                    sequence_parallel=sequence_parallel,
+                    placement=Placement(group, sequence_parallel),
+                    execution=options.get("execution", Execution()),
                     context_group=self.context_group,
                     layer_number=i,
                     expert_group=options.get("expert_group"),

@@ -1,35 +1,23 @@
-"""Column- and row-parallel linears whose products run in FP8, by Transformer Engine (the extra `te`).
+"""`with_float8`: linears whose products run in FP8, by Transformer Engine (the extra `te`).
 
-Shape suffixes: T tokens, I input features, O output features, of which this rank has `I/n` or `O/n`.
+Shape suffixes: T tokens, I input features, O output features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel_layers.distributed.collectives import (
-    copy_to_tensor_parallel,
-    gather_from_sequence_parallel,
-    gather_from_tensor_parallel,
-    reduce_from_tensor_parallel,
-    reduce_scatter_to_sequence_parallel,
-    scatter_to_tensor_parallel,
-)
-from parallel_layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
+from parallel_layers.linear.products import Product
 from parallel_layers.shared_weights import Model, view_of
 
-Column = ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear
-Linear = Column | RowParallelLinear
+Linear = ColumnLinear | RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -136,12 +124,8 @@ def with_float8(
         if isinstance(module, Linear):
             view.__dict__["float8"] = module in chosen
             if module in chosen:
-                product = _Product(module.weight_shape, _dtype_of(module), config)
-                view.__dict__["forward"] = (
-                    partial(_row, module, product)
-                    if isinstance(module, RowParallelLinear)
-                    else partial(_column, module, product)
-                )
+                product = Float8Product(module.weight_shape, _dtype_of(module), config)
+                view.__dict__["execution"] = replace(module.execution, product=product)
 
     return view_of(model, change)
 
@@ -157,11 +141,16 @@ def _dtype_of(layer: Linear) -> torch.dtype:
     return layer.weight.dtype
 
 
-class _Product:
+class Float8Product(Product):
     """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter that another module owns.
 
-    Not a module, so that its owner's parameters stay the only ones.
+    Args:
+        shape: Shape of the weight, `[O, I]`.
+        dtype: dtype of the weight.
+        config: The recipe.
     """
+
+    differentiable: ClassVar[bool] = True
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, config: Float8Config) -> None:
         import transformer_engine.pytorch as te  # an optional extra
@@ -171,43 +160,18 @@ class _Product:
         options = {} if config.format is None else {"fp8_format": recipe.Format[config.format.upper()]}
         self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipe, row.recipe)(**options))
         self.multiple = row.multiple
-        # On the meta device: the weight that it makes is never used.
+        # On the meta device: this weight is never used.
         self.linear: nn.Module = te.Linear(shape[1], shape[0], bias=False, params_dtype=dtype, device="meta")
 
-    def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """`x [T, ..., I]` -> `[T, ..., O]`."""
+    def can_multiply(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether there are tokens, and a parameter to multiply them with."""
+        return x.numel() > 0 and isinstance(weight, nn.Parameter)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        """Return `x W^T`, `[T, ..., I]` -> `[T, ..., O]`, in the dtype of Transformer Engine's linear."""
         self.linear.weight = weight
         rows = x.reshape(-1, x.shape[-1])
         more = -rows.shape[0] % self.multiple
         with self.autocast():
-            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, more)) if more else rows)  # padding by nothing copies
+            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, more)) if more else rows)  # F.pad always copies
         return (y[:-more] if more else y).unflatten(0, x.shape[:-1])
-
-
-def _column(layer: Column, product: _Product, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """A column-parallel layer's forward: `[T, ..., I]` (sequence parallel `[T/n, ..., I]`) -> `[T, ..., O/n]`."""
-    if weight is not None or not x.numel():
-        return layer.forward(x, weight)
-    assert layer.weight is not None
-    if layer.sequence_parallel:
-        x = gather_from_sequence_parallel(x, layer.group, reduce_dtype=layer.reduce_dtype)
-    elif layer.reduce_gradient:
-        x = copy_to_tensor_parallel(x, layer.group, reduce_dtype=layer.reduce_dtype)
-    y = product(x, layer.weight)
-    if layer.bias is not None and not layer.defer_bias:
-        y = y + layer.bias
-    return gather_from_tensor_parallel(y, layer.group) if getattr(layer, "gather_output", False) else y
-
-
-def _row(layer: RowParallelLinear, product: _Product, x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """A row-parallel layer's forward: `[T, ..., I/n]` -> `[T, ..., O]` (sequence parallel `[T/n, ..., O]`)."""
-    if weight is not None or not x.numel():
-        return layer.forward(x, weight)
-    assert layer.weight is not None
-    if not layer.input_is_parallel:
-        x = scatter_to_tensor_parallel(x, layer.group)
-    y = product(x, layer.weight)
-    total = reduce_scatter_to_sequence_parallel if layer.sequence_parallel else reduce_from_tensor_parallel
-    y = total(y, layer.group, reduce_dtype=layer.reduce_dtype)
-    bias = None if layer.defer_bias else layer.deferred_bias()
-    return y if bias is None else y + bias

@@ -1,4 +1,4 @@
-"""Linear layers divided over a tensor-parallel group: modules that own the parameters of `linear_ops`' functions.
+"""Linear layers divided over a tensor-parallel group: modules that own the parameters of the `operators`.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `I/tp` or `O/tp`.
 """
@@ -12,42 +12,53 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.autocast import wide
 from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
 )
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
-from parallel_layers.linear_ops import (
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.operators import (
     check_reduce_gradient,
     column_parallel_linear,
     row_parallel_linear,
     sum_gradients_of_shared_rows,
 )
-from parallel_layers.overlap import Overlap, check_overlap
 from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.products import wide
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
 
 class LinearOptions(TypedDict, total=False):
-    """Keyword options that all the linear layers take; see `ColumnParallelLinear`."""
+    """Keyword options of every linear layer.
+
+    Attributes:
+        bias: The layer has a bias (default: False).
+        placement: Where the parts of the layer and of its tokens are (default: whole).
+        execution: How the layer computes and communicates (default: `Execution()`).
+        defer_bias: Leave the bias to the caller, who adds `deferred_bias()` where it can be fused (default: False).
+        allocate_weight: False for a layer that is called with a weight from elsewhere, a tied head (default: True).
+        accumulate_main_grad: Add the gradients to `parameter.main_grad`, fp32 (fp64 for fp64) and made when first
+            needed, and leave `.grad` None (default: False). For eager use, without FSDP2.
+        output_dtype: dtype of the output (default: the input's).
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
+    """
 
     bias: bool
-    group: ProcessGroup | None
-    sequence_parallel: bool
+    placement: Placement
+    execution: Execution
     defer_bias: bool
     allocate_weight: bool
     accumulate_main_grad: bool
     output_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    overlap: Overlap
     dtype: torch.dtype | None
     device: torch.device | str | None
 
 
-class _ParallelLinear(ParallelModule):
-    """The parameters and the options that column- and row-parallel layers share."""
+class _Linear(ParallelModule):
+    """The parameters and the options that all linear layers share."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -59,33 +70,30 @@ class _ParallelLinear(ParallelModule):
         weight_shape: tuple[int, int],
         *,
         bias: bool = False,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
         defer_bias: bool = False,
         allocate_weight: bool = True,
         accumulate_main_grad: bool = False,
         output_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        overlap: Overlap = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_overlap(overlap)
-        self.in_features, self.out_features = in_features, out_features
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.defer_bias = defer_bias
-        self.accumulate_main_grad = accumulate_main_grad
-        self.output_dtype, self.reduce_dtype = output_dtype, reduce_dtype
-        self.overlap: Overlap = overlap
-        self.weight_shape = weight_shape
+        self.in_features, self.out_features, self.weight_shape = in_features, out_features, weight_shape
+        self.placement, self.execution = placement, execution
+        self.defer_bias, self.accumulate_main_grad, self.output_dtype = defer_bias, accumulate_main_grad, output_dtype
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         if allocate_weight:
             self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=device))
         if bias:
             self.bias = nn.Parameter(torch.empty(weight_shape[0], dtype=dtype, device=device))
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The tensor-parallel group."""
+        return self.placement.group
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(in_features), 1/sqrt(in_features)) and set the bias to 0.
@@ -100,11 +108,10 @@ class _ParallelLinear(ParallelModule):
             fill_parameter_(self, "bias", seed, zeros)
 
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        tp = self.group.size() if self.group is not None else 1
+        """Return what `print(module)` shows."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tp={tp}, "
-            f"sequence_parallel={self.sequence_parallel}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"tp={self.placement.tp}, sequence_parallel={self.placement.sequence_parallel}"
         )
 
     def _given_weight(self, weight: Tensor | None) -> Tensor:
@@ -136,8 +143,41 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
     return main_grad
 
 
-class _ColumnLinear(_ParallelLinear):
-    """A layer whose weight's rows are divided as `sharding` says."""
+class ReplicatedLinear(_Linear):
+    """`y = x W^T + b`, whole on every rank: weight `[O, I]`, bias `[O]`.
+
+    Under sequence parallelism each rank has its own rows of x, and the backward all-reduces the parameters' gradients;
+    without it every rank computes the same, and nothing is sent.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        **options: `bias`, `placement`, `execution`, `dtype` and `device` of `LinearOptions`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, **options: Unpack[LinearOptions]) -> None:
+        super().__init__(in_features, out_features, (out_features, in_features), **options)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T', I]` -> `[T', O]`."""
+        group = self.group if self.placement.sequence_parallel else None
+        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, group)
+        weight = copy_to_tensor_parallel(self._given_weight(None), group)
+        return column_parallel_linear(x, weight, bias, execution=self.execution)
+
+
+class ColumnLinear(_Linear):
+    """A layer whose weight's rows are divided as `sharding` says; see `ColumnParallelLinear`.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        sharding: This rank's rows; None: all.
+        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
+        shared_rows: The rows that several ranks hold; see `column_parallel_linear`.
+        **options: See `LinearOptions`.
+    """
 
     def __init__(
         self,
@@ -149,7 +189,7 @@ class _ColumnLinear(_ParallelLinear):
         shared_rows: tuple[int, int] | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
-        check_reduce_gradient(reduce_gradient, options.get("sequence_parallel", False))
+        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED).sequence_parallel)
         rows = out_features if sharding is None else sum(block.stop - block.start for block in sharding.blocks)
         super().__init__(in_features, out_features, (rows, in_features), **options)
         self.reduce_gradient = reduce_gradient
@@ -169,18 +209,16 @@ class _ColumnLinear(_ParallelLinear):
             x,
             weight,
             None if self.defer_bias else self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
+            placement=self.placement,
+            execution=self.execution,
             reduce_gradient=self.reduce_gradient,
             shared_rows=self.shared_rows,
             output_dtype=self.output_dtype,
-            reduce_dtype=self.reduce_dtype,
-            overlap=self.overlap,
             main_grads=self._main_grads(weight),
         )
 
     def deferred_bias(self) -> Tensor | None:
-        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias.
+        """Return the bias for a caller to add to the output of `forward`, or None without bias.
 
         Backward: where rows are on several ranks (KV heads), their gradients are summed over these, as in `forward`.
         """
@@ -189,7 +227,7 @@ class _ColumnLinear(_ParallelLinear):
         return sum_gradients_of_shared_rows(self.bias, self.group, self.shared_rows)
 
 
-class ColumnParallelLinear(_ColumnLinear):
+class ColumnParallelLinear(ColumnLinear):
     """`y = x W^T + b` with the rows of W divided over the group: weight `[O/tp, I]`, bias `[O/tp]`.
 
     Communication as in `column_parallel_linear`; `gather_output` adds an all-gather (backward: split).
@@ -200,20 +238,6 @@ class ColumnParallelLinear(_ColumnLinear):
         gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
         reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
         **options: See `LinearOptions`.
-
-            - `bias` (False): have one.
-            - `group` (None): the tensor-parallel group; None is an ordinary linear layer.
-            - `sequence_parallel` (False): the tokens (dim 0) are divided outside the layer.
-            - `defer_bias` (False): leave the bias to the caller, who adds `deferred_bias()` where it can be fused.
-            - `allocate_weight` (True): False for a layer that is called with a weight from elsewhere (a tied head).
-            - `accumulate_main_grad` (False): add the gradients to `parameter.main_grad`, fp32 (fp64 for fp64) and made
-              when first needed, and leave `.grad` None. For eager use, without FSDP2.
-            - `output_dtype` (None): of the output; default the input's.
-            - `reduce_dtype` (None): of the sums over the ranks, forward and backward; default at least fp32, so that
-              bf16 layers have the error of layers that are not divided. `torch.bfloat16` sends half the bytes.
-            - `overlap` ("auto"): how the tokens' gather or scatter overlaps with the products under sequence
-              parallelism: "serial", "collectives", "symmetric-memory", or by size; see `overlap`.
-            - `dtype`, `device`: of the parameters.
 
     Raises:
         ValueError: The group's size does not divide O; or options that exclude each other.
@@ -228,7 +252,7 @@ class ColumnParallelLinear(_ColumnLinear):
         reduce_gradient: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        group = options.get("group")
+        group = options.get("placement", UNDIVIDED).group
         sharding = None if group is None else shard_evenly([out_features], group, 0, "out_features")
         super().__init__(in_features, out_features, sharding, reduce_gradient=reduce_gradient, **options)
         self.gather_output = gather_output
@@ -242,7 +266,7 @@ class ColumnParallelLinear(_ColumnLinear):
         return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
 
     def deferred_bias(self) -> Tensor | None:
-        """The bias for a caller to add to the output of `forward`: of the output's columns, or None without bias.
+        """Return the bias for a caller to add to the output of `forward`, or None without bias.
 
         With `gather_output` an all-gather (backward: split).
         """
@@ -250,7 +274,7 @@ class ColumnParallelLinear(_ColumnLinear):
         return bias if bias is None or not self.gather_output else gather_from_tensor_parallel(bias, self.group)
 
 
-class MergedColumnParallelLinear(_ColumnLinear):
+class MergedColumnParallelLinear(ColumnLinear):
     """Several column-parallel layers of one input in one matrix product: `y = [x W_1^T, x W_2^T, ...]`.
 
     Each part is divided over the group on its own. A rank's weight is its rows of part 1, then of part 2, ...:
@@ -260,7 +284,7 @@ class MergedColumnParallelLinear(_ColumnLinear):
         in_features: I.
         out_features: O_1, O_2, ...
         reduce_gradient: As in `ColumnParallelLinear`.
-        **options: As in `ColumnParallelLinear`.
+        **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide one of the parts.
@@ -274,14 +298,14 @@ class MergedColumnParallelLinear(_ColumnLinear):
         reduce_gradient: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        group = options.get("group")
+        group = options.get("placement", UNDIVIDED).group
         sharding = None if group is None else shard_evenly(out_features, group, 0, "out_features")
         super().__init__(in_features, sum(out_features), sharding, reduce_gradient=reduce_gradient, **options)
         tp = 1 if group is None else group.size()
         self.local_sizes = [size // tp for size in out_features]
 
 
-class QKVParallelLinear(_ColumnLinear):
+class QKVParallelLinear(ColumnLinear):
     """The query, key and value projections of an attention block, divided by heads.
 
     A rank has `num_heads / tp` query heads and `num_kv_heads / tp` key-value heads. When there are more ranks than KV
@@ -295,7 +319,7 @@ class QKVParallelLinear(_ColumnLinear):
         num_kv_heads: Key-value heads.
         head_dim: Size of each head.
         reduce_gradient: As in `ColumnParallelLinear`.
-        **options: As in `ColumnParallelLinear`.
+        **options: See `LinearOptions`.
 
     Attributes:
         num_heads_local: This rank's query heads.
@@ -317,7 +341,7 @@ class QKVParallelLinear(_ColumnLinear):
         reduce_gradient: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        group = options.get("group")
+        group = options.get("placement", UNDIVIDED).group
         tp = 1 if group is None else group.size()
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
@@ -355,7 +379,7 @@ class QKVParallelLinear(_ColumnLinear):
         self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_Linear):
     """`y = x W^T + b` with the columns of W divided over the group: weight `[O, I/tp]`, bias `[O]` on every rank.
 
     Communication as in `row_parallel_linear`.
@@ -365,7 +389,7 @@ class RowParallelLinear(_ParallelLinear):
         out_features: O.
         input_is_parallel: x is this rank's `[..., I/tp]`; False: x is replicated and its part is taken here (no
             communication; backward: all-gather).
-        **options: As in `ColumnParallelLinear`.
+        **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide I.
@@ -379,7 +403,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        group = options.get("group")
+        group = options.get("placement", UNDIVIDED).group
         sharding = None if group is None else shard_evenly([in_features], group, 1, "in_features")
         columns = in_features if group is None else divide(in_features, group.size(), "in_features")
         super().__init__(in_features, out_features, (out_features, columns), **options)
@@ -400,19 +424,17 @@ class RowParallelLinear(_ParallelLinear):
             x,
             weight,
             None if self.defer_bias else self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
+            placement=self.placement,
+            execution=self.execution,
             output_dtype=self.output_dtype,
-            reduce_dtype=self.reduce_dtype,
-            overlap=self.overlap,
             main_grads=self._main_grads(weight),
         )
 
     def deferred_bias(self) -> Tensor | None:
-        """The bias `[O]` for a caller to add to the output of `forward`, or None without bias.
+        """Return the bias `[O]` for a caller to add to the output of `forward`, or None without bias.
 
         Under sequence parallelism each rank adds it to its own tokens; its gradient is all-reduced.
         """
-        if self.bias is None or not self.sequence_parallel:
+        if self.bias is None or not self.placement.sequence_parallel:
             return self.bias
         return copy_to_tensor_parallel(self.bias, self.group)

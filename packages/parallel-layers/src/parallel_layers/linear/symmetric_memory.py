@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
-from parallel_layers.peer_memory import PeerMemory, peer_memory
-from parallel_layers.products import product_into
+from parallel_layers.linear.peer_memory import PeerMemory, peer_memory
+from parallel_layers.linear.products import PLAIN
 
 Used = TypeVar("Used")
 
@@ -65,12 +66,12 @@ def gather_matmul(
             received[rank].copy_(rows)
     side.wait_stream(main)
     async_collectives.head_start(rows)
-    product_into(y[rank], rows, weight, bias)
+    PLAIN.into(y[rank], rows, weight, bias)
     for stream, arriving in ((side, arrivals[::2]), (main, arrivals[1::2])):
         with stream:
             for source, arrived in arriving:
                 stream.wait_event(arrived)
-                product_into(y[source], received[source], weight, bias)
+                PLAIN.into(y[source], received[source], weight, bias)
     main.wait_stream(side)
     main.wait_stream(copies)
     gathered = received.view(size * len(x), *x.shape[1:]) if return_gathered else None
@@ -165,14 +166,14 @@ def _send_products(
     done = []
     with side:
         for other, product in zip(others, sent, strict=True):
-            product_into(product, parts[other], weight, bias)
+            PLAIN.into(product, parts[other], weight, bias)
             done.append(side.record_event())
     with copies:
         for other, product, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
             memory.of(other, shape, parts.dtype, first)[rank].copy_(product)
     async_collectives.head_start(parts)  # to the products that others wait for
-    product_into(received[rank], parts[rank], weight, bias)
+    PLAIN.into(received[rank], parts[rank], weight, bias)
     return received, sent
 
 
@@ -189,17 +190,24 @@ def _streams_of(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     return torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
 
 
-def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
-    """Why the ranks of `group` cannot use these products on `device`, in words; None when they can.
+_reasons: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = WeakKeyDictionary()
 
-    Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA: an all-gather and two
-    all-reduces of a few bytes, and the exchange of a handle of a buffer.
+
+def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
+    """Return why the ranks of `group` cannot use these products on `device`, in words; None when they can.
+
+    Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA, once for each group and
+    device: an all-gather and two all-reduces of a few bytes, and the exchange of a handle of a buffer.
     """
     if group is None or not async_collectives.is_sharded(group):
         return "one rank has nothing to send"
     if device.type != "cuda":
         return f"it needs CUDA devices, not {device.type}"
-    return _why_not_linked(group, device, torch.cuda.current_device() if device.index is None else device.index)
+    reasons = _reasons.setdefault(group, {})
+    if device not in reasons:
+        own = torch.cuda.current_device() if device.index is None else device.index
+        reasons[device] = _why_not_linked(group, device, own)
+    return reasons[device]
 
 
 def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
