@@ -1,199 +1,28 @@
-"""`ModelConfig` and the families: what is read from a Hugging Face config, and what is refused by name."""
+"""The native models have the tensors of ckpt's layouts, in every family."""
 
-import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import ckpt
+from ckpt.layout.families import FAMILIES as LAYOUTS
+from hf_patches.testing import tiny_config
 from parallel_layers import PackedSequence, RotaryEmbedding
 from parallel_layers.model import FAMILIES
-from parallel_layers.moe import MoEConfig
 from rl_models import CausalLM, ModelConfig, ValueModel
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-
-
-def test_llama() -> None:
-    config = ModelConfig.from_hf({**LLAMA, "attention_bias": True, "head_dim": 16})
-    assert config.family == "llama"
-    assert config.num_layers == 3
-    assert config.windows == (None, None, None)
-    assert (config.decoder.head_dim, config.decoder.num_kv_heads, config.decoder.norm_eps) == (16, 2, 1e-5)
-    assert config.decoder.attention_bias
-    assert config.decoder.output_bias
-    assert not config.decoder.mlp_bias
-    assert not config.tie_word_embeddings
-
-
-def test_qwen2_has_biases_and_windows_from_a_layer_on() -> None:
-    assert ModelConfig.from_hf(QWEN2).decoder.attention_bias
-    assert not ModelConfig.from_hf(QWEN2).decoder.output_bias
-    # A window in the config counts only when it is switched on.
-    assert ModelConfig.from_hf({**QWEN2, "sliding_window": 8}).windows == (None, None, None)
-    windowed = {**QWEN2, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
-    assert ModelConfig.from_hf(windowed).windows == (None, None, 8)
-    types = ["sliding_attention", "full_attention", "full_attention"]
-    assert ModelConfig.from_hf({**windowed, "layer_types": types}).windows == (8, None, None)
-    assert ModelConfig.from_hf(windowed).layer(2).window == 8
-
-
-def test_qwen3_norms_its_heads_and_mistral_has_one_window() -> None:
-    qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    assert ModelConfig.from_hf({**qwen3, "head_dim": 16}).decoder.qk_norm == "head"
-    assert ModelConfig.from_hf({**qwen3, "head_dim": 16}).decoder.head_dim == 16
-    with pytest.raises(ValueError, match="head_dim=None must be a positive integer"):
-        ModelConfig.from_hf(qwen3)
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    assert ModelConfig.from_hf({**mistral, "sliding_window": 5}).windows == (5, 5, 5)
-    assert ModelConfig.from_hf({**mistral, "sliding_window": None}).windows == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM, ",
-        ),
-        ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
-        ({"attention_dropout": 0.1}, r"attention_dropout=0.1 changes the numbers"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
-        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not known"),
-        ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
-        ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number above 0"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer"),
-    ],
-)
-def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf({**LLAMA, **change})
-
-
-def test_a_folder_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config.json does not exist"):
-        ModelConfig.from_hf(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        ModelConfig.from_hf(tmp_path)
-    file.write_text("[]")
-    with pytest.raises(ValueError, match="holds list"):
-        ModelConfig.from_hf(tmp_path)
-    file.write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_hf(tmp_path) == ModelConfig.from_hf(LLAMA)
-
-
-MOE_FIELDS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2},
-    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 12},
-    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
-}
-# What a family's config has beyond LLAMA.
-MORE: dict[str, dict[str, Any]] = {
-    "apertus": {"hidden_act": "xielu"},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**MOE_FIELDS, "mlp_only_layers": [1]},
-    "deepseek_v3": DEEPSEEK,
-}
-
-
-def test_qwen3_moe_has_experts_in_some_layers() -> None:
-    values = {**LLAMA, **MOE_FIELDS, "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
-    config = ModelConfig.from_hf({**values, "mlp_only_layers": [1]})
-    assert [part is not None for part in config.moe] == [True, False, True]
-    assert config.layer(0).moe == MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
-    assert config.layer(1).moe is None
-    sparse = ModelConfig.from_hf({**values, "decoder_sparse_step": 2, "norm_topk_prob": False})
-    assert [part is not None for part in sparse.moe] == [False, True, False]
-    assert not sparse.layer(1).moe.normalize_top_k
-    # The coefficient that it was trained with adds nothing: an update's options do.
-    assert ModelConfig.from_hf({**values, "router_aux_loss_coef": 0.1}).layer(0).moe.balance_loss == 0
-    assert config.with_router_losses(balance_loss=0.1, z_loss=0.2).layer(0).moe.balance_loss == 0.1
-
-
-def test_deepseek_v3_routes_by_sigmoid_and_compresses_keys_and_values() -> None:
-    config = ModelConfig.from_hf({**LLAMA, **DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "head_dim": 4})
-    assert config.moe[0] is None
-    moe = config.layer(1).moe
-    assert (moe.scoring, moe.correction_bias, moe.num_groups, moe.shared_intermediate_size) == ("sigmoid", True, 2, 32)
-    assert config.decoder.latent.q_lora_rank == 12
-    assert config.decoder.head_dim == 12
-
-
-# What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.
-OF_SHAPES = {
-    "num_key_value_heads",
-    "head_dim",
-    "first_k_dense_replace",
-    "n_shared_experts",
-    "num_local_experts",
-    "q_lora_rank",
-} | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
-WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: str) -> None:
-    known: dict[str, Any] = {name: LLAMA[name] for name in LLAMA.keys() & OF_SHAPES}
-    latent = {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 12,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-    }
-    sizes = {**known, **WINDOWED, **(latent if family == "deepseek_v3" else {})}
-    whole = AutoConfig.for_model(family, **sizes).to_dict()
-    whole["architectures"] = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
-    expected = ModelConfig.from_hf(whole)
-    for name in whole.keys() - OF_SHAPES - WINDOWED.keys() - {"architectures", "model_type"}:
-        try:
-            found = ModelConfig.from_hf({key: value for key, value in whole.items() if key != name})
-        except (ValueError, KeyError):
-            continue
-        # Layer types are made of the windows' other fields where there are none.
-        assert replace(found, hf=expected.hf) == expected, name
-        assert torch.equal(found.rotary().inv_freq, expected.rotary().inv_freq), name
-
-
-# The biases that a config may ask for.
-BIASES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen3": {"attention_bias": True},
-    "olmo2": {"attention_bias": True},
-}
+# The biases of a layer; a family's config can ask for those that both tables read.
+BIASES = {"attention_bias", "mlp_bias"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", ["plain", "tied", "biases"])
 @pytest.mark.parametrize(("model", "role"), [(CausalLM, "causal_lm"), (ValueModel, "value")])
 def test_the_models_have_the_tensors_of_the_layout(family: str, options: str, model: Any, role: Any) -> None:
-    changes = {"plain": {}, "tied": {"tie_word_embeddings": True}, "biases": BIASES.get(family, {})}[options]
-    architectures = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
-    values = {**LLAMA, "architectures": architectures, "model_type": family, "head_dim": 16, **changes}
-    values |= MORE.get(family, {})
+    biases = BIASES & FAMILIES[family].reads & LAYOUTS[family].fields
+    changes = {"plain": {}, "tied": {"tie_word_embeddings": True}, "biases": dict.fromkeys(biases, True)}[options]
+    values = tiny_config(family, **changes).to_dict()
     built = model(ModelConfig.from_hf(values), dtype=torch.float32, device="meta")
     blocks = ckpt.layout_for(values, role=role).at(ckpt.Place())
     assert {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()} == {
@@ -203,7 +32,7 @@ def test_the_models_have_the_tensors_of_the_layout(family: str, options: str, mo
 
 @pytest.mark.parametrize("model_class", [CausalLM, ValueModel])
 def test_a_model_makes_its_rotary_table_once_for_all_layers(model_class: Any) -> None:
-    model = model_class(ModelConfig.from_hf(LLAMA | {"num_hidden_layers": 4}))
+    model = model_class(ModelConfig.from_hf(tiny_config("llama", num_hidden_layers=4)))
     tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     calls: list[Any] = []
     for table in tables:

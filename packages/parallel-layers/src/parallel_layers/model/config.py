@@ -7,60 +7,35 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 
 from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.decoder import DecoderConfig
-from parallel_layers.model.families import FAMILIES, Family, family_of, values
+from parallel_layers.model.families import Family, family_of, values
 from parallel_layers.model.fields import Config, count, flag
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
 
-# Fields, of any family's config, that change what a decoder computes, and the values that change nothing. A family may
-# read such a field; another value of a field that the family does not read is refused by name, never ignored.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "attention_bias": (None, False),
-    "attention_dropout": (None, 0, 0.0),
-    "hidden_dropout": (None, 0, 0.0),
-    "resid_pdrop": (None, 0, 0.0),
-    "embd_pdrop": (None, 0, 0.0),
-    "mlp_bias": (None, False),
-    "clip_qkv": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "scale_emb": (None, 1, 1.0),
-    "scale_depth": (None,),
-    "dim_model_base": (None,),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "attn_output_gate": (None, False),
-    "attention_chunk_size": (None,),
-    "no_rope_layers": (None, []),
-    "router_jitter_noise": (None, 0, 0.0),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "num_kv_shared_layers": (None, 0),
-    "is_encoder_decoder": (None, False),
-}
-
-
-@runtime_checkable
-class HasToDict(Protocol):
-    """A config object such as transformers' `PreTrainedConfig`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields."""
-        ...
+# Fields that change what a decoder computes: those of `_OFF` unless absent, null, zero, false or empty, those of `_ONE`
+# unless absent, null or 1. A field that the family's row does not read is then refused, never ignored.
+_OFF = (
+    *("quantization_config", "is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
+    *(
+        "attention_bias",
+        "mlp_bias",
+        "clip_qkv",
+        "use_qk_norm",
+        "qk_layernorm",
+        "attn_output_gate",
+        "attention_multiplier",
+    ),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "dim_model_base"),
+    *("attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),
+)
+_ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb")
 
 
 @dataclass(frozen=True)
@@ -74,6 +49,7 @@ class ModelConfig:
         windows: The sliding window of every layer in tokens, None for full attention; one entry for each layer.
         moe: The mixture of experts of every layer, None for an MLP.
         tie_word_embeddings: The head is the embedding.
+        rope: The fields of the config that `RotaryEmbedding.from_config` reads.
         hf: The Hugging Face config as it was read; a save writes it back.
     """
 
@@ -83,13 +59,16 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     moe: tuple[MoEConfig | None, ...]
     tie_word_embeddings: bool
+    rope: Mapping[str, Any] = field(hash=False)
     hf: Mapping[str, Any] = field(repr=False, hash=False)
 
     @classmethod
-    def from_hf(cls, config: Config | HasToDict | str | os.PathLike[str] | ModelConfig) -> Self:
-        """Read a Hugging Face config: a mapping, an object with `to_dict()`, or a checkpoint folder.
+    def from_hf(cls, config: Any) -> Self:
+        """Read a Hugging Face config.
 
-        A `ModelConfig` is returned as it is.
+        Args:
+            config: A mapping, an object with `to_dict()`, or the path of a checkpoint folder. A `ModelConfig` is
+                returned as it is.
 
         Raises:
             ValueError: The family is unknown, a field is missing or has an unusable value, or a field changes the
@@ -109,6 +88,7 @@ class ModelConfig:
             windows=family.windows(hf, num_layers),
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings")(hf),
+            rope=family.rope(hf),
             hf=hf,
         )
 
@@ -134,7 +114,7 @@ class ModelConfig:
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
         """Return a new rotary embedding with the config's rope parameters."""
-        return RotaryEmbedding.from_config(FAMILIES[self.family].rope(self.hf), device=device)
+        return RotaryEmbedding.from_config(self.rope, device=device)
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -142,8 +122,8 @@ def _fields(config: Any) -> dict[str, Any]:
         return dict(config)
     if isinstance(config, str | os.PathLike):
         return _read_folder(Path(config))
-    if isinstance(config, HasToDict):
-        return config.to_dict()
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
     raise ValueError(
         f"config is a {type(config).__name__}; pass a mapping, an object with to_dict(), or a checkpoint folder"
     )
@@ -163,9 +143,11 @@ def _read_folder(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unread(config: Config, family: Family) -> None:
-    for name, neutral in NEUTRAL_VALUES.items():
-        if name not in family.reads and config.get(name) not in neutral:
+    for name in (*_OFF, *_ONE):
+        value = config.get(name)
+        neutral = not value if name in _OFF else value in (None, 1)
+        if not neutral and name not in family.reads:
             raise ValueError(
-                f"the config's {name}={config[name]!r:.100} changes the numbers, and the row of {family.name} in "
-                f"parallel_layers.model.FAMILIES does not describe it; use a checkpoint with {name}={neutral[-1]!r}"
+                f"the config's {name}={value!r:.100} changes the numbers, and the row of {family.name} in "
+                f"parallel_layers.model.FAMILIES does not describe it; use a checkpoint without {name}"
             )

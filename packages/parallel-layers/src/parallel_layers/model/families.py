@@ -105,10 +105,10 @@ class Family:
         return tuple(fields if mixture else None for mixture in mixtures)
 
     def rope(self, config: Config) -> dict[str, Any]:
-        """Return the config with the fields that `RotaryEmbedding.from_config` reads, stated or not."""
-        stated = config.get("rope_parameters") or config.get("rope_scaling")
+        """Return the fields that `RotaryEmbedding.from_config` reads, stated or not."""
+        stated = config.get("rope_parameters") or config.get("rope_scaling") or self.rope_parameters
         theta = config.get("rope_theta") or self.rope_theta
-        return {**config, "rope_theta": theta, "rope_parameters": stated or self.rope_parameters}
+        return {name: config.get(name) for name in _ROPE_FIELDS} | {"rope_theta": theta, "rope_parameters": stated}
 
 
 def values(entries: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -133,7 +133,7 @@ _DECODER: dict[str, Any] = {
     "head_dim": count("head_dim", default=None),
     "intermediate_size": count("intermediate_size"),
     "norm_eps": number("rms_norm_eps"),
-    "activation": name("hidden_act", "silu"),
+    "activation": name("hidden_act", default="silu"),
 }
 _BIASES = {"attention_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}
 _EXPERTS = {
@@ -141,8 +141,13 @@ _EXPERTS = {
     "top_k": count("num_experts_per_tok"),
     "intermediate_size": count("moe_intermediate_size"),
     "normalize_top_k": flag("norm_topk_prob"),
-    "activation": name("hidden_act", "silu"),
+    "activation": name("hidden_act", default="silu"),
 }
+# Beside the base and the parameters of the rotation.
+_ROPE_FIELDS = (
+    *("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim", "partial_rotary_factor"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 _QWEN_WINDOW = SlidingWindow(4096, switched=True, by_layer=True)
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -182,7 +187,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "apertus",
             "Apertus",
-            {**_BIASES, "qk_norm": "head", "gated_mlp": False, "activation": name("hidden_act", "xielu")},
+            {**_BIASES, "qk_norm": "head", "gated_mlp": False, "activation": name("hidden_act", default="xielu")},
             rope_theta=12e6,
             rope_parameters=_LLAMA3_ROPE,
         ),
@@ -194,7 +199,7 @@ FAMILIES: dict[str, Family] = {
                 **_BIASES,
                 "head_dim": None,
                 "attention_scale": _yarn_scale,
-                "rotary_interleaved": flag("rope_interleave", True),
+                "rotary_interleaved": flag("rope_interleave", default=True),
             },
             latent={
                 "kv_lora_rank": count("kv_lora_rank"),
@@ -207,8 +212,8 @@ FAMILIES: dict[str, Family] = {
                 **_EXPERTS,
                 "num_experts": count("n_routed_experts"),
                 "scoring": "sigmoid",
-                "normalize_top_k": flag("norm_topk_prob", True),
-                "routed_scaling_factor": number("routed_scaling_factor", 2.5),
+                "normalize_top_k": flag("norm_topk_prob", default=True),
+                "routed_scaling_factor": number("routed_scaling_factor", default=2.5),
                 "correction_bias": True,
                 "num_groups": count("n_group", default=8),
                 "top_k_groups": count("topk_group", default=4),
