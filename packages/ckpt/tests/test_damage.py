@@ -142,5 +142,6 @@ def test_a_truncated_file_of_ours_is_refused_on_every_rank(
     victim = sorted(folder.rglob("*.safetensors"))[-1]
     os.truncate(victim, victim.stat().st_size - 1)
     first, second = ranks.run(load_saved_as_rank, str(source), str(folder), kind, world=2, timeout=10)
-    assert first == second
+    # A rank that another one tells of it names that rank.
+    assert second in (first, f"rank 0: {first}")
     assert f"{victim.name} is truncated" in first

@@ -492,7 +492,7 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
     entries = json.loads(text)
     entries["model/lm_head.weight"]["chunks"].pop()
     (folder / "metadata.json").write_text(json.dumps(entries))
-    with pytest.raises(ValueError, match=r"does not hold every element of model/lm_head.weight once"):
+    with pytest.raises(ValueError, match=r"disagree about 'model/lm_head.weight@0,0': .* says nothing"):
         load_training(root, layout)
     (folder / "metadata.json").write_text('{"model/x": {"dtype": "F32"}}')
     with pytest.raises(ValueError, match=r"metadata.json is malformed"):
@@ -507,6 +507,72 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
         (root / "latest").write_bytes(odd)
         with pytest.raises(ValueError, match=f"latest names '{shown}.*, which is no checkpoint"):
             load_training(root, layout)
+
+
+def rename_entry(entries: dict[str, Any], name: str, new: str) -> None:
+    entry = entries.pop(name)
+    for chunk in entry["chunks"]:
+        chunk["key"] = chunk["key"].replace(name, new)
+    entries[new] = entry
+
+
+MOMENT = "optimizer/exp_avg/model.norm.weight"
+METADATA: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "deleted": (
+        lambda all_: all_.pop(MOMENT),
+        f"disagree about '{MOMENT}@0': the file holds .*, metadata.json says nothing",
+    ),
+    "letter": (
+        lambda all_: rename_entry(all_, MOMENT, MOMENT.replace("avg", "avh")),
+        "disagree about 'optimizer/exp_av",
+    ),
+    "key": (lambda all_: all_[MOMENT]["chunks"][0].update(key=f"{MOMENT}@1"), "has the key .*; it must be"),
+    "twice": (
+        lambda all_: all_[MOMENT]["chunks"].append(all_[MOMENT]["chunks"][0]),
+        "has the key .*; it must be .*, once",
+    ),
+    "dtype": (lambda all_: all_[MOMENT].update(dtype="I32"), "disagree about .*float32.*int32"),
+    "beyond": (lambda all_: all_[MOMENT]["chunks"][0].update(offsets=[1]), "a chunk of .* is not within its shape"),
+    "negative": (lambda all_: all_[MOMENT]["chunks"][0].update(sizes=[-32]), "a chunk of .* is not within its shape"),
+    "types": (lambda all_: all_[MOMENT].update(shape=[32.0]), "a chunk of .* is not within its shape"),
+    "enormous": (lambda all_: all_[MOMENT].update(shape=[2**70]), "a chunk of .* is not within its shape"),
+    "file": (lambda all_: all_[MOMENT]["chunks"][0].update(file="rank-00001.safetensors"), "rank-0000"),
+}
+
+
+@pytest.mark.parametrize("change", METADATA)
+def test_metadata_is_held_against_the_headers_of_the_files(change: str, saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    save_training(root, 2, tensors, layout, optimizer=optimizer_state(tensors))
+    file = root / "step-00000002" / "metadata.json"
+    entries = json.loads(file.read_text())
+    edit, message = METADATA[change]
+    edit(entries)
+    file.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_training(root, layout)
+    assert "step-00000002" in str(caught.value)
+
+
+def test_every_rank_hears_of_a_file_that_metadata_does_not_describe(
+    checkpoint: Checkpoints, tmp_path: Path, ranks: Any
+) -> None:
+    source = str(checkpoint("llama"))
+    ranks.run(save_on, source, str(tmp_path), "parallel", GRIDS["tp2"], world=2)
+    folder = tmp_path / "step-00000011"
+    shutil.copy(folder / "rank-00001.safetensors", folder / "rank-00002.safetensors")
+    seen = ranks.run(load_refused, source, str(tmp_path), world=2, timeout=20)
+    assert all("rank-00002.safetensors and metadata.json disagree" in text for text in seen), seen
+
+
+def load_refused(group: Any, source: str, root: str) -> str:
+    try:
+        load_training(root, layout_for(source), Place(tp=(group.rank(), 2)), group=group)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
 
 
 def save_incomplete(group: Any, source: str, root: str) -> str:

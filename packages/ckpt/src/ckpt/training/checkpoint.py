@@ -29,7 +29,7 @@ from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import BoxOf, IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import bytes_in, room_for
-from ckpt.files.unchanged import require_unchanged
+from ckpt.files.unchanged import require_unchanged, while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
@@ -38,11 +38,12 @@ from ckpt.training.dcp_storage import (
     BoxSavePlanner,
     SafetensorsReader,
     SafetensorsWriter,
+    check_headers,
     stored_tensors,
 )
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import latest_step, point_to, prune, remove_leftovers, saved_steps
-from ckpt.training.state_boxes import Places, all_places, held_boxes, wanted_state
+from ckpt.training.state_boxes import Places, WantedState, all_places, held_boxes, wanted_state
 from ckpt.transfer.agreement import agree, all_gather_json, require_same
 from ckpt.transfer.redistribute import OptimizerState
 from ckpt.transfer.tied import require_equal_boxes
@@ -316,7 +317,13 @@ def load_training(
     folder, state, files = agree(lambda: _open(Path(root), step), group)
     # On a network file system ranks may see different pointers.
     require_same(group, step=state["step"])
-    wanted = agree(lambda: wanted_state(folder, layout, place, into, torch.device(device)), group)
+
+    def prepare() -> WantedState:
+        with while_unchanged(files):
+            check_headers(folder, rank, 1 if group is None else group.size())
+            return wanted_state(folder, layout, place, into, torch.device(device))
+
+    wanted = agree(prepare, group)
     with _torch_checkpoint(group):
         load(
             {},

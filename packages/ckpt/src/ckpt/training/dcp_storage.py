@@ -40,7 +40,7 @@ from ckpt.files.boxio import BoxOf, IOCounter, StagingPool, read_box, view_of
 from ckpt.files.contents import METADATA
 from ckpt.files.disk import bytes_in, room_for
 from ckpt.files.dtypes import DTYPES, dtype_name
-from ckpt.files.header import read_header
+from ckpt.files.header import Header, read_header
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.pieces import Shape, extents, volume
@@ -255,6 +255,38 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.dtype, Shape]]:
     }
 
 
+def check_headers(folder: Path, rank: int, size: int) -> dict[Path, Header]:
+    """Hold `metadata.json` against the headers of this rank's share of the files, when `size` ranks divide them.
+
+    Returns:
+        The headers of the share.
+
+    Raises:
+        ValueError: a file is missing or broken, or holds other tensors than `metadata.json` says; names the first.
+    """
+    metadata, placed = _metadata(folder)
+    said: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {
+        path.name: {} for path in folder.glob("rank-*.safetensors")
+    }
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            file, key = placed[_key(name, chunk.offsets)]
+            said.setdefault(file, {})[key] = (entry.properties.dtype, tuple(chunk.sizes))
+    headers = {}
+    for file in sorted(said)[rank::size]:
+        headers[folder / file] = header = read_header(folder / file)
+        held = {key: (info.dtype, info.shape) for key, info in header.tensors.items()}
+        odd = next((key for key in {**held, **said[file]} if held.get(key) != said[file].get(key)), None)
+        if odd is not None:
+            there, here = (f"{tensors[odd]}" if odd in tensors else "nothing" for tensors in (held, said[file]))
+            raise ValueError(
+                f"{folder / file} and {METADATA} disagree about {odd!r}: the file holds {there}, {METADATA} says "
+                f"{here}; one of the two is damaged: restore the folder from a copy, or load another step"
+            )
+    return headers
+
+
 def _metadata(folder: Path) -> tuple[Metadata, dict[str, tuple[str, str]]]:
     path = folder / METADATA
     if not path.is_file():
@@ -264,14 +296,33 @@ def _metadata(folder: Path) -> tuple[Metadata, dict[str, tuple[str, str]]]:
     try:
         for name, entry in read_json_file(path).items():
             chunks = []
+            shape = entry["shape"]
             for chunk in entry["chunks"]:
+                if not _fits(chunk["offsets"], chunk["sizes"], shape):
+                    raise ValueError(f"{path}: a chunk of {name} is not within its shape: {chunk!r:.200}")
                 if Path(chunk["file"]).name != chunk["file"]:
                     raise ValueError(f"{path} names the file {chunk['file']!r}, outside the folder")
                 offsets = torch.Size(chunk["offsets"])
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                placed[_key(name, offsets)] = (chunk["file"], chunk["key"])
+                key = _key(name, offsets)
+                if key in placed or chunk["key"] != key:
+                    raise ValueError(
+                        f"{path}: a chunk of {name} has the key {chunk['key']!r}; it must be {key!r}, once"
+                    )
+                placed[key] = (chunk["file"], key)
             properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is malformed: {error!r}") from None
     return Metadata(tensors), placed
+
+
+def _fits(offsets: Any, sizes: Any, shape: Any) -> bool:
+    """Whether a chunk's entries are lists of numbers, and the chunk is within the shape."""
+    lists = (offsets, sizes, shape)
+    if any(not isinstance(held, list) or any(type(number) is not int for number in held) for held in lists):
+        return False
+    return len(offsets) == len(sizes) == len(shape) and all(
+        0 <= start <= start + length <= total < 1 << 62
+        for start, length, total in zip(offsets, sizes, shape, strict=True)
+    )
