@@ -82,6 +82,25 @@ def test_models_without_one_score_a_token_are_refused():
         patch(value_model("llama"))
 
 
+class Linear(torch.nn.Linear):
+    """A LoRA layer: the class has torch's name and a forward of its own."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) + 1
+
+
+def test_a_lora_head_is_named_with_its_module():
+    model = tiny_model("llama")
+    model.lm_head = Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    message = rf"a plain torch.nn.Linear, got {__name__}.Linear; merge the adapter"
+    with pytest.raises(ValueError, match=message):
+        patch(model)
+    model = tiny_model("llama")
+    model.lm_head.forward = model.lm_head.forward
+    with pytest.raises(ValueError, match=r"got torch.nn.modules.linear.Linear with another forward; merge"):
+        patch(model)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_keep_the_models_own_attention(side):
     model = tiny_model("gemma2")

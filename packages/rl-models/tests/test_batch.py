@@ -127,6 +127,11 @@ def test_mistakes_are_refused() -> None:
     for sequence, got in ((3, r"\[\] torch.int64"), ([[1, 2], [3, 4]], r"\[2, 2\] torch.int64"), ([1.5], "float32")):
         with pytest.raises(ValueError, match=rf"sequence 1 must be \[L\] token ids, got .*{got}"):
             Batch.from_sequences([[1, 2], sequence])
+    with pytest.raises(ValueError, match=r"advantages must be a tensor \[T\], got list; use torch.tensor"):
+        batch.with_fields(advantages=[1, 2, 3])  # type: ignore[arg-type]
+    for texts in ("once", ["once", "twice"]):
+        with pytest.raises(ValueError, match=r"got (str|the text) 'once'; encode texts first: \[tokenizer.encode"):
+            Batch.from_sequences(texts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens and a response of 1"):
         Batch.from_sequences([[1, 2], [3]], response_lengths=[1, 1])
     with pytest.raises(ValueError, match=r"number has lengths \[1\], the sequences \[2\]"):

@@ -314,6 +314,16 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([[1]], {"top_p": 1.5}, "top_p=1.5 must lie in"),
         ([], {"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ("once", {}, "expected one list of token ids for each prompt, got str 'once'; encode texts first"),
+        (["once"], {}, r"prompt 0 must be \[L\] token ids, got the text 'once'; encode texts first"),
+        ([{"input_ids": [1]}], {}, r"prompt 0 must be \[L\] token ids, got dict"),
+        ([[1]], {"stop_ids": 2}, r"stop_ids=2 must be several token ids; of one id make a list: stop_ids=\[2\]"),
+        ([[1]], {"stop_ids": ["</s>"]}, "stop_ids='</s>' must be an integer, not str"),
+        ([[1]], {"temperature": "1"}, "temperature='1' must be a finite number, not str"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer, not float"),
+        ([[1]], {"top_k": "5"}, "top_k='5' must be an integer, not str"),
+        ([[1]], {"seed": None}, "seed=None must be an integer, not NoneType"),
+        ([[1], [1] * 9999], {}, r"prompt 1 has 9999 tokens, more than the model's \d+ positions"),
     ):
         with pytest.raises(ValueError, match=message):
             actor.generate(prompts, **{"max_new_tokens": 2, **options})

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from parallel_layers.testing import RankPool
+from rl_models.engines.learning_rate import Schedule
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 
 OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
@@ -120,6 +121,14 @@ def test_gradients_of_low_precision_parameters_add_up_in_fp32() -> None:
 def test_options_out_of_their_ranges_are_refused(field: str, value: Any, needs: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(f'{field}={value}')} must {needs}"):
         OptimizerOptions(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "weight_decay", "eps", "max_grad_norm"])
+def test_a_text_is_no_number(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}='1e-5' must be a number, not str"):
+        OptimizerOptions(**{field: "1e-5"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="warmup_steps='10' must be an integer, not str"):
+        Schedule(warmup_steps="10")  # type: ignore[arg-type]
 
 
 def test_options_at_the_ends_of_their_ranges_are_accepted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -470,3 +471,45 @@ def test_a_data_parallel_rank_may_have_no_sequences(ranks: RankPool, model: Path
     assert (every, none) == (tokens, 0)
     assert first == second == pytest.approx(whole, rel=1e-5)
     assert {"loss", "entropy", "clip_fraction", "approx_kl"} <= first.keys()
+
+
+def test_callers_mistakes_say_what_to_give(model: Path) -> None:
+    actor = Actor.from_pretrained(model, device="cpu")
+    padded: Any = torch.ones(2, 3, dtype=torch.int64)
+    batch = Batch.from_sequences([[1, 2, 3]])
+    for call, message in (
+        (lambda: actor.log_probs(padded), r"expected a Batch, got Tensor \[2, 3\]; make one with Batch.from_sequences"),
+        (lambda: actor.update(padded, policy_loss), r"expected a Batch, got Tensor \[2, 3\]"),
+        (lambda: Critic.rewards(actor, padded), r"expected a Batch, got Tensor \[2, 3\]"),  # type: ignore[arg-type]
+        (lambda: actor.log_probs(batch, temperature="1"), "temperature='1' must be a finite number, not str"),  # type: ignore[call-overload]
+        (lambda: actor.stream_weights(to="vllm"), r"to='vllm' must be ranks of the grid, 0 to 0, such as \[0\]"),
+        (lambda: actor.stream_weights(to=[1]), r"to=\[1\] must be ranks of the grid, 0 to 0"),
+        (
+            lambda: Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch="9"),  # type: ignore[arg-type]
+            "max_tokens_per_micro_batch='9' must be an integer, not str",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_an_update_without_an_optimizer_says_its_learning_rate_once(model: Path) -> None:
+    actor, batch = Actor.from_pretrained(model, device="cpu"), Batch.from_sequences([[1, 2, 3]])
+    with pytest.warns(UserWarning, match=r"no optimizer was given: updates take AdamW with learning_rate=1e-06; pass"):
+        actor.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+    chosen = Actor.from_pretrained(model, device="cpu", optimizer=OptimizerOptions())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (actor, chosen):
+            each.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_a_model_to_be_trained_in_fp16_is_refused_when_it_is_loaded(model: Path, tmp_path: Path, backend: str) -> None:
+    half = Actor.from_pretrained(model, backend=backend, device="cpu", dtype=torch.float16)
+    half.save_pretrained(tmp_path / "half")
+    batch = Batch.from_sequences([[1, 2, 3]])
+    assert half.log_probs(batch).log_probs.isfinite().all()
+    for path, dtype in ((model, torch.float16), (tmp_path / "half", None)):
+        with pytest.raises(ValueError, match=f"backend='{backend}' does not train a model in float16: .*bfloat16"):
+            Actor.from_pretrained(path, backend=backend, device="cpu", dtype=dtype, optimizer=OptimizerOptions())

@@ -124,6 +124,8 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             PackedSequence(ids, ids, torch.tensor(bounds, dtype=torch.int32), longest, padding)
+    with pytest.raises(ValueError, match=r"sequence 0 must be a tensor of token ids, got list; use torch.tensor"):
+        PackedSequence.from_sequences([[1, 2]])
     with pytest.raises(ValueError, match="sequence 1 must be 1-D token ids"):
         PackedSequence.from_sequences([ids, ids.float()])
     with pytest.raises(ValueError, match="multiple_of=0"):

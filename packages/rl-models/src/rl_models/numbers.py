@@ -7,22 +7,29 @@ from numbers import Integral, Real
 
 
 def require_number(
-    name: str, value: object, *, above: float | None = None, at_least: float | None = None, integer: bool = False
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    integer: bool = False,
+    finite: bool = True,
 ) -> None:
-    """Raise ValueError unless `value` is a finite number (with `integer` a whole one) within its bound.
+    """Raise ValueError unless `value` is a number within its bound.
 
     Args:
         name: What the error calls the number.
         value: What the caller has given.
         above, at_least: The bound; None: there is none.
         integer: Whether the number must be an int.
+        finite: Whether NaN and infinities are refused.
     """
     kind = Integral if integer else Real
-    text = "an integer" if integer else "a finite number"
+    text = "an integer" if integer else "a finite number" if finite else "a number"
     if isinstance(value, bool) or not isinstance(value, kind):
         raise ValueError(f"{name}={value!r} must be {text}, not {type(value).__name__}")
     number = float(value)
-    if not math.isfinite(number):
+    if finite and not math.isfinite(number):
         raise ValueError(f"{name}={value!r} must be {text}")
     if above is not None and not number > above:
         raise ValueError(f"{name}={value!r} must be positive" if above == 0 else f"{name}={value!r} must be > {above}")

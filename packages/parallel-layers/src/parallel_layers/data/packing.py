@@ -103,9 +103,13 @@ class PackedSequence:
         """Pack sequences `[L_i]` and pad the total to a multiple of `multiple_of` with `pad_id`.
 
         Raises:
-            ValueError: A sequence is not 1-D, holds no integers, or `multiple_of` is below 1.
+            ValueError: A sequence is no tensor, is not 1-D, holds no integers, or `multiple_of` is below 1.
         """
         for i, ids in enumerate(sequences):
+            if not isinstance(ids, Tensor):
+                raise ValueError(
+                    f"sequence {i} must be a tensor of token ids, got {type(ids).__name__}; use torch.tensor"
+                )
             if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
                 raise ValueError(f"sequence {i} must be 1-D token ids, got shape {tuple(ids.shape)} of {ids.dtype}")
         device = sequences[0].device if len(sequences) else torch.device("cpu")

@@ -6,6 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
 from rl_models.engines.engine import OUTPUTS, Engine, LoadEngine, Loss, NextLogits, Outputs, Role
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
@@ -25,6 +27,7 @@ __all__ = [
     "RouterLosses",
     "load_engine",
     "offered",
+    "require_learning",
 ]
 
 
@@ -44,6 +47,7 @@ class Backend:
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
     lacks: tuple[str, ...] = ()
+    scales_loss: bool = False
     extra: str = ""
 
 
@@ -85,6 +89,17 @@ def offered(backend: str, role: Role, grid: Grid) -> Backend:
             "or a model for each"
         )
     return entry
+
+
+def require_learning(backend: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if a backend cannot train parameters of a dtype."""
+    entry = BACKENDS.get(backend)
+    if dtype == torch.float16 and entry is not None and not entry.scales_loss:
+        raise ValueError(
+            f"backend={backend!r} does not train a model in float16: fp16 needs a loss scale, without which small "
+            "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32, or use backend='megatron'; a model "
+            "that is never updated needs no optimizer=..."
+        )
 
 
 def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:

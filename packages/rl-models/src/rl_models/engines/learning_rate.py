@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rl_models.numbers import require_number
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -42,6 +44,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
             raise ValueError(f"schedule {self.kind!r} is unknown; known: {', '.join(SCHEDULES)}")
+        require_number("min_ratio", self.min_ratio)
+        for name in ("warmup_steps", "total_steps", "decay_steps"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), integer=True)
         needed = {"linear": ("total_steps",), "cosine": ("total_steps",), "wsd": ("total_steps", "decay_steps")}
         for name in needed.get(self.kind, ()):
             if getattr(self, name) is None:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers import clip_grad_norm_
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.learning_rate import Schedule
+from rl_models.numbers import require_number
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class OptimizerOptions:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "max_grad_norm"):
+            require_number(name, getattr(self, name), finite=False)
+        for beta in self.betas:
+            require_number("betas", beta, finite=False)
         for name, fits, needs in (
             ("learning_rate", 0 <= self.learning_rate < math.inf, "be finite and not negative"),
             ("betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "be two numbers in [0, 1)"),

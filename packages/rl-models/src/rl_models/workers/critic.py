@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl_models.batch import Batch
+from rl_models.batch import Batch, require_batch
 from rl_models.engines import Role
 from rl_models.losses import LossTerms
 from rl_models.workers.worker import Worker
@@ -31,6 +31,7 @@ class Valuing(Worker):
         What a reward model gives that is a checkpoint of transformers' sequence classification with one label, which a
         critic loads as well. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
         """
+        require_batch(batch)
         # The value before a token is that after the one before it, so one more token (any) is enough.
         longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
         ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1

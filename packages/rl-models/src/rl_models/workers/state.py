@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from rl_models.engines.offload import Offload
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.workers import checkpoint
+from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.checkpoint import Resumed
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ class WorkerState:
         skipped_steps: not taken, because fp16 had overflowed under the loss scale.
     """
 
-    def __init__(self, engine: Engine, options: OptimizerOptions) -> None:
+    def __init__(self, engine: Engine, options: OptimizerOptions | None) -> None:
         self.engine = engine
-        self.options = options
+        self.options = options or OptimizerOptions()
         self.steps = 0
         self.skipped_steps = 0
         self._memory = Offload(engine.module, self._optimizer_state)
@@ -49,6 +50,18 @@ class WorkerState:
     def _optimizer_state(self) -> Iterator[Tensor]:
         if "optimizer" in self.__dict__:
             yield from self.optimizer.tensors()
+
+    def _agree(
+        self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
+    ) -> None:
+        """Begin a call that every rank makes: see `agree_on_call`. With `optimizer` it needs the optimizer's state."""
+
+        def prepare() -> Given:
+            self._memory.require(method, optimizer=optimizer)
+            check()
+            return Given()
+
+        agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
 
     @property
     def grid(self) -> Grid:
@@ -70,7 +83,7 @@ class WorkerState:
 
         Every rank calls it. The folder appears in one step when it is complete; what was there is kept until then.
         """
-        self._memory.require("save_pretrained")
+        self._agree("save_pretrained", path=os.path.abspath(path))
         self.engine.save(path)
 
     def save_training(
@@ -99,7 +112,7 @@ class WorkerState:
             ValueError, OSError: this save, or the one before in the background, went wrong; on every rank.
             RuntimeError: weights or optimizer state are offloaded.
         """
-        self._memory.require("save_training", optimizer=True)
+        self._agree("save_training", optimizer=True, path=os.path.abspath(path), step=step, keep=keep)
         self.wait_for_save()
         group = self.grid.everyone
         if asynchronous:
@@ -145,7 +158,7 @@ class WorkerState:
             ValueError: there is none, it is broken, or it is of another model; on every rank alike.
             RuntimeError: weights or optimizer state are offloaded.
         """
-        self._memory.require("load_training", optimizer=True)
+        self._agree("load_training", optimizer=True, path=os.path.abspath(path), step=step)
         self.wait_for_save()
         state = checkpoint.load_training(self.engine, self.optimizer, path, step)
         self.steps = int(state.extra["steps"])
@@ -173,7 +186,18 @@ class WorkerState:
             device: where the tensors are; None: where the parameters are.
             bucket_bytes: how much is exchanged at once; at least one tensor.
         """
-        self._memory.require("stream_weights")
+
+        def check() -> None:
+            ranks = 1 if self.grid.everyone is None else self.grid.everyone.size()
+            if to is None:
+                return
+            if isinstance(to, str) or not isinstance(to, Sequence) or any(rank not in range(ranks) for rank in to):
+                raise ValueError(
+                    f"to={to!r} must be ranks of the grid, 0 to {ranks - 1}, such as [0]; hand the tensors that these "
+                    "ranks receive to an inference engine yourself"
+                )
+
+        self._agree("stream_weights", check, to=to, dtype=dtype, bucket_bytes=bucket_bytes)
         return checkpoint.stream_weights(self.engine, to=to, dtype=dtype, device=device, bucket_bytes=bucket_bytes)
 
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:

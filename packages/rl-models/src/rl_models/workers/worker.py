@@ -23,9 +23,11 @@ from rl_models.engines import (
     Role,
     RouterLosses,
     load_engine,
+    require_learning,
 )
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.positions import max_positions
+from rl_models.engines.stored import stored_dtype
 from rl_models.grid import Grid, checkpoint_folder
 from rl_models.models.decoder import Recompute
 from rl_models.numbers import require_number
@@ -51,11 +53,12 @@ class Worker(WorkerState):
     def __init__(
         self,
         engine: Engine,
-        options: OptimizerOptions,
+        options: OptimizerOptions | None,
         max_tokens_per_micro_batch: int,
         positions: int | None = None,
     ) -> None:
         super().__init__(engine, options)
+        self._warn_of_default = options is None
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.positions = positions
 
@@ -88,7 +91,8 @@ class Worker(WorkerState):
             backend: one of `rl_models.engines.BACKENDS`.
             dims: the sizes of the grid; default one rank.
             device: default this process's CUDA device where there is one, else the CPU.
-            dtype: of the parameters; default as stored. In fp16, which needs a loss scale, "megatron" alone learns.
+            dtype: of the parameters; default as stored. In fp16, which needs a loss scale, "megatron" alone learns: the
+                other backends refuse fp16 with an `optimizer`.
             mesh: a mesh from `dims.build_mesh(...)`, when the grid is on some of the ranks; default all of them.
             sequence_parallel: default where tp > 1.
             pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
@@ -104,7 +108,7 @@ class Worker(WorkerState):
             deterministic: the same call gives the same bits at every run on the same grid. It is a setting of the whole
                 process and stays; see `rl_models.workers.determinism`.
             megatron: what only that backend has to choose.
-            optimizer: default `OptimizerOptions()`.
+            optimizer: default `OptimizerOptions()`, of which the first `update` warns.
             max_tokens_per_micro_batch: the most tokens that one forward pass takes.
 
         Raises:
@@ -126,11 +130,11 @@ class Worker(WorkerState):
             deterministic=deterministic,
             megatron=megatron or MegatronOptions(),
         )
-        learning = optimizer or OptimizerOptions()
 
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
-            checkpoint_folder(path)
+            if optimizer is not None:
+                require_learning(backend, dtype or stored_dtype(checkpoint_folder(path)))
             return Given()
 
         agree_on_call(
@@ -140,11 +144,11 @@ class Worker(WorkerState):
             backend=backend,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             **vars(options),
-            **vars(learning),
+            **vars(optimizer or OptimizerOptions()),
         )
         folder = checkpoint_folder(path)
         engine = load_engine(backend, folder, cls.role, grid, options)
-        return cls(engine, learning, max_tokens_per_micro_batch, max_positions(folder))
+        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
 
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """All outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`, aligned with their own
@@ -205,6 +209,13 @@ class Worker(WorkerState):
             RuntimeError: weights or optimizer state are offloaded.
         """
         self._memory.require("an update", optimizer=True)
+        if self._warn_of_default:
+            self._warn_of_default = False
+            warnings.warn(
+                f"no optimizer was given: updates take AdamW with learning_rate={self.options.learning_rate}; pass "
+                "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained",
+                stacklevel=3,
+            )
         optimizer = self.optimizer  # before the backward: it says in which type gradients add up
         rate = self.learning_rate
         scale = optimizer.loss_scale
