@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -96,6 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path / "llama")
     LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 16})).save_pretrained(path / "deep")
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
+    Olmo2ForCausalLM(Olmo2Config(**SIZES)).save_pretrained(path / "norms over all heads")
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
     return path
 
@@ -164,6 +167,7 @@ CASES = [
     Case("llama", 1024, ParallelDims(pp=2)),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
     Case("latent", 1024),
+    Case("norms over all heads", 1024),
 ]
 MORE_CASES = [
     Case("llama", 1024, options={"recompute": (0, 2)}),
@@ -187,6 +191,7 @@ MORE_CASES = [
     Case("mixture", 1024, ParallelDims(tp=2, ep=2)),
     Case("mixture", 1024, ParallelDims(pp=2)),
     Case("latent", 1024, ParallelDims(tp=2)),
+    Case("norms over all heads", 1024, ParallelDims(tp=2), BF16),
     Case("latent", 1024, options={"recompute": "selective"}),
 ]
 
