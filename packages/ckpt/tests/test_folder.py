@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from ckpt import Grid, open_checkpoint, reshard
+from ckpt import Grid, layout_for, load_hf, open_checkpoint, reshard, verify
 from ckpt.files.contents import INDEX
 
 
@@ -69,6 +70,59 @@ def test_a_snapshot_of_links_is_opened(checkpoint: Callable[..., Path], tmp_path
         shutil.copy(file, tmp_path / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     assert open_checkpoint(snapshot).tensors == open_checkpoint(checkpoint("llama")).tensors
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16060522496\n"
+READERS: list[Callable[[Path], object]] = [open_checkpoint, layout_for, lambda folder: verify(folder, folder)]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_pointer_of_git_lfs_is_named(read: Callable[[Path], object], sharded: Path) -> None:
+    file = "config.json" if read is layout_for else sorted(sharded.glob("*.safetensors"))[1].name
+    (sharded / file).write_bytes(POINTER)
+    with pytest.raises(ValueError, match=rf"{file} is a git-lfs pointer, .*; run `git lfs pull` in its folder"):
+        read(sharded)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_an_adapter_is_refused_alone_and_beside_weights(
+    read: Callable[[Path], object], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    shutil.copytree(checkpoint("llama"), beside)
+    alone.mkdir()
+    for folder in (alone, beside):
+        (folder / "adapter_config.json").write_text("{}")
+        shutil.copy(checkpoint("llama") / "model.safetensors", folder / "adapter_model.safetensors")
+    # A configuration alone is that of the model, whatever lies beside it.
+    for folder in (alone,) if read is layout_for else (alone, beside):
+        with pytest.raises(ValueError, match=r"adapter_config.json says that .* is a LoRA adapter or has one beside"):
+            read(folder)
+
+
+def test_shards_without_their_index_are_named(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(
+        ValueError, match=r"holds \d+ shards, from model-00001-of-\d+.safetensors on, and no .*index.json"
+    ):
+        open_checkpoint(sharded)
+
+
+def test_a_classifier_of_several_labels_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:3].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for step in (
+        lambda: verify(tmp_path, tmp_path),
+        lambda: load_hf(tmp_path, layout_for(tmp_path)),
+        lambda: load_hf(tmp_path, layout_for(tmp_path, role="value")),
+    ):
+        with pytest.raises(ValueError, match=r"score.weight has shape \(3, 32\) in .*: a classifier of 3 labels"):
+            step()
 
 
 def test_a_sharded_folder_is_named_with_the_way_to_convert(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

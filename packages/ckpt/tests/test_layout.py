@@ -117,8 +117,8 @@ KEYS_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
         (KEYS_3, Place(tp=(0, 2)), "num_key_value_heads=3 is not divisible by tp=2"),
         ({"intermediate_size": 50}, Place(tp=(0, 4)), "intermediate_size=50 is not divisible by tp=4"),
         ({"num_hidden_layers": 30}, Place(pp=(0, 4)), "num_hidden_layers=30"),
-        ({}, Place(ep=(0, 2)), "ep=2 and etp=None divide experts, and this llama model has none; leave them out"),
-        ({}, Place(etp=(1, 2)), "ep=1 and etp=2 divide experts, and this llama model has none; leave them out"),
+        ({}, Place(ep=(0, 2)), "ep=2 would divide experts, and this llama model has none; leave it out"),
+        ({}, Place(etp=(1, 2)), "etp=2 would divide experts, and this llama model has none; leave it out"),
     ],
 )
 @pytest.mark.parametrize("target", ["parallel", "megatron"])

@@ -219,7 +219,7 @@ def test_a_cast_joins_tensors_of_several_types(checkpoint: Checkpoints, tmp_path
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"qkv_proj.weight joins tensors of types .*; pass dtype= \(--dtype\)"):
+    with pytest.raises(ValueError, match=r"qkv_proj.weight joins tensors of types .*; pass dtype= to cast"):
         reshard(source, tmp_path / "shards", Grid(tp=2))
     reshard(source, tmp_path / "shards", Grid(tp=2), dtype=torch.bfloat16)
     layout = layout_for(source)

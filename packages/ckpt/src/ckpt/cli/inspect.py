@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import ckpt
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
+
+if TYPE_CHECKING:
+    from ckpt.transfer.sources import Source
 
 
 @reports_mistakes
 def inspect(
     folder: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder, or one file of weights with a config.json beside it.")
+        Path,
+        typer.Argument(
+            help="A Hugging Face folder, a sharded one, or one file of weights with a config.json beside it."
+        ),
     ],
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
     from ckpt.transfer.sources import open_source
 
-    checkpoint = ckpt.open_checkpoint(folder)
-    facts = describe(checkpoint, open_source(folder).layout)
+    facts = describe(open_source(folder))
     if json:
         print_json(facts)
         return
@@ -40,24 +44,35 @@ def inspect(
         ("experts", f"{facts['experts']:,}"),
         ("tied embeddings", "yes" if facts["tied"] else "no"),
     ]
+    if facts["grid"] is not None:
+        grid = " ".join(f"{axis}={size}" for axis, size in facts["grid"].items() if size is not None)
+        rows += [("grid", grid), ("target", facts["target"]), ("optimizer", " ".join(facts["optimizer"]) or "none")]
     print_table(str(folder), ("", ""), rows, header=False)
 
 
-def describe(checkpoint: ckpt.Checkpoint, layout: ckpt.Layout) -> dict[str, Any]:
-    """The facts that `inspect` shows."""
+def describe(source: Source) -> dict[str, Any]:
+    """Return the facts that `inspect` shows; parameters are counted once, whatever number of ranks hold them."""
     from ckpt.files.dtypes import NAMES
+    from ckpt.layout.pieces import volume
+    from ckpt.transfer.shards import WEIGHTS
 
+    layout = source.layout
     dtypes: dict[str, int] = {}
-    for _, info in checkpoint.tensors.values():
-        dtypes[NAMES[info.dtype]] = dtypes.get(NAMES[info.dtype], 0) + math.prod(info.shape)
+    for parts in source.slots[WEIGHTS].values():
+        for key, piece in parts:
+            name = NAMES[source.tensors[key][1].dtype]
+            dtypes[name] = dtypes.get(name, 0) + volume(piece.local_range)
     return {
         "family": layout.family.name,
         "role": layout.role,
+        "target": layout.target,
+        "grid": None if source.grid is None else dataclasses.asdict(source.grid),
+        "optimizer": sorted({*source.slots, *source.scalars} - {WEIGHTS}),
         "parameters": sum(dtypes.values()),
-        "bytes": sum(info.nbytes for _, info in checkpoint.tensors.values()),
+        "bytes": sum(info.nbytes for _, info in source.tensors.values()),
         "dtypes": dtypes,
-        "tensors": len(checkpoint.tensors),
-        "files": len(checkpoint.headers),
+        "tensors": len(source.tensors),
+        "files": len(source.files),
         "layers": layout.num_layers,
         "experts": layout.num_experts,
         "tied": layout.tied,

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,11 @@ T = TypeVar("T")
 MISTAKE = 2
 # What ends a command from outside; a shell expects 128 and the signal's number as its exit code.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# An argument of a function that is an option here: "layers='balanced'", "layers=[7, 8]", "dtype=".
+_OPTION = re.compile(
+    r"(?<!config's )(?<![\w-])(layers|target|dtype|copy_from|max_shard_size|vocab_multiple)="
+    r"(?:'([^']*)'|\[([^\]]*)\]|(\w*))"
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
@@ -45,6 +51,12 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _as_option(found: re.Match[str]) -> str:
+    """Spell an argument as the command line does: "--layers balanced", "--layers 7,8", "--dtype"."""
+    value = next((value for value in found.groups()[1:] if value), "").replace(", ", ",")
+    return f"--{found[1].replace('_', '-')} {value}".rstrip()
+
+
 def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
     """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error.
 
@@ -57,7 +69,7 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
             with _signals_raise():
                 return command(*args, **kwargs)
         except (ValueError, OSError) as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {_OPTION.sub(_as_option, str(error))}", err=True)
             raise typer.Exit(MISTAKE) from None
         except _Stopped as stopped:
             (number,) = stopped.args

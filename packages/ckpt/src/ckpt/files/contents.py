@@ -15,6 +15,9 @@ LAYOUT = "layout.json"
 STATE = "state.json"
 METADATA = "metadata.json"
 
+# What makes a folder a LoRA adapter (peft's).
+ADAPTER = "adapter_config.json"
+
 # What stands beside the weights and belongs to the tokenizer, the processor or generation; one of them is a folder.
 COMPANIONS = (
     "tokenizer*",
@@ -53,6 +56,33 @@ KINDS = (
     Kind((CONFIG,), COMPANIONS),
 )
 _KNOWN = tuple(pattern for kind in KINDS for pattern in (*kind.marks, *kind.others))
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder that is a LoRA adapter, or has one beside its weights, which transformers would apply to them.
+
+    Raises:
+        ValueError: names the file and how to merge the adapter into its model.
+    """
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder / ADAPTER} says that {folder} is a LoRA adapter or has one beside its weights; merge it once, "
+            "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(OUT), and pass OUT; or move "
+            "the adapter's files elsewhere to use the weights without it"
+        )
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Refuse a file, given its first bytes, that git-lfs has left in place of the file itself.
+
+    Raises:
+        ValueError: says how to get the file.
+    """
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"{path} is a git-lfs pointer, not the file that it stands for; run `git lfs pull` in its folder, or "
+            "download the file"
+        )
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.files.contents import INDEX, LAYOUT, SINGLE
+from ckpt.files.contents import INDEX, LAYOUT, SINGLE, refuse_adapter
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.layout.config import Config, load_config, read_json_file
 
@@ -64,6 +64,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _opened(folder.parent, {folder.name: read_header(folder)})
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
+    refuse_adapter(folder)
     single = (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
     if (folder / INDEX).is_file():
         checkpoint = _open_sharded(folder)
@@ -74,6 +75,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return checkpoint
     if single:
         return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
+    shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        raise ValueError(
+            f"{folder} holds {len(shards)} shards, from {shards[0]} on, and no {INDEX}, which says where each tensor "
+            "is; download or copy the index into the folder"
+        )
     for pattern in _FOREIGN:
         foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
         if foreign:

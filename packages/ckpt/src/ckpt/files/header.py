@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ckpt.files.contents import refuse_pointer
 from ckpt.files.dtypes import DTYPES, dtype_name
 from ckpt.layout.pieces import Shape
 
@@ -69,11 +70,14 @@ def read_header(path: Path) -> Header:
             size = stat.st_size
             if size < 8:
                 raise ValueError(f"{path} is truncated: {size} bytes hold no safetensors header")
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(32)
+            refuse_pointer(path, start)
+            length = int.from_bytes(start[:8], "little")
             if length > min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(
                     f"{path} is truncated or no safetensors file: its header claims {length} bytes, the file has {size}"
                 )
+            file.seek(8)
             raw = file.read(length)
     except FileNotFoundError:
         what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"

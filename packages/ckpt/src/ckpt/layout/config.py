@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ckpt.files.contents import CONFIG
+from ckpt.files.contents import CONFIG, refuse_adapter, refuse_pointer
 
 Config = dict[str, Any]
 
@@ -68,8 +68,10 @@ def classifies_sequences(config: Mapping[str, Any]) -> bool:
 
 def read_json_file(path: Path) -> Any:
     """Parse a JSON file; a broken one is a ValueError that names it."""
+    raw = path.read_bytes()
+    refuse_pointer(path, raw)
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
@@ -93,6 +95,7 @@ def load_config(config: ConfigLike) -> Config:
     folder = path.parent if is_weights(path) else path
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
+        refuse_adapter(folder)
         raise ValueError(
             f"{file} does not exist; pass a checkpoint folder with a config.json, or the configuration itself"
         )

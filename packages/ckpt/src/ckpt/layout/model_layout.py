@@ -268,10 +268,10 @@ class Layout:
             return
         self.chunk_layers(grid)
         if not self.num_experts and (grid.ep > 1 or grid.etp not in (None, 1, grid.tp)):
-            raise ValueError(
-                f"ep={grid.ep} and etp={grid.etp} divide experts, and this {self.family.name} model has none; leave "
-                "them out"
+            given = " and ".join(
+                f"{axis}={n}" for axis, n in (("ep", grid.ep), ("etp", grid.etp)) if n not in (1, None)
             )
+            raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
         rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
         rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
         places = [

@@ -32,6 +32,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     """
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     unread = dict(shapes)
+    _refuse_classifier(checkpoint, layout)
     sources: Sources = {}
     missing: list[str] = []
     wrong: list[str] = []
@@ -65,6 +66,18 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     if HEAD in unread and layout.tied and layout.role != "value":
         _refuse_other_head(checkpoint, sources[layout.family.canonical_name(EMBEDDING)][0][0])
     return sources
+
+
+def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Refuse a head of several labels where a value model has one row."""
+    hidden = layout.text.get("hidden_size")
+    for name in _value_heads(layout.family) - {HEAD}:
+        file, info = checkpoint.tensors.get(name, ("", None))
+        if info is not None and len(info.shape) == 2 and info.shape[0] != 1 and info.shape[1] == hidden:
+            raise ValueError(
+                f"{checkpoint.path}: {name} has shape {info.shape} in {file}: a classifier of {info.shape[0]} labels. "
+                "A value or reward model has one label (num_labels=1), and a language model has none; pass such a model"
+            )
 
 
 def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:

@@ -11,6 +11,7 @@ from ckpt.files.header import TensorInfo
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Box, Piece, Shape
+from ckpt.layout.place import Grid
 from ckpt.transfer.match import detect_role, is_prediction_layer, match
 from ckpt.transfer.shards import WEIGHTS, is_sharded, open_shards
 from ckpt.transfer.tied import tied_names
@@ -30,6 +31,7 @@ class Source:
         copies: the same for what other places hold again.
         scalars: slot -> canonical name -> key, for slots of one element a parameter.
         tied: the canonical tensors that several pipeline chunks hold.
+        grid: of a sharded checkpoint.
     """
 
     layout: Layout
@@ -39,6 +41,7 @@ class Source:
     copies: dict[str, Index] = field(default_factory=dict)
     scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
+    grid: Grid | None = None
 
     def holds(self, slot: str, name: str) -> bool:
         """Whether there is a canonical tensor in a slot."""
@@ -60,7 +63,7 @@ class Source:
         if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
             return cast
         if len(found) > 1:
-            fix = f"save {slot} in one type" if kept else "pass dtype= (--dtype) to cast them to one"
+            fix = f"save {slot} in one type" if kept else "pass dtype= to cast them to one"
             raise ValueError(f"{local} joins tensors of types {sorted(map(str, found))}; {fix}")
         return found.pop()
 
@@ -93,7 +96,7 @@ def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None 
 
 def _sharded(path: str | os.PathLike[str]) -> Source:
     shards = open_shards(path)
-    source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()))
+    source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()), grid=shards.grid)
     for slot in shards.slots:
         boxes: dict[str, set[Box]] = {}
         for index, place in enumerate(shards.grid.places()):
