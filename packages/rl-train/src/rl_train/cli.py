@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import json
 import math
 import signal
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer.core import TyperCommand
 
-from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions, declared
+from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -215,38 +215,36 @@ def train(**given: Any) -> None:
 
 
 def _train_parameters() -> list[inspect.Parameter]:
-    """An option for every field of `TrainOptions`; what is not given is None, for the file of --config to say."""
-    options = declared()
-    extra = {
-        "config": (Path | None, None, "A YAML or TOML file with the same options; the command line wins.", None),
-        "dry_run": (bool, False, "Print the resolved plan and check everything, but run nothing.", None),
-        "as_json": (bool, False, "Print the last step's metrics, or the plan of --dry-run, as one JSON object.", None),
+    """Return an option for every field of `TrainOptions`; without a value it is None, so that --config decides."""
+    kinds, panel = typing.get_type_hints(TrainOptions), ""
+    found: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {}
+    for name, entry in TrainOptions.model_fields.items():
+        panel = PANELS.get(name, panel)
+        plain = entry.is_required() or entry.default in (None, "")
+        text = f"{entry.description}" if plain else f"{entry.description} [default: {entry.default}]"
+        option = typer.Option(help=escape(text), show_default=False, rich_help_panel=panel)
+        kind = next(kind for kind in (bool, int, float, Path, str) if kind in _members(kinds[name]))
+        found[name] = (kind | None, None, option)
+    config = "A YAML or TOML file with the same options; the command line wins."
+    dry_run = "Print the resolved plan and check everything, but run nothing."
+    as_json = "Print the last step's metrics, or the plan of --dry-run, as one JSON object."
+    found |= {
+        "config": (Path | None, None, typer.Option(help=config)),
+        "dry_run": (bool, False, typer.Option("--dry-run", help=dry_run)),
+        "as_json": (bool, False, typer.Option("--json", help=as_json)),
     }
-    found, panel = {}, ""
-    for entry in dataclasses.fields(TrainOptions):
-        kind, says = options[entry.name]
-        plain = entry.default is dataclasses.MISSING or entry.default in (None, "")
-        panel = PANELS.get(entry.name, panel)
-        help = says.text if plain else f"{says.text} [default: {entry.default}]"
-        found[entry.name] = (kind | None, None, help, panel)
-    flags = {"as_json": "--json", "dry_run": "--dry-run"}
     return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[
-                kind,
-                typer.Option(
-                    *[flags[name]] if name in flags else [],
-                    help=escape(help),
-                    show_default=False,
-                    rich_help_panel=panel,
-                ),
-            ],
-        )
-        for name, (kind, default, help, panel) in (found | extra).items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+        for name, (kind, default, option) in found.items()
     ]
+
+
+def _members(kind: Any) -> set[Any]:
+    """Return the types that an annotation allows: the members of a union, and of a literal the types of its values."""
+    if typing.get_origin(kind) is typing.Literal:
+        return {type(value) for value in typing.get_args(kind)}
+    members = typing.get_args(kind)
+    return set().union(*(_members(member) for member in members)) if members else {kind}
 
 
 class _SwitchesInOneColumn(TyperCommand):

@@ -355,7 +355,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
         ({"backend": "mine"}, [{"text": "a"}], "backend='mine' is not available; available: parallel"),
         ({"recompute": "0,2"}, [{"text": "a"}], "recompute: there are no layers [2]; the model has 0..1"),
         ({"stop_ids": "2,99"}, [{"text": "a"}], "stop_ids [99] are outside the vocabulary of 30"),
-        ({"algorithm": "pop"}, [{"text": "a"}], "algorithm 'pop' is unknown"),
+        ({"algorithm": "pop"}, [{"text": "a"}], "the command line: algorithm='pop' must be 'ppo', 'grpo'"),
     ],
 )
 def test_mistakes_are_one_line_and_named(

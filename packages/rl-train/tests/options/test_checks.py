@@ -21,9 +21,6 @@ from rl_train.options.options import TrainOptions
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be a finite number"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0 must not be negative"),
         (
             {"reference": Path("elsewhere")},
             "reference=elsewhere is for the KL penalty, and kl_coefficient=0.0 has none",

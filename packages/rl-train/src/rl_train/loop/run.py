@@ -31,6 +31,7 @@ from rl_train.loop.folder import check_folder, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.turns import Turns
+from rl_train.options.checks import check
 from rl_train.options.derived import engine_options, loss_rules, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.preflight import check_native_model
@@ -95,6 +96,7 @@ def plan(options: TrainOptions) -> Plan:
     Raises:
         ValueError: something does not fit; names it.
     """
+    check(options)
     check_folder(options)
     folder = Path(checkpoint_folder(options.model))
     for other in (options.critic, options.reference):
@@ -256,7 +258,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
     from rl_train.cluster.placement import Placement
     from rl_train.cluster.resources import Resources
 
-    options = dataclasses.replace(planned.options, out=planned.options.out.absolute())
+    options = planned.options.model_copy(update={"out": planned.options.out.absolute()})
     planned = dataclasses.replace(planned, options=options)
     reward = load_reward(options.reward)
     count = 1 + options.separate_critic + (options.kl_coefficient > 0)

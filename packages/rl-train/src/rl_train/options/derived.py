@@ -1,4 +1,4 @@
-"""What follows from a run's options for its engines, optimizers and losses."""
+"""Derive the options of engines, optimizers and losses from the options of a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from rl_train.options.texts import numbers, parse_recompute
 
 
 def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
-    """How a model on the policy's grid, or on the critic's own, is loaded.
+    """Return how a model is loaded on the policy's grid, or on the critic's own.
 
     Raises:
         ValueError: a value that no engine takes.
     """
-    if options.dtype not in (None, "float32", "bfloat16", *["float16"] * (options.backend == "megatron")):
+    if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
-    if options.context_parallel not in ("ulysses", "ring"):
-        raise ValueError(f"context_parallel={options.context_parallel!r} must be ulysses or ring")
     pipeline = PipelineOptions(
         options.pipeline_schedule,  # type: ignore[arg-type]  # checked there
         options.virtual_stages,
@@ -34,7 +32,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         sequence_parallel=options.sequence_parallel if own or grid.tp > 1 else None,
         pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
-        context_parallel=options.context_parallel,  # type: ignore[arg-type]
+        context_parallel=options.context_parallel,
         router_losses=RouterLosses(
             balance=options.router_balance, sequence_balance=options.router_sequence_balance, z=options.router_z
         ),
@@ -47,7 +45,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:
-    """The optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps.
+    """Return the optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps.
 
     Raises:
         ValueError: a value outside its range.
@@ -71,7 +69,7 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
 
 
 def loss_rules(options: TrainOptions) -> Rules:
-    """What the advantages and the losses read: what is given, else the algorithm's own.
+    """Return what the advantages and the losses read: the given values, else the algorithm's own.
 
     Raises:
         ValueError: a name is unknown, or a number outside its range.

@@ -1,13 +1,12 @@
-"""The options of `rl-train train`: one table for the command line, for YAML and TOML files, and for Python."""
+"""The options of `rl-train train`: one declaration for the command line, for YAML and TOML files, and for Python."""
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rl_train.options.texts import numbers
 
@@ -16,20 +15,41 @@ if TYPE_CHECKING:
     from parallel_layers import ParallelDims
     from rl_train.loop.algorithms import Algorithm
 
-
-@dataclass(frozen=True)
-class Says:
-    """What `--help` says of an option; a run that is resumed may change one that is `free`."""
-
-    text: str
-    free: bool = False
+T = TypeVar("T")
 
 
-# What several commands say alike.
-DEVICE = "cpu, cuda or another accelerator that torch finds; default an accelerator where there is one."
-RECOMPUTE = (
-    "What is recomputed in the backward to save memory: full, selective (MLPs and experts), or layers such as 0,5."
-)
+class _MayChange:
+    """The mark of an option that a run may change when it is resumed."""
+
+
+def _as_text(value: Any) -> Any:
+    """Files may write a grid as a mapping and ids as a list, such as {tp: 2} and [2, 7]."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={size}" for name, size in value.items())
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value) if type(value) is int else value
+
+
+def _as_number(value: Any) -> Any:
+    """YAML takes 1e-5 for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Free = Annotated[T, _MayChange]
+Text = Annotated[str, BeforeValidator(_as_text)]
+Number = Annotated[float, BeforeValidator(_as_number)]
+Folder = Annotated[Path, Field(strict=False)]
+
+# Help texts that several commands share.
+DEVICE = "cpu, cuda or another accelerator that torch finds (default: an accelerator where there is one)."
+RECOMPUTE = "Recompute in the backward to save memory: full, selective (MLPs and experts), or layers such as 0,5."
+
+# A year; torch counts nanoseconds in 64 bits.
+LONGEST_TIMEOUT = 365 * 24 * 3600
 
 # `--help` has a panel for each group of options, by the first of the group.
 PANELS = {
@@ -41,210 +61,217 @@ PANELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What to train, on what, and how; `rl-train train --help` lists the same, from here."""
+class TrainOptions(BaseModel):
+    """What to train, on what, and how; `rl-train train --help` lists the same options, from here.
 
-    model: Annotated[Path, Says("Checkpoint folder of the policy to begin with.")]
-    prompts: Annotated[
-        Path, Says('JSON lines: {"text": "..."} or {"tokens": [ids]}, and whatever else the reward reads.')
-    ]
-    reward: Annotated[str, Says("module:function, called with (prompt, response, row); returns a number.")]
-    out: Annotated[Path, Says("Folder for metrics, training checkpoints and the result.", free=True)] = Path("run")
-    algorithm: Annotated[str, Says("ppo, grpo, rloo, reinforce++, gspo or dapo.")] = "grpo"
-    critic: Annotated[Path | None, Says("Checkpoint folder of the critic that ppo needs; default the policy's.")] = None
-    share_backbone: Annotated[
-        bool, Says("The critic is a head on the policy's layers, and both learn by one loss (backend parallel).")
-    ] = False
-    reference: Annotated[
-        Path | None, Says("Checkpoint folder of the reference model of the KL penalty; default the policy's.")
-    ] = None
+    Each value is checked by itself; `rl_train.options.checks.check` checks them together.
+    """
 
-    dims: Annotated[str, Says("Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2.", free=True)] = ""
-    critic_dims: Annotated[
-        str | None, Says("Grid of the critic, of as many ranks; default the policy's.", free=True)
-    ] = None
-    backend: Annotated[str, Says("What the models run on: parallel, transformers or megatron.", free=True)] = "parallel"
-    ray: Annotated[bool, Says("Run on a Ray cluster (RAY_ADDRESS, or a local one).", free=True)] = False
-    device: Annotated[str | None, Says(DEVICE, free=True)] = None
-    collective_timeout: Annotated[
-        int, Says("Seconds that ranks wait for each other: all rewards of a step must be done within it.", free=True)
-    ] = 1800
-    dtype: Annotated[
-        str | None, Says("Type of the weights: float32, bfloat16, or float16 (backend megatron); default as stored.")
-    ] = None
-    max_tokens: Annotated[int, Says("The most tokens of a micro-batch, one forward pass.", free=True)] = 16384
-    recompute: Annotated[str | None, Says(RECOMPUTE, free=True)] = None
-    offload: Annotated[bool, Says("A model is in host memory while another one works.", free=True)] = False
-    sequence_parallel: Annotated[
-        bool | None, Says("Between the layers tokens are divided over tp, too; default where tp > 1.", free=True)
-    ] = None
-    context_parallel: Annotated[str, Says("Attention where cp > 1: ulysses or ring.", free=True)] = "ulysses"
-    pipeline_schedule: Annotated[str, Says("Order of work where pp > 1: 1f1b or zero-bubble.", free=True)] = "1f1b"
-    virtual_stages: Annotated[int, Says("Chunks of the model on each rank of a pipeline.", free=True)] = 1
-    pipeline_split: Annotated[
-        str | None,
-        Says("Number of layers of each pipeline chunk, such as 3,5; default as even as possible.", free=True),
-    ] = None
-    keep_probabilities: Annotated[
-        bool, Says("Keep the head's probabilities: one matrix product less, [T, V/tp] more memory.", free=True)
-    ] = False
-    tp_invariant: Annotated[bool, Says("Log-probs with the same bits at every tp, in every batch.", free=True)] = False
-    deterministic: Annotated[bool, Says("The same bits at every run on the same grid.", free=True)] = False
-    megatron_layers: Annotated[str, Says("Layers of backend megatron: local or transformer_engine.", free=True)] = (
-        "local"
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Folder = Field(description="Checkpoint folder of the policy to begin with.")
+    prompts: Folder = Field(
+        description='JSON lines: {"text": "..."} or {"tokens": [ids]}, and whatever else the reward reads.'
     )
-    distributed_optimizer: Annotated[
-        bool, Says("Divide the optimizer's state over dp x cp (backend megatron).", free=True)
-    ] = True
-    router_balance: Annotated[float, Says("Coefficient of the load-balancing loss of a mixture of experts.")] = 0.0
-    router_sequence_balance: Annotated[
-        float, Says("Coefficient of the load-balancing loss within each sequence (mixture of experts).")
-    ] = 0.0
-    router_z: Annotated[float, Says("Coefficient of the routers' z-loss (mixture of experts).")] = 0.0
-    router_replay: Annotated[
-        bool, Says("Learn with the experts that the old log-probs were computed with (mixture of experts).")
-    ] = False
-
-    steps: Annotated[int, Says("Steps of the run; each generates, scores and learns.", free=True)] = 100
-    prompts_per_step: Annotated[int, Says("Prompts of a step.")] = 64
-    samples: Annotated[int | None, Says("Responses to each prompt; default the algorithm's.")] = None
-    max_new_tokens: Annotated[int, Says("The most tokens of a response.")] = 256
-    temperature: Annotated[float, Says("Sampling temperature.")] = 1.0
-    top_k: Annotated[int | None, Says("Draw from the k likeliest tokens; default from all.")] = None
-    top_p: Annotated[float, Says("Draw from the likeliest tokens that together have this probability.")] = 1.0
-    stop_ids: Annotated[
-        str | None, Says("Ids of tokens that end a response, such as 2,7; default the model's end of text.")
-    ] = None
-    seed: Annotated[int, Says("Seed of the order of the prompts and of sampling.")] = 0
-
-    epochs: Annotated[int, Says("Passes over the responses of a step.")] = 1
-    mini_batch: Annotated[int | None, Says("Responses of one optimizer step; default all of a step.")] = None
-    learning_rate: Annotated[float, Says("Learning rate of the policy.")] = 1e-6
-    critic_learning_rate: Annotated[float, Says("Learning rate of the critic.")] = 1e-5
-    beta1: Annotated[float, Says("AdamW's beta1, the decay of the mean gradient.")] = 0.9
-    beta2: Annotated[float, Says("AdamW's beta2, the decay of the mean squared gradient.")] = 0.999
-    adam_eps: Annotated[float, Says("AdamW's epsilon, in the denominator.")] = 1e-8
-    weight_decay: Annotated[float, Says("Weight decay, applied to matrices only.")] = 0.0
-    max_grad_norm: Annotated[float, Says("Gradients of a larger norm are scaled down to this one.")] = 1.0
-    schedule: Annotated[str, Says("Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt.")] = (
-        "constant"
+    reward: Text = Field(description="module:function, called with (prompt, response, row); returns a number.")
+    out: Free[Folder] = Field(Path("run"), description="Folder for metrics, training checkpoints and the result.")
+    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = Field(
+        "grpo", description="ppo, grpo, rloo, reinforce++, gspo or dapo."
     )
-    warmup_steps: Annotated[int, Says("Steps in which the learning rate rises to its full value.")] = 0
-    decay_steps: Annotated[int | None, Says("Steps of the decay at the end (schedule wsd).")] = None
-    min_ratio: Annotated[float, Says("Learning rate at the end of the schedule, as a part of the full one.")] = 0.0
-    clip_low: Annotated[
-        float | None, Says("How far the policy's ratio may fall below 1 and count; default the algorithm's.")
-    ] = None
-    clip_high: Annotated[
-        float | None, Says("How far the policy's ratio may rise above 1 and count; default the algorithm's.")
-    ] = None
-    dual_clip: Annotated[
-        float | None, Says("The largest ratio that counts where the advantage is negative; default none.")
-    ] = None
-    value_clip: Annotated[float, Says("How far the critic's values may move at once; 0: as far as they like.")] = 0.2
-    value_coefficient: Annotated[
-        float, Says("Coefficient of the critic's loss beside the policy's (--share-backbone).")
-    ] = 0.5
-    importance_cap: Annotated[
-        float | None,
-        Says("Weigh tokens by their probability in training over that in generation, at most so much; default not."),
-    ] = None
-    aggregation: Annotated[
-        str | None, Says("How the loss is averaged: token-mean or sequence-mean; default the algorithm's.")
-    ] = None
-    kl_coefficient: Annotated[float, Says("Coefficient of the KL penalty for leaving the reference; 0: none.")] = 0.0
-    kl_estimator: Annotated[
-        str | None, Says("Estimator of the KL penalty: k1, k2 or k3; default k1 in rewards, k3 in losses.")
-    ] = None
-    entropy_coefficient: Annotated[float, Says("Coefficient of the entropy bonus.")] = 0.0
-    gamma: Annotated[float, Says("Discount of rewards from one token to the next.")] = 1.0
-    lam: Annotated[float, Says("Lambda of generalised advantage estimation (ppo).")] = 1.0
-    overlong_buffer: Annotated[
-        int, Says("The score falls by up to 1 over the last so many tokens before --max-new-tokens; 0: not.")
-    ] = 0
+    critic: Folder | None = Field(None, description="Checkpoint folder of the critic of ppo (default: the policy's).")
+    share_backbone: bool = Field(
+        False, description="Make the critic a head on the policy's layers; both learn by one loss (backend parallel)."
+    )
+    reference: Folder | None = Field(
+        None, description="Checkpoint folder of the reference model of the KL penalty (default: the policy's)."
+    )
 
-    eval_prompts: Annotated[
-        Path | None,
-        Says("JSON lines of prompts that are answered greedily and scored, and not learned from.", free=True),
-    ] = None
-    eval_every: Annotated[int, Says("Steps between evaluations.", free=True)] = 20
-    save_every: Annotated[int, Says("Steps between training checkpoints; 0: none.", free=True)] = 20
-    keep: Annotated[int, Says("How many training checkpoints to keep, the newest.", free=True)] = 2
-    tensorboard: Annotated[bool, Says("Write TensorBoard's events, too (the extra `tensorboard`).", free=True)] = False
+    dims: Free[Text] = Field("", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2.")
+    critic_dims: Free[Text | None] = Field(
+        None, description="Grid of the critic, of as many ranks (default: the policy's)."
+    )
+    backend: Free[Text] = Field("parallel", description="What the models run on: parallel, transformers or megatron.")
+    ray: Free[bool] = Field(False, description="Run on a Ray cluster (RAY_ADDRESS, or a local one).")
+    device: Free[Text | None] = Field(None, description=DEVICE)
+    collective_timeout: Free[int] = Field(
+        1800,
+        ge=1,
+        le=LONGEST_TIMEOUT,
+        description="Seconds that ranks wait for each other; all rewards of a step must be done within it.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="Type of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored).",
+    )
+    max_tokens: Free[int] = Field(16384, ge=1, description="The most tokens of a micro-batch, one forward pass.")
+    recompute: Free[Text | None] = Field(None, description=RECOMPUTE)
+    offload: Free[bool] = Field(
+        False, description="Keep one model on the devices and offload the others to host memory."
+    )
+    sequence_parallel: Free[bool | None] = Field(
+        None, description="Divide tokens over tp between the layers, too (default: where tp > 1)."
+    )
+    context_parallel: Free[Literal["ulysses", "ring"]] = Field(
+        "ulysses", description="Attention where cp > 1: ulysses or ring."
+    )
+    pipeline_schedule: Free[Text] = Field("1f1b", description="Order of work where pp > 1: 1f1b or zero-bubble.")
+    virtual_stages: Free[int] = Field(1, description="Chunks of the model on each rank of a pipeline.")
+    pipeline_split: Free[Text | None] = Field(
+        None, description="Number of layers of each pipeline chunk, such as 3,5 (default: as even as possible)."
+    )
+    keep_probabilities: Free[bool] = Field(
+        False, description="Keep the head's probabilities: one GEMM less, [T, V/tp] more memory."
+    )
+    tp_invariant: Free[bool] = Field(False, description="Give log-probs the same bits at every tp and in every batch.")
+    deterministic: Free[bool] = Field(False, description="Give the same bits at every run on the same grid.")
+    megatron_layers: Free[Text] = Field("local", description="Layers of backend megatron: local or transformer_engine.")
+    distributed_optimizer: Free[bool] = Field(
+        True, description="Divide the optimizer's state over dp x cp (backend megatron)."
+    )
+    router_balance: Number = Field(
+        0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts."
+    )
+    router_sequence_balance: Number = Field(
+        0.0, ge=0, description="Coefficient of the load-balancing loss within each sequence (mixture of experts)."
+    )
+    router_z: Number = Field(0.0, ge=0, description="Coefficient of the routers' z-loss (mixture of experts).")
+    router_replay: bool = Field(
+        False, description="Send tokens to the experts that computed the old log-probs (mixture of experts)."
+    )
 
-    def __post_init__(self) -> None:
-        from rl_train.options.checks import check
+    steps: Free[int] = Field(100, ge=1, description="Steps of the run; each generates, scores and learns.")
+    prompts_per_step: int = Field(64, ge=1, description="Prompts of a step.")
+    samples: int | None = Field(None, ge=1, description="Responses to each prompt (default: the algorithm's).")
+    max_new_tokens: int = Field(256, ge=1, description="The most tokens of a response.")
+    temperature: Number = Field(1.0, gt=0, description="Sampling temperature.")
+    top_k: int | None = Field(None, ge=1, description="Draw from the k likeliest tokens (default: from all).")
+    top_p: Number = Field(
+        1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this probability."
+    )
+    stop_ids: Text | None = Field(
+        None, description="Ids of tokens that end a response, such as 2,7 (default: the model's end of text)."
+    )
+    seed: int = Field(0, description="Seed of the order of the prompts and of sampling.")
 
-        check(self)
+    epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
+    mini_batch: int | None = Field(None, ge=1, description="Responses of one optimizer step (default: all of a step).")
+    learning_rate: Number = Field(1e-06, gt=0, description="Learning rate of the policy.")
+    critic_learning_rate: Number = Field(1e-05, gt=0, description="Learning rate of the critic.")
+    beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's beta1, the decay of the mean gradient.")
+    beta2: Number = Field(0.999, ge=0, lt=1, description="AdamW's beta2, the decay of the mean squared gradient.")
+    adam_eps: Number = Field(1e-08, gt=0, description="AdamW's epsilon, in the denominator.")
+    weight_decay: Number = Field(0.0, ge=0, description="Weight decay, applied to matrices only.")
+    max_grad_norm: Number = Field(1.0, gt=0, description="Scale gradients of a larger norm down to this norm.")
+    schedule: Text = Field(
+        "constant", description="Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises to its full value.")
+    decay_steps: int | None = Field(None, description="Steps of the decay at the end (schedule wsd).")
+    min_ratio: Number = Field(0.0, description="Learning rate at the end of the schedule, as a part of the full one.")
+    clip_low: Number | None = Field(
+        None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's)."
+    )
+    clip_high: Number | None = Field(
+        None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's)."
+    )
+    dual_clip: Number | None = Field(
+        None, description="Dual clip: the largest ratio that counts where the advantage is negative (default: off)."
+    )
+    value_clip: Number = Field(
+        0.2, ge=0, description="Clip of the change of the critic's values in one update (0: off)."
+    )
+    value_coefficient: Number = Field(
+        0.5, gt=0, description="Coefficient of the critic's loss beside the policy's (--share-backbone)."
+    )
+    importance_cap: Number | None = Field(
+        None,
+        gt=0,
+        description="Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off).",
+    )
+    aggregation: Text | None = Field(
+        None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's)."
+    )
+    kl_coefficient: Number = Field(
+        0.0, ge=0, description="Coefficient of the KL penalty for leaving the reference (0: off)."
+    )
+    kl_estimator: Text | None = Field(
+        None, description="Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."
+    )
+    entropy_coefficient: Number = Field(0.0, description="Coefficient of the entropy bonus.")
+    gamma: Number = Field(1.0, description="Discount of rewards from one token to the next.")
+    lam: Number = Field(1.0, description="Lambda of generalised advantage estimation (ppo).")
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off).",
+    )
+
+    eval_prompts: Free[Folder | None] = Field(
+        None, description="JSON lines of prompts for evaluation: answered greedily, scored, and excluded from learning."
+    )
+    eval_every: Free[int] = Field(20, ge=1, description="Steps between evaluations.")
+    save_every: Free[int] = Field(20, ge=0, description="Steps between training checkpoints (0: none).")
+    keep: Free[int] = Field(2, ge=1, description="Number of training checkpoints to keep, the newest.")
+    tensorboard: Free[bool] = Field(
+        False, description="Write TensorBoard's events, too (needs the extra `tensorboard`)."
+    )
 
     @property
     def rule(self) -> Algorithm:
-        """The algorithm's row."""
+        """Return the row of the algorithm."""
         from rl_train.loop.algorithms import ALGORITHMS
 
         return ALGORITHMS[self.algorithm]
 
     @property
     def grid(self) -> ParallelDims:
-        """The sizes of the grid."""
+        """Return the sizes of the policy's grid."""
         from parallel_layers import ParallelDims
 
         return ParallelDims.parse(self.dims)
 
     @property
     def critic_grid(self) -> ParallelDims:
-        """The sizes of the critic's."""
+        """Return the sizes of the critic's grid."""
         from parallel_layers import ParallelDims
 
         return self.grid if self.critic_dims is None else ParallelDims.parse(self.critic_dims)
 
     @property
     def separate_critic(self) -> bool:
-        """Whether there is a critic that is a model of its own."""
+        """Say whether the critic is a model of its own."""
         return self.rule.critic and not self.share_backbone
 
     @property
     def responses(self) -> int:
-        """To each prompt."""
+        """Return the number of responses to each prompt."""
         return self.samples or self.rule.samples
 
     @property
     def batch(self) -> int:
-        """Responses of a step."""
+        """Return the number of responses of a step."""
         return self.prompts_per_step * self.responses
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a step."""
+        """Return the number of optimizer steps of a step."""
         return self.epochs * -(-self.batch // (self.mini_batch or self.batch))
 
     @property
     def stops(self) -> tuple[int, ...] | None:
-        """Tokens that end a response; None: the model's."""
+        """Return the ids of tokens that end a response; None stands for the model's."""
         return None if self.stop_ids is None else numbers("stop_ids", self.stop_ids)
 
     def to_json(self) -> dict[str, Any]:
-        """All options as JSON values."""
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()
-        }
+        """Return all options as JSON values."""
+        return self.model_dump(mode="json")
 
     def check_resumes(self, before: Mapping[str, Any]) -> None:
         """Raise ValueError if a run with the options `before` (of `to_json`) would not go on as the same run."""
         now = self.to_json()
-        for name, (_, says) in declared().items():
-            if not says.free and name in before and before[name] != now[name]:
+        for name, entry in type(self).model_fields.items():
+            if _MayChange not in entry.metadata and name in before and before[name] != now[name]:
                 raise ValueError(
                     f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
                     f"out, or give the same {name} to resume it"
                 )
-
-
-def declared() -> dict[str, tuple[Any, Says]]:
-    """Every option's type and what `--help` says of it, by name."""
-    hints = typing.get_type_hints(TrainOptions, include_extras=True)
-    return {
-        entry.name: (hints[entry.name].__origin__, hints[entry.name].__metadata__[0])
-        for entry in dataclasses.fields(TrainOptions)
-    }

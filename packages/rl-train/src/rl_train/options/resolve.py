@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_train.options.options import TrainOptions, declared
+from pydantic import ValidationError
+
+from rl_train.options.options import TrainOptions
 
 
 def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions:
-    """The options of a YAML or TOML file and of the command line, which wins; both by the names of `TrainOptions`.
+    """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
 
     Raises:
-        ValueError: a name is unknown (the nearest known one is named), a value has the wrong type or does not fit, or
-            something required is missing.
+        ValueError: a name is unknown (the nearest known one is named), a value has the wrong type or is out of range,
+            or something required is missing; names every such option and where it was given.
     """
-    known = declared()
+    known = TrainOptions.model_fields
     values: dict[str, Any] = {}
+    where: dict[str, str] = {}
     sources = [] if file is None else [(str(file), _read(file))]
     for source, entries in (*sources, ("the command line", given)):
         keys: dict[str, Any] = {}
@@ -35,12 +34,23 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
             if (other := keys.setdefault(name, key)) != key:
                 raise ValueError(f"{source}: {other!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
-                values[name] = _convert(value, known[name][0], f"{source}: {key}")
-    required = [e.name for e in dataclasses.fields(TrainOptions) if e.default is dataclasses.MISSING]
-    missing = [name for name in required if name not in values]
+                values[name], where[name] = value, source
+    missing = [name for name, entry in known.items() if entry.is_required() and name not in values]
+    try:
+        return TrainOptions(**values)
+    except ValidationError as error:
+        found = {str(one["loc"][0]): one for one in error.errors()}
+        said = [
+            f"{where[name]}: {name}={one['input']!r} {_fix(one['msg'])}" for name, one in found.items() if name in where
+        ]
     if missing:
-        raise ValueError(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
-    return TrainOptions(**values)
+        said.append(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
+    raise ValueError("; ".join(said))
+
+
+def _fix(message: str) -> str:
+    """Return pydantic's "Input should be ..." as the end of a sentence about the value."""
+    return message.replace("Input should", "must", 1).replace("Input is", "is", 1)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -55,7 +65,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ValueError(f"{path} is not valid TOML: {error}") from None
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{path} must end with .yaml, .yml or .toml")
-    import yaml  # only a YAML file needs it
+    import yaml  # Only a YAML file needs it.
 
     try:
         values = yaml.safe_load(text)
@@ -66,26 +76,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
     return values
-
-
-def _convert(value: Any, kind: Any, what: str) -> Any:
-    accepted = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    of = next(option for option in accepted if option is not type(None))
-    try:
-        if of is bool and isinstance(value, bool):
-            return value
-        if of is int and not isinstance(value, bool) and int(value) == float(value):
-            return int(value)
-        if of is float and not isinstance(value, bool):
-            return float(value)  # YAML takes 1e-5 for a text
-        if of is Path and isinstance(value, str | Path):
-            return Path(value)
-        if of is str and isinstance(value, dict):
-            return ",".join(f"{name}={size}" for name, size in value.items())
-        if of is str and isinstance(value, list):
-            return ",".join(map(str, value))
-        if of is str and isinstance(value, str | int) and not isinstance(value, bool):
-            return str(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ValueError(f"{what} must be {of.__name__}, got {json.dumps(value, default=str, skipkeys=True)}")
