@@ -12,6 +12,7 @@ from parallel_layers.data.packing import PackedSequence, next_token_labels, pack
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.gradient_norm import clip_grad_norm_
 from parallel_layers.distributed.parallel_dims import ParallelDims
+from parallel_layers.distributed.training_state import TrainingState
 from parallel_layers.head import (
     LogProbs,
     VocabParallelHead,
@@ -62,6 +63,7 @@ __all__ = [
     "RngStates",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "TrainingState",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "apply_rotary",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.distributed.checkpoint_guard import guard_state_dict
 from parallel_layers.distributed.parallel_dims import divisors
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def divide(size: int, tp: int, name: str) -> int:
 
 def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
     """Record how `module`'s own parameter `name` is divided: one `Sharding` for each divided dim."""
+    if "_shardings" not in module.__dict__:
+        module.register_state_dict_post_hook(guard_state_dict)
     module.__dict__.setdefault("_shardings", {})[name] = shardings
 
 
@@ -119,6 +122,21 @@ def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor, without importing them: that takes seconds, and who has one has imported them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def first_row(x: Tensor) -> int:
+    """Return the index of the first row that FSDP2 has left on this rank."""
+    if not is_dtensor(x):
+        return 0
+    first, rows = 0, x.shape[0]
+    for axis, placement in enumerate(x.placements):
+        if placement.is_shard():
+            if not placement.is_shard(0):
+                raise ValueError(f"FSDP2 must shard along dim 0, got {placement}")
+            chunk = -(-rows // x.device_mesh.size(axis))
+            start = min(x.device_mesh.get_local_rank(axis) * chunk, rows)
+            first, rows = first + start, min(chunk, rows - start)
+    return first
 
 
 @torch.no_grad()

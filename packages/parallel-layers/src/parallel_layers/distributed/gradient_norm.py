@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import wide
-from parallel_layers.sharding import Sharding, get_sharding, is_dtensor
+from parallel_layers.sharding import Sharding, first_row, get_sharding, is_dtensor
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
     pieces = [local]
     for sharding in shardings:
         # FSDP2 leaves a run of rows: of dim 0 only what lies in it is at hand.
-        first = _first_row(gradient) if sharding.dim == 0 else 0
+        first = first_row(gradient) if sharding.dim == 0 else 0
         size = local.shape[sharding.dim]
         ranges = [
             (max(offset - first, 0), min(offset + block.stop - block.start - first, size))
@@ -196,21 +196,6 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
             if stop > start
         ]
     return pieces
-
-
-def _first_row(gradient: Tensor) -> int:
-    """The index of the first row that FSDP2 has left on this rank."""
-    if not is_dtensor(gradient):
-        return 0
-    first, rows = 0, gradient.shape[0]
-    for axis, placement in enumerate(gradient.placements):
-        if placement.is_shard():
-            if not placement.is_shard(0):
-                raise ValueError(f"gradients must be sharded along dim 0, got {placement}")
-            chunk = -(-rows // gradient.device_mesh.size(axis))
-            start = min(gradient.device_mesh.get_local_rank(axis) * chunk, rows)
-            first, rows = first + start, min(chunk, rows - start)
-    return first
 
 
 def _shard_groups(parameter: Tensor) -> list[ProcessGroup]:

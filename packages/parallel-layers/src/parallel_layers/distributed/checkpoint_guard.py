@@ -1,0 +1,52 @@
+"""A divided parameter in a `state_dict()` refuses `torch.distributed.checkpoint`, which would keep one rank's part.
+
+torch's checkpoints write a plain tensor once, whichever ranks have it, and know only the mesh of a DTensor. So they
+take the parts of a tensor-parallel group for copies of one tensor. `TrainingState` saves and loads the parts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+
+
+def guard_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Mark the tensors of `module`'s divided parameters; a hook for `register_state_dict_post_hook`."""
+    for name, shardings in module.__dict__["_shardings"].items():
+        tensor = state_dict.get(prefix + name)
+        # A parameter itself (`keep_vars=True`) stays as it is.
+        if not isinstance(tensor, Tensor) or tensor is getattr(module, name, None):
+            continue
+        if any(sharding.group is not None and sharding.group.size() > 1 for sharding in shardings):
+            for method in _METHODS:
+                setattr(tensor, method, _refuse)
+            tensor.__getstate__ = _StateWithoutGuard(tensor)  # type: ignore[method-assign]
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise ValueError(
+        "torch.distributed.checkpoint was given a parameter that is divided over a tensor- or expert-parallel group, "
+        "and would keep one rank's part of it; save and load "
+        "{'app'': parallel_layers.TrainingState(model, optimizer)} instead of the state dicts"
+    )
+
+
+class _StateWithoutGuard:
+    """Pickle a marked tensor as if it had no mark. (A weak reference: the tensor holds this.)"""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self) -> Any:
+        tensor = self._tensor()
+        state = None if tensor is None else type(tensor).__getstate__(tensor)
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        kept = {key: value for key, value in (attributes or {}).items() if key not in (*_METHODS, "__getstate__")}
+        return (kept or None, slots) if slots else kept or None
+
+    def __deepcopy__(self, memo: object) -> _StateWithoutGuard:
+        return self
