@@ -432,7 +432,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             LLAMA | {"hidden_act": "gelu"},
             ParallelDims(),
             {},
-            r"llama has activation='gelu' \(Megatron-Core: 'silu'\), which is not supported",
+            r"llama has activation='gelu' \(Megatron-Core: 'silu'\), which is not supported on",
         ),
         (
             LLAMA | {"model_type": "olmo2"},

@@ -1,58 +1,12 @@
-"""What each family needs beyond the general mechanism: one short entry of data a file."""
+"""What each family needs beyond the general mechanism, and which models are refused."""
 
 from typing import Any
 
-from hf_patches.families import (
-    apertus,
-    cohere2,
-    deepseek,
-    gemma,
-    glm4,
-    glm4v,
-    gpt_oss,
-    granite,
-    kimi_vl,
-    llama,
-    mistral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen2_vl,
-    qwen3,
-    qwen3_vl,
-    seed_oss,
-    smollm3,
-)
 from hf_patches.families.base import Family, HeadScaling
 from hf_patches.families.refused import refuse
+from hf_patches.families.table import FAMILIES
 
 __all__ = ["FAMILIES", "Family", "HeadScaling", "family_of", "supported_model_types"]
-
-_MODULES = (
-    apertus,
-    cohere2,
-    deepseek,
-    gemma,
-    glm4,
-    glm4v,
-    gpt_oss,
-    granite,
-    kimi_vl,
-    llama,
-    mistral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen2_vl,
-    qwen3,
-    qwen3_vl,
-    seed_oss,
-    smollm3,
-)
-
-FAMILIES: dict[str, Family] = {
-    model_type: family for module in _MODULES for family in module.FAMILIES for model_type in family.model_types
-}
 
 
 def supported_model_types() -> tuple[str, ...]:

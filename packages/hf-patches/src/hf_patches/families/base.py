@@ -25,17 +25,6 @@ class Vision:
     merge: Callable[[Any], tuple[int, int]]
 
 
-def _flat_patch(config: Any) -> tuple[int, ...]:
-    return (config.in_channels * config.temporal_patch_size * config.patch_size**2,)
-
-
-def _square_merge(config: Any) -> tuple[int, int]:
-    return (config.spatial_merge_size, config.spatial_merge_size)
-
-
-FLAT_PATCHES = Vision(multi_section=True, patch_shape=_flat_patch, merge=_square_merge)
-
-
 @dataclass(frozen=True)
 class Family:
     """One family of models. Fields that name something name an attribute of the text config."""

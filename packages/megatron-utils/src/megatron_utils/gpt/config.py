@@ -230,12 +230,13 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
     return layout
 
 
-def _check(model: ModelConfig, dims: ParallelDims, chunks: int, layers_per_stage: list[int] | None) -> None:
-    layers, decoder = model.num_layers, model.decoder
+def require_expressible(model: ModelConfig) -> None:
+    """Raise ValueError for a decoder that Megatron-Core cannot express, with the values and those that it can."""
+    decoder = model.decoder
     if misfits := _inexpressible(vars(decoder)):
         raise ValueError(
-            f"{model.family} has {', '.join(misfits)}, which is not supported here; use the layers of parallel-layers, "
-            f"or one of {', '.join(FAMILIES)}"
+            f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "
+            f"parallel-layers, or one of {', '.join(FAMILIES)}"
         )
     if decoder.latent is not None and decoder.attention_bias:
         raise ValueError("attention_bias=True is not supported with latent attention; known checkpoints have none")
@@ -246,6 +247,11 @@ def _check(model: ModelConfig, dims: ParallelDims, chunks: int, layers_per_stage
         )
     if len(sizes := set(filter(None, model.windows))) > 1:
         raise ValueError(f"windows of several sizes {sorted(sizes)} are not supported; Megatron-Core has one size")
+
+
+def _check(model: ModelConfig, dims: ParallelDims, chunks: int, layers_per_stage: list[int] | None) -> None:
+    layers = model.num_layers
+    require_expressible(model)
     if misfit := _tp_misfit(model, dims.tp):
         raise ValueError(f"{misfit}; use tp in {_fitting_tp(model)}")
     if layers < chunks:

@@ -50,6 +50,7 @@ class PackedGPTModel(GPTModel):
         spec: Any,
         role: Role,
         padded_vocab: int,
+        value_bias: bool = False,
         **kwargs: Any,
     ) -> None:
         self.role = role
@@ -66,7 +67,7 @@ class PackedGPTModel(GPTModel):
         )
         self.rotary = model.rotary()
         if role == "value" and self.post_process:
-            self.output_layer = ValueHead(config, bias=bool(model.hf.get("score_bias")))
+            self.output_layer = ValueHead(config, bias=value_bias)
 
     @property
     def tokens_multiple_of(self) -> int:
@@ -181,6 +182,7 @@ def build_gpt(
     role: Role = "causal_lm",
     dtype: torch.dtype = torch.float32,
     layer_spec: LayerSpec = "local",
+    value_bias: bool = False,
     **options: Any,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks of a model from a Hugging Face config: one, or one for each virtual stage.
@@ -196,6 +198,7 @@ def build_gpt(
         dtype: of the parameters.
         layer_spec: "local": nothing but torch; "transformer_engine": its linears and norms. Attention is
             `parallel_layers.packed_attention` in both.
+        value_bias: The head of a value model has a bias.
         options: `sequence_parallel`, `layers_per_stage`, or any field of `TransformerConfig`, such as `cp_comm_type`.
 
     Raises:
@@ -219,6 +222,7 @@ def build_gpt(
             spec,
             role,
             padded_vocab,
+            value_bias,
             pre_process=first,
             post_process=last,
             pg_collection=grid.groups,

@@ -14,6 +14,7 @@ from ckpt.layout.families import Target
 from ckpt.transfer.agreement import agree
 from megatron_utils import megatron_grid
 from megatron_utils.gpt import PackedGPTModel, build_gpt
+from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
 from rl_models.engines.engine import EngineOptions, Role
 from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
@@ -66,6 +67,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
 
         def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
             model = ModelConfig.from_hf(path)
+            require_expressible(model)
             if any(model.moe) and dims.tp > 1 and options.sequence_parallel is False:
                 raise ValueError(
                     f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
@@ -81,12 +83,13 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             if dims.cp > 1:
                 extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
             chunks = build_gpt(
-                # The bias that a critic's checkpoint may have, and a reward model's has not.
-                {**model.hf, "score_bias": not classifies_sequences(model.hf)},
+                model,
                 megatron,
                 role=role,
                 dtype=dtype,
                 layer_spec=layers,
+                # A critic's checkpoint may have a bias, a reward model's has none.
+                value_bias=not classifies_sequences(model.hf),
                 sequence_parallel=options.sequence_parallel,
                 **extra,
             )
