@@ -136,7 +136,7 @@ def test_temperatures_that_are_not_positive_are_refused(where):
             model(packed=packed, temperature=temperature if where == "token" else [1.0, 1.0, wrong, 1.0])
 
 
-@pytest.mark.parametrize("temperature", [None, "warm", 1j, [None] * 4, [[1.0, 1.0]] * 4])
+@pytest.mark.parametrize("temperature", [None, "warm", "1", "1111", 1j, [None] * 4, [[1.0, 1.0]] * 4])
 def test_temperatures_that_are_no_numbers_are_named(temperature):
     model = tiny_model("llama")
     packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
@@ -389,9 +389,70 @@ def test_dropout_and_masks_are_refused():
     model = tiny_model("llama", attention_dropout=0.25)
     patch(model)
     packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
-    with pytest.raises(ValueError, match=r"attention dropout 0\.25"):
+    with pytest.raises(ValueError, match=r"\(model\.layers\.0\.self_attn\.attention_dropout=0\.25, model\.layers\.1"):
         model(packed=packed)
     model.eval()(packed=packed)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rates", "message"),
+    [
+        ("phi3", {"resid_pdrop": 0.5}, r"model\.layers\.0\.resid_attn_dropout\.p=0\.5, .* and 1 more"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"model\.layers\.0\.mlp\.\w*jitter_noise=0\.1"),
+        ("seed_oss", {"residual_dropout": 0.2}, r"model\.layers\.0\.self_attn\.residual_dropout=0\.2"),
+    ],
+)
+def test_all_that_is_random_in_training_is_refused(model_type, rates, message):
+    model = tiny_model(model_type, **rates)
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    with pytest.raises(ValueError, match=message):
+        model(packed=packed)
+    model.eval()(packed=packed)
+    copied = copy.deepcopy(model).train()
+    with pytest.raises(ValueError, match=message):
+        copied(packed=packed)
+
+
+def test_dropout_of_adapters_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.gate_proj.register_module("lora_dropout", torch.nn.Dropout(0.05))
+    patch(model)
+    packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate_proj\.lora_dropout\.p=0\.05\)"):
+        model(packed=packed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_labels_that_are_the_ids_are_refused(packed):
+    model = tiny_model("llama")
+    patch(model, packed=packed)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 9, 9, 9]])
+    sequences = PackedSequence.from_sequences(list(ids))
+    batch = {"packed": sequences} if packed else {"input_ids": ids}
+    given = sequences.input_ids if packed else ids
+    prompt = given.clone()
+    prompt.view(-1)[:2] = -100
+    for labels in (given, given.clone(), prompt):
+        with pytest.raises(ValueError, match="labels are the input ids: this model does not shift them"):
+            model(**batch, labels=labels)
+    # Where a token repeats, the next token is the token itself.
+    repeated = torch.full_like(prompt, -100)
+    repeated.view(-1)[4:7] = 9
+    model(**batch, labels=repeated)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_parallel_group": 2}, r"sequence_parallel_group=2 must be a torch\.distributed\.ProcessGroup"),
+        ({"tiled_mlp": "4"}, "tiled_mlp='4' is text"),
+        ({"model": "meta-llama/Llama-3.2-1B"}, "takes a transformers model that is loaded, got 'meta-llama"),
+    ],
+)
+def test_options_of_another_type_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        patch(**({"model": tiny_model("llama")} | options))
 
 
 def test_heads_that_are_not_plain_are_refused_and_nothing_stays():
@@ -403,12 +464,12 @@ def test_heads_that_are_not_plain_are_refused_and_nothing_stays():
 
     model.lm_head = Adapter(32, 61, bias=False)
     before = fingerprint(model)
-    with pytest.raises(ValueError, match=r"plain nn\.Linear, got Adapter"):
+    with pytest.raises(ValueError, match=r"plain torch\.nn\.Linear, got .*test_patching\..*\.Adapter; merge"):
         patch(model)
     assert fingerprint(model) == before
     model.lm_head = torch.nn.Linear(32, 61, bias=False)
     model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T  # as some adapters do
-    with pytest.raises(ValueError, match=r"plain nn\.Linear, got Linear"):
+    with pytest.raises(ValueError, match=r"got torch\.nn\.modules\.linear\.Linear with another forward"):
         patch(model)
     model.lm_head = torch.nn.Linear(32, 61)
     with pytest.raises(ValueError, match="with a bias"):

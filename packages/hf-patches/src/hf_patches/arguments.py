@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_patches.batch import BatchPlan
+from parallel_layers.data.packing import refuse_unshifted_labels
 
 
 class Rows(Protocol):
@@ -60,12 +61,14 @@ class TokenRows:
         return self.plan.gather(local)
 
 
-def local_labels(labels: Tensor, rows: Rows, vocab_size: int) -> Tensor:
-    """Check all labels on every rank, so that a bad one raises on each, and take this rank's.
+def local_labels(labels: Tensor, rows: Rows, vocab_size: int, input_ids: Tensor, shifted: Tensor) -> Tensor:
+    """Check all labels on every rank, so that a bad label raises on every rank; return the labels of this rank.
 
-    Their values are read only where that costs no synchronisation, on the CPU.
+    Values are read on the CPU only, where reading them costs no synchronisation.
     """
     _require_entries("labels", labels, rows)
+    if labels.shape == input_ids.shape:
+        refuse_unshifted_labels(labels, input_ids, shifted)
     if labels.device.type == "cpu":
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
         if len(wrong):
@@ -101,6 +104,8 @@ def padded_temperature(temperature: Any, ids_BS: Tensor) -> float | Tensor:
 def _one_each(temperatures: Any, num_sequences: int) -> list[float]:
     """The numbers of a list of one positive number for each sequence."""
     try:
+        if isinstance(temperatures, str):
+            raise TypeError
         each = [float(value) for value in temperatures]
     except (TypeError, ValueError):
         raise ValueError(

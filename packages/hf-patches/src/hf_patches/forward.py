@@ -19,11 +19,13 @@ from hf_patches.attention import ATTENTION_NAME
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
 from hf_patches.decoding import continued_positions, decoding_call
+from hf_patches.dropout import RandomParts
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
 from hf_patches.routing import padded_replay
 from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images
 from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.moe import RouterReplay
 
 # What packing decides itself.
@@ -77,6 +79,7 @@ class CallHooks:
         self.known = {*inspect.signature(model.forward).parameters, *_OWN, *_RETURNS}
         self.known |= set() if vision is None else {*VISUAL_INPUTS, "mm_token_type_ids"}
         self.longest = longest_exact_sequence(config)
+        self.random = RandomParts(model)
         self.parameters = list(inspect.signature(backbone.forward).parameters)
 
     def enter(
@@ -95,6 +98,7 @@ class CallHooks:
         if replay is not None and not self.state.routed_layers:
             raise ValueError("router_replay=... needs a model that was patched with router_replay=True")
         _refuse_unknown(model, kwargs, self.known)
+        self.random.refuse_active()
         if cache is not None:
             return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
@@ -110,10 +114,11 @@ class CallHooks:
             lengths = torch.tensor(batch.lengths).to(labels.device)
         if replay is not None:
             plan = replace(plan, replay=padded_replay(replay, plan.num_tokens - plan.num_given))
-        labels = next_token_labels(packed) if labels is None else labels
+        shifted = next_token_labels(packed)
+        labels = shifted if labels is None else labels
         call = Call(
             plan=plan,
-            labels=local_labels(labels, rows, self.config.vocab_size),
+            labels=local_labels(labels, rows, self.config.vocab_size, packed.input_ids, shifted),
             temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
             entropy=kwargs.pop("entropy", True),
             collect=rows.collect,
@@ -204,9 +209,11 @@ class CallHooks:
         _refuse_unknown(model, kwargs, self.known | TransformersKwargs.__annotations__.keys())
         labels = kwargs.pop("labels", None)
         temperature = kwargs.pop("temperature", 1.0)
-        labels = next_tokens(ids, mask) if labels is None else labels
+        shifted = next_tokens(ids, mask)
+        labels = shifted if labels is None else labels
         if labels.shape != ids.shape or (isinstance(temperature, Tensor) and temperature.shape != ids.shape):
             raise ValueError(f"labels and temperatures must have the shape {tuple(ids.shape)} of input_ids")
+        refuse_unshifted_labels(labels, ids, shifted)
         call = Call(
             plan=None,
             labels=labels.flatten(),

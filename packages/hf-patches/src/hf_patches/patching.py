@@ -304,6 +304,15 @@ def patch(
             exclude each other.
         RuntimeError: the probe found that the patch did not take effect; it has been taken away again.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"patch() takes a transformers model that is loaded, got {model!r:.80}; load it first")
+    if not isinstance(sequence_parallel_group, ProcessGroup | None):
+        raise ValueError(
+            f"sequence_parallel_group={sequence_parallel_group!r} must be a torch.distributed.ProcessGroup, such as "
+            "ParallelDims(cp=2).build_mesh(device).get_group('cp'), or None"
+        )
+    if isinstance(tiled_mlp, str):
+        raise ValueError(f"tiled_mlp={tiled_mlp!r} is text; give a number of tiles, or None")
     if Patch.of(model) is not None:
         raise ValueError(f"{type(model).__name__} is patched already; call Patch.of(model).remove() first")
     if sequence_parallel_group is not None and not packed:

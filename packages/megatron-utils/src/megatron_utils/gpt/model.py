@@ -26,8 +26,9 @@ from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
-from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_probs
+from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_probs, next_token_labels
 from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
+from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import KVCache, SequenceCache
 
@@ -108,6 +109,8 @@ class PackedGPTModel(GPTModel):
                 f"{packed.num_tokens} tokens are not a multiple of {self.tokens_multiple_of} (tp under sequence "
                 f"parallelism, cp); pack with multiple_of={self.tokens_multiple_of}"
             )
+        if labels is not None:
+            refuse_unshifted_labels(labels, packed.input_ids, next_token_labels(packed))
         cp = self.pg_collection.cp if cache is None else None
         first = self.decoder.layers[0].layer_number
         params = PackedParams.of(packed, self.rotary, cp, self.layout, cache=cache, first_layer=first)

@@ -210,6 +210,32 @@ def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tenso
     return labels
 
 
+def refuse_unshifted_labels(labels: Tensor, input_ids: Tensor, shifted: Tensor) -> None:
+    """Refuse labels that are the input ids, which Hugging Face models take and shift themselves.
+
+    On a GPU only the very same tensor is recognised, because reading values would wait for the device.
+
+    Args:
+        labels: The labels of a caller; -100 for no label.
+        input_ids: The ids of the batch, in the same shape.
+        shifted: The next token of each token, as `next_token_labels` returns them.
+
+    Raises:
+        ValueError: The labels are the ids, or the ids with some replaced by -100.
+    """
+    same = labels.data_ptr() == input_ids.data_ptr() and labels.numel() > 0
+    if not same and labels.device.type == input_ids.device.type == "cpu":
+        given = labels != -100
+        # A single label may be any token, and in a run of one token the next token is the same.
+        same = int(given.sum()) > 1 and torch.equal(labels[given], input_ids[given])
+        same = same and not torch.equal(labels[given], shifted[given])
+    if same:
+        raise ValueError(
+            "labels are the input ids: this model does not shift them, so each token would be scored for predicting "
+            "itself; leave labels out, or give label[t] = input_ids[t + 1] (parallel_layers.next_token_labels)"
+        )
+
+
 def _padding(num_tokens: int, multiple_of: int) -> int:
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1")
