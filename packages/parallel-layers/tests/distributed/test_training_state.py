@@ -21,6 +21,7 @@ from parallel_layers import (
     DecoderLayer,
     PackedSequence,
     ParallelDims,
+    Placement,
     RMSNorm,
     RotaryEmbedding,
     TrainingState,
@@ -49,7 +50,7 @@ class Model(nn.Module):
         super().__init__()
         place: dict[str, Any] = {"group": group, "sequence_parallel": sp}
         self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, **place)
-        self.layers = nn.ModuleList(DecoderLayer(CONFIG, **place) for _ in range(2))
+        self.layers = nn.ModuleList(DecoderLayer(CONFIG, placement=Placement(group, sp)) for _ in range(2))
         self.norm = RMSNorm(HIDDEN, **place)
         self.head = VocabParallelHead(HIDDEN, VOCAB, **place)
         self.rotary = RotaryEmbedding(4)
