@@ -68,5 +68,5 @@ def test_what_one_rank_alone_would_refuse_is_refused_before() -> None:
         per_prompt([[1], [9]], 2, vocab_size=9)
     with pytest.raises(ValueError, match=r"prompts \[1\] are empty"):
         per_prompt([[1], []], 2, vocab_size=9)
-    with pytest.raises(ValueError, match="expected a Batch of all sequences, got list"):
+    with pytest.raises(ValueError, match="expected a Batch, got list; make one with"):
         per_token([[1]], 2, vocab_size=9)

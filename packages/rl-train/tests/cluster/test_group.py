@@ -181,7 +181,7 @@ def test_a_mistake_keeps_its_type_and_text(pair: tuple[RayModelGroup, RayModelGr
     assert "on rank 0 (node " in notes
     assert "on rank 1 (node " in notes
     assert "in update:\nTraceback" in notes
-    with pytest.raises(ValueError, match="Actor has no method 'values' for groups; it has log_probs, generate"):
+    with pytest.raises(ValueError, match="Actor has no method 'values' for groups; it has update, log_probs, generate"):
         actor.submit("values", make_batch())
     with pytest.raises(ValueError, match="the loss must be one number per token"):
         actor.update(make_batch(), lambda log_probs, entropy, part: losses.LossTerms(log_probs.sum()))

@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.losses import LossTerms
+from rl_models.workers.dispatch import dispatched, for_all, per_prompt, per_token
 from rl_models.workers.generation import generate, sampling_options
 from rl_models.workers.worker import Worker
 
@@ -43,6 +44,7 @@ class Policy(Worker):
     @overload
     def log_probs(self, batch: Batch, *, temperature: float = ..., record_routing: Literal[True]) -> RoutedLogProbs: ...
 
+    @dispatched(per_token)
     def log_probs(
         self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
     ) -> TokenLogProbs | RoutedLogProbs:
@@ -70,6 +72,7 @@ class Policy(Worker):
         result = TokenLogProbs(found["log_probs"], found["entropy"])
         return RoutedLogProbs(*result, found["routing"]) if record_routing else result
 
+    @dispatched(per_prompt)
     def generate(
         self,
         prompts: Sequence[Tensor | Sequence[int]],
@@ -121,6 +124,7 @@ class Actor(Policy):
 
     role: ClassVar[Role] = "causal_lm"
 
+    @dispatched(for_all, changes=True)
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:

@@ -12,6 +12,7 @@ from rl_models.engines import Role
 from rl_models.losses import LossTerms
 from rl_models.workers.actor import Policy
 from rl_models.workers.critic import Valuing
+from rl_models.workers.dispatch import dispatched, for_all, per_token
 
 # (log_probs [T], entropy [T], values [T], batch) -> terms [T]
 JointLoss = Callable[[Tensor, Tensor, Tensor, Batch], LossTerms]
@@ -56,6 +57,7 @@ class ActorCritic(Policy, Valuing):
     @overload
     def estimate(self, batch: Batch, *, temperature: float = ..., record_routing: Literal[True]) -> RoutedEstimates: ...
 
+    @dispatched(per_token)
     def estimate(
         self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
     ) -> TokenEstimates | RoutedEstimates:
@@ -66,6 +68,7 @@ class ActorCritic(Policy, Valuing):
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         return RoutedEstimates(**found) if record_routing else TokenEstimates(**found)
 
+    @dispatched(for_all, changes=True)
     def update(
         self, batch: Batch, loss: JointLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Role
 from rl_models.losses import LossTerms
+from rl_models.workers.dispatch import dispatched, for_all, per_sequence, per_token
 from rl_models.workers.worker import Worker
 
 # (values [T], batch) -> terms [T]
@@ -21,10 +22,12 @@ ValueLoss = Callable[[Tensor, Batch], LossTerms]
 class Valuing(Worker):
     """A worker whose model has a value head."""
 
+    @dispatched(per_token)
     def values(self, batch: Batch) -> Tensor:
         """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
         return self.predict(batch)["values"]
 
+    @dispatched(per_sequence)
     def rewards(self, batch: Batch) -> Tensor:
         """`[N]` fp32 without gradient: the value after the last token of each sequence; 0 for one without tokens.
 
@@ -43,6 +46,7 @@ class Critic(Valuing):
 
     role: ClassVar[Role] = "value"
 
+    @dispatched(for_all, changes=True)
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
         """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
         return self.step(batch, loss, aggregation=aggregation)

@@ -1,40 +1,75 @@
-"""How each method of actors and critics is spread over the ranks of a group and its results are joined.
+"""How the methods of actors and critics are spread over ranks and their results are joined.
+
+A method says so where it is defined, by `@dispatched(...)`; a user's subclass does the same with its own methods.
 
 N sequences of T tokens in all, dp data-parallel ranks. A division is, for each dp rank, the sequences of its part.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.head.embedding import check_token_ids
-from rl_models.batch import Batch, token_ids
+from rl_models.batch import Batch, require_batch, token_rows
 
+F = TypeVar("F", bound=Callable[..., Any])
 Division = list[list[int]]
 # The results of ranks, in order -> that of the whole.
 Join = Callable[[list[Any]], Any]
+# (first argument, dp, vocabulary) -> each dp rank's part, and the function that joins their results.
+Split = Callable[[Any, int, int], tuple[list[Any], Join]]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of `METHODS`.
+    """How one method is spread over ranks.
 
     Attributes:
-        split: from the first argument to each dp rank's part of it, and the function that joins their results. Without
-            it every rank gets the same arguments; without `gather` either, the first rank's result is returned.
-        gather: makes the result of all ranks' results, in order of rank.
-        changes: whether it changes what a rank holds. If it fails on some ranks alone, they no longer hold one model.
+        split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
+            Without `split` every rank gets the same arguments; without `gather` either, the first rank's result is
+            returned.
+        gather: Makes the result of all ranks' results, in order of rank.
+        changes: Whether the method changes what a rank holds. After a failure on some ranks alone the ranks then no
+            longer hold one model.
     """
 
-    split: Callable[[Any, int, int], tuple[list[Any], Join]] | None = None
+    split: Split | None = None
     gather: Join | None = None
     changes: bool = False
+
+
+def dispatched(
+    split: Split | None = None,
+    *,
+    gather: Join | None = None,
+    changes: bool = False,
+) -> Callable[[F], F]:
+    """Declare how a method of a worker is spread over ranks; see `Method` for the arguments.
+
+    `WholeBatches` and `rl_train.RayModelGroup` call it accordingly. A method that overrides a declared one inherits
+    the declaration.
+    """
+
+    def declare(function: F) -> F:
+        function.dispatch = Method(split, gather, changes)  # type: ignore[attr-defined]  # read by `methods_of`
+        return function
+
+    return declare
+
+
+def methods_of(kind: type) -> dict[str, Method]:
+    """Return the declared methods of a worker's class, by name: its own before those of its bases."""
+    found: dict[str, Method] = {}
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(method := getattr(value, "dispatch", None), Method):
+                found.setdefault(name, method)
+    return found
 
 
 def divide(lengths: Sequence[int], dp: int) -> Division:
@@ -43,7 +78,7 @@ def divide(lengths: Sequence[int], dp: int) -> Division:
 
 
 def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """A batch, for a method that returns `[T, ...]` tensors: one, or a named tuple of them."""
+    """Split a batch, for a method that returns `[T, ...]` tensors: one, a dict, or a named tuple of them."""
     parts, division = _split(batch, dp, vocab_size)
 
     def whole(tensors: Sequence[Tensor]) -> Tensor:
@@ -55,13 +90,15 @@ def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     def join(results: list[Any]) -> Any:
         if isinstance(results[0], Tensor):
             return whole(results)
+        if isinstance(results[0], dict):
+            return {name: whole([result[name] for result in results]) for name in results[0]}
         return type(results[0])(*(whole(tensors) for tensors in zip(*results, strict=True)))
 
     return parts, join
 
 
 def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """A batch, for a method that returns an `[N]` tensor."""
+    """Split a batch, for a method that returns an `[N]` tensor."""
     parts, division = _split(batch, dp, vocab_size)
 
     def join(results: list[Any]) -> Any:
@@ -74,14 +111,14 @@ def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
 
 
 def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """A batch, for a method whose result already is of all ranks together."""
+    """Split a batch, for a method whose result already is of all ranks together."""
     parts, _ = _split(batch, dp, vocab_size)
     return parts, lambda results: results[0]
 
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """Prompts, for a method that returns a batch with equally many sequences for each."""
-    rows = [token_ids(prompt, f"prompt {i}").cpu() for i, prompt in enumerate(prompts)]
+    """Split prompts, for a method that returns a batch with equally many sequences for each."""
+    rows = [row.cpu() for row in token_rows(prompts, "prompt")]
     # On a rank of its own this would leave the others waiting for it.
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
         raise ValueError(f"prompts {empty} are empty; give each at least one token, such as beginning-of-text")
@@ -102,33 +139,8 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
     return [[rows[i] for i in indices] for indices in division], join
 
 
-def unpickled(results: list[bytes]) -> list[Any]:
-    """What a caller's function has returned on each rank."""
-    return [pickle.loads(result) for result in results]
-
-
-# Every public method of Actor, Critic and ActorCritic that a group has.
-METHODS: dict[str, Method] = {
-    "log_probs": Method(per_token),
-    "values": Method(per_token),
-    "estimate": Method(per_token),
-    "rewards": Method(per_sequence),
-    "generate": Method(per_prompt),
-    "update": Method(for_all, changes=True),
-    "save_pretrained": Method(),
-    "save_training": Method(),
-    "wait_for_save": Method(),
-    "load_training": Method(changes=True),
-    "offload": Method(gather=sum, changes=True),
-    "onload": Method(changes=True),
-    "apply": Method(gather=unpickled, changes=True),
-    "load": Method(gather=list, changes=True),
-}
-
-
 def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]:
-    if not isinstance(batch, Batch):
-        raise ValueError(f"expected a Batch of all sequences, got {type(batch).__name__}; the group splits it over dp")
+    require_batch(batch)
     batch = batch.to("cpu")
     # On a rank of its own this would leave the others waiting for it.
     check_token_ids(batch.tokens, vocab_size)

@@ -18,6 +18,7 @@ from rl_models.grid import Grid
 from rl_models.workers import checkpoint
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.checkpoint import Resumed
+from rl_models.workers.dispatch import dispatched
 
 if TYPE_CHECKING:
     from ckpt import PendingSave  # training checkpoints take as long to import as torch
@@ -78,6 +79,7 @@ class WorkerState:
         """Of the next step."""
         return self.options.learning_rate_at(self.steps)
 
+    @dispatched()
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the one that was loaded.
 
@@ -86,6 +88,7 @@ class WorkerState:
         self._agree("save_pretrained", path=os.path.abspath(path))
         self.engine.save(path)
 
+    @dispatched()
     def save_training(
         self,
         path: str | os.PathLike[str],
@@ -134,6 +137,7 @@ class WorkerState:
             asynchronous=asynchronous,
         )
 
+    @dispatched()
     def wait_for_save(self) -> None:
         """Wait for the save in the background, if there is one.
 
@@ -144,6 +148,7 @@ class WorkerState:
         if saving is not None:
             saving.wait()
 
+    @dispatched(changes=True)
     def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
         """Go on from a training checkpoint, whatever grid it was saved on; every rank calls it.
 
@@ -200,6 +205,7 @@ class WorkerState:
         self._agree("stream_weights", check, to=to, dtype=dtype, bucket_bytes=bucket_bytes)
         return checkpoint.stream_weights(self.engine, to=to, dtype=dtype, device=device, bucket_bytes=bucket_bytes)
 
+    @dispatched(gather=sum, changes=True)
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
 
@@ -210,6 +216,7 @@ class WorkerState:
         """
         return self._memory.offload(weights=weights, optimizer=optimizer)
 
+    @dispatched(changes=True)
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
         """Bring back what `offload` has moved; what is here already stays so."""
         self._memory.onload(weights=weights, optimizer=optimizer)

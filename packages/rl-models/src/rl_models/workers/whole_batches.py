@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,12 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_models.batch import Batch
-from rl_models.losses import LossTerms
-from rl_models.workers.actor import TokenLogProbs
-from rl_models.workers.actor_critic import TokenEstimates
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
-from rl_models.workers.dispatch import METHODS, Join, on_cpu
+from rl_models.workers.dispatch import Join, Split, methods_of, on_cpu
 from rl_models.workers.worker import Worker
 
 T = TypeVar("T")
@@ -26,50 +25,35 @@ class WholeBatches:
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
     A batch is split over dp in parts of about equal work, as `RayModelGroup` does; the results of the parts are
-    exchanged over dp and joined in the batch's order. Other sequences on some ranks are a ValueError on all. All that
-    takes no batch is the worker's own.
+    exchanged over dp and joined in the batch's order. So are those methods of a subclass that are declared by
+    `dispatched`. Attributes and declared methods that take no batch are the worker's own, and `stream_weights` is.
+
+    Raises:
+        ValueError: By a method: other sequences or fields on some ranks; on every rank alike.
+        AttributeError: For a method of the worker that is not declared.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def log_probs(self, batch: Batch, **options: Any) -> TokenLogProbs:
-        """As `Actor.log_probs`."""
-        return self._call("log_probs", batch, **options)
-
-    def values(self, batch: Batch) -> Tensor:
-        """As `Critic.values`."""
-        return self._call("values", batch)
-
-    def estimate(self, batch: Batch, **options: Any) -> TokenEstimates:
-        """As `ActorCritic.estimate`."""
-        return self._call("estimate", batch, **options)
-
-    def rewards(self, batch: Batch) -> Tensor:
-        """As `Critic.rewards`."""
-        return self._call("rewards", batch)
-
-    def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
-        """As the worker's own `update`."""
-        return self._call("update", batch, loss, **options)
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor | Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Iterable[int] = (),
-        **options: Any,
-    ) -> Batch:
-        """As `Actor.generate`, for all prompts; each dp rank draws from a stream of its own."""
-        return self._call("generate", prompts, max_new_tokens=max_new_tokens, stop_ids=list(stop_ids), **options)
+    def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the worker's tensors: see `Actor.stream_weights`."""
+        return self.worker.stream_weights(**options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
+        method = methods_of(type(self.worker)).get(name)
+        if method is not None and method.split is not None:
+            return partial(self._call, name, method.split)
+        value = getattr(self.worker, name)
+        if method is None and inspect.ismethod(value):
+            raise AttributeError(
+                f"{type(self.worker).__name__}.{name} does not say how its arguments are divided over dp; declare it "
+                f"with @dispatched(...) of rl_models.workers.dispatch, or call worker.{name} with this rank's part"
+            )
+        return value
 
-    def _call(self, name: str, whole: Any, *args: Any, **kwargs: Any) -> Any:
-        grid, split = self.worker.grid, METHODS[name].split
-        assert split is not None
+    def _call(self, name: str, split: Split, whole: Any, *args: Any, **kwargs: Any) -> Any:
+        grid = self.worker.grid
         parts: list[Any] = []
         join: Join = list
 

@@ -33,6 +33,7 @@ from rl_models.models.decoder import Recompute
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.determinism import be_deterministic
+from rl_models.workers.dispatch import dispatched, for_all, per_token
 from rl_models.workers.passes import PartLoss, accumulate, predict
 from rl_models.workers.state import WorkerState
 
@@ -150,6 +151,7 @@ class Worker(WorkerState):
         engine = load_engine(backend, folder, cls.role, grid, options)
         return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
 
+    @dispatched(per_token)
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """All outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`, aligned with their own
         token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
@@ -183,6 +185,7 @@ class Worker(WorkerState):
             )
             self.positions = None
 
+    @dispatched(for_all, changes=True)
     def step(
         self,
         batch: Batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from rl_models.batch import Batch
 from rl_models.losses import LossTerms
 from rl_models.workers.actor import TokenLogProbs
 from rl_models.workers.actor_critic import TokenEstimates
-from rl_models.workers.dispatch import METHODS, Join
+from rl_models.workers.dispatch import Join, Method, methods_of
 from rl_models.workers.worker import Worker
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
@@ -24,6 +25,14 @@ from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Placement, Share
 from rl_train.cluster.ranks import Ranks, Stand
 from rl_train.cluster.resources import Resources, import_ray
+
+
+def _unpickled(results: list[bytes]) -> list[Any]:
+    return [pickle.loads(result) for result in results]
+
+
+# What a group does on its ranks beside the methods of the worker.
+OWN = {"apply": Method(gather=_unpickled, changes=True), "load": Method(gather=list, changes=True)}
 
 
 class RayModelGroup:
@@ -117,7 +126,7 @@ class RayModelGroup:
         """Begin a method of the actor or critic; the calls of one group run one after the other.
 
         Args:
-            method: its name, one of `METHODS`.
+            method: its name: "apply", or a method of the kind that is declared by `dispatched`.
             *args: its arguments; the whole batch, or all prompts, where it takes them.
             **kwargs: its keyword arguments.
 
@@ -125,11 +134,11 @@ class RayModelGroup:
             ValueError: the kind has no such method, or the batch is none that it can take.
             RankFailed: after an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
         """
-        offered = [name for name in METHODS if name == "apply" or hasattr(self.kind, name)]
+        offered = methods_of(self.kind) | {"apply": OWN["apply"]}
         if method not in offered:
             raise ValueError(f"{self.kind.__name__} has no method {method!r} for groups; it has {', '.join(offered)}")
         self.ready()
-        self._updated |= method == "update"
+        self._updated |= method in ("update", "step")
         if method not in ("save_training", "load_training"):
             return self._send(method, args, kwargs)
         if not args:
@@ -250,8 +259,12 @@ class RayModelGroup:
 
     def _start(self) -> None:
         assert self._stand is not None
-        self._ranks = Ranks(self.name, self._stand, self._collective_timeout)
+        self._ranks = Ranks(self.name, self._stand, self._collective_timeout, self._methods)
         self._loading = self._send("load", (self.kind, self._path), {"dims": self.dims, **self._options})
+
+    @property
+    def _methods(self) -> dict[str, Method]:
+        return methods_of(self.kind) | OWN
 
     def _running(self) -> Ranks:
         if self._ranks is None:
@@ -261,7 +274,7 @@ class RayModelGroup:
     def _send(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], done: Callable[[], None] | None = None
     ) -> Future[Any]:
-        ray, method = import_ray(), METHODS[name]
+        ray, method = import_ray(), self._methods[name]
         places = [_place(self.dims, rank) for rank in range(self.dims.world_size)]
         # For each dp rank the one that has the results of the last pipeline stage.
         replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]

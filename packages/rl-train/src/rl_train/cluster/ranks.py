@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_models.workers.dispatch import METHODS
+from rl_models.workers.dispatch import Method
 from rl_train.cluster.future import Future, Outcome
 from rl_train.cluster.host import RankHost, Rendezvous, Seat
 from rl_train.cluster.launch import RankFailed
@@ -35,14 +35,15 @@ class Ranks:
         name: of the group.
         stand: where.
         collective_timeout: in seconds.
+        methods: how each method is spread over the ranks.
 
     Raises:
         RankFailed: a process did not start; none is left.
     """
 
-    def __init__(self, name: str, stand: Stand, collective_timeout: float) -> None:
+    def __init__(self, name: str, stand: Stand, collective_timeout: float, methods: Mapping[str, Method]) -> None:
         ray = import_ray()
-        self.name = name
+        self.name, self._methods = name, methods
         self._calls = 0
         self._settled = -1
         self._broken: str | None = None
@@ -126,7 +127,7 @@ class Ranks:
             failed = ", ".join(map(str, sorted(outcome.raised)))
             methods = sorted({raised.method for raised in outcome.raised.values()})
             on_some = len(outcome.raised) < len(self.seats)
-            if on_some and any(METHODS[name].changes for name in methods):
+            if on_some and any(self._methods[name].changes for name in methods):
                 self._broken = f"{', '.join(methods)} failed on ranks {failed} alone, so the ranks no longer agree"
             elif outcome.waiting:
                 self._behind = outcome

@@ -1,0 +1,77 @@
+"""`WholeBatches`: every public method of a worker is divided over dp, or takes no batch."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models.losses import LossTerms
+from rl_models.workers.dispatch import dispatched, methods_of, per_sequence
+from rl_models.workers.whole_batches import WholeBatches
+
+ROWS = [[1, 4, 5, 6], [7, 8], [2, 3, 4, 5, 6, 7]]
+
+
+class Perplexed(ActorCritic):
+    """A user's actor with methods of its own."""
+
+    @dispatched(per_sequence)
+    def surprise(self, batch: Batch) -> Tensor:
+        """`[N]`: minus the log-probability of each sequence."""
+        return torch.stack([-row.sum() for row in batch.split(self.log_probs(batch).log_probs)])
+
+    def undeclared(self, batch: Batch) -> Tensor:
+        return self.surprise(batch)
+
+    def predict(self, batch: Batch, **options: Any) -> dict[str, Tensor]:
+        """An override, which is divided as what it overrides."""
+        self.seen = len(batch)
+        return super().predict(batch, **options)
+
+
+def push_up(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(-log_probs * part["advantages"] + values.square())
+
+
+def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
+    dims = ParallelDims(dp=dp)
+    mesh = dims.build_mesh("cpu", list(range(dp))) if dp > 1 else None
+    optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
+    worker = Perplexed.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer)
+    whole: Any = WholeBatches(worker)
+    batch = Batch.from_sequences(ROWS, advantages=[[float(len(row))] * len(row) for row in ROWS])
+    found = {"predict": whole.predict(batch, temperature=0.7), "surprise": whole.surprise(batch)}
+    if dp > 1:
+        assert worker.seen < len(batch)
+    found["step"] = whole.step(batch, push_up, aggregation="token-mean")
+    found["after"] = whole.estimate(batch)._asdict()
+    assert len(dict(whole.stream_weights())) == len(dict(worker.stream_weights()))
+    assert (whole.steps, whole.role) == (1, "causal_lm_with_value")
+    with pytest.raises(AttributeError, match=r"Perplexed.undeclared does not say how .* are divided over dp; declare"):
+        whole.undeclared(batch)
+    return found
+
+
+def test_predict_step_and_a_subclasss_methods_are_divided(ranks: RankPool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.5, **sizes)).save_pretrained(tmp_path)
+    (expected,) = ranks.run(use, tmp_path, 1, world=1)
+    for found in ranks.run(use, tmp_path, 2, world=2, timeout=60):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (expected["after"]["log_probs"] - expected["predict"]["log_probs"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [Actor, Critic, ActorCritic])
+def test_every_public_method_says_how_it_is_divided(kind: type) -> None:
+    public = {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+    assert public - methods_of(kind).keys() == {"stream_weights"}
