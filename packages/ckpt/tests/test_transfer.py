@@ -27,7 +27,7 @@ from ckpt import (
     stream_hf,
 )
 from ckpt.files.boxio import FileForWriting
-from ckpt.transfer.exchange import exchange
+from ckpt.transfer.exchange import plan_moves
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -251,7 +251,7 @@ def save_in_buckets(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.transfer.save._can_write", lambda folder, plan: group.rank() in writers)
-        patch.setattr("ckpt.transfer.save.exchange", functools.partial(exchange, bucket_bytes=bucket_bytes))
+        patch.setattr("ckpt.transfer.save.plan_moves", functools.partial(plan_moves, bucket_bytes=bucket_bytes))
         patch.setattr("ckpt.transfer.save.FileForWriting", Recorded)
         patch.setattr(dist, "all_to_all_single", recording)
         for name in ("send", "isend", "broadcast", "gather", "all_gather_into_tensor"):

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckpt.files.folder import open_checkpoint
 from ckpt.layout.blocks import local_block, row_shapes
@@ -66,6 +67,7 @@ class Layout:
         vocab_multiple: each rank's vocabulary rows are padded up to a multiple of this.
         carried: shapes of the tensors carried whole (a vision tower), known once a checkpoint has been seen.
         canonical: every canonical tensor of the model, in the model's order.
+        kept: plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
         ValueError: a config field is missing, unusable or not described by the family's table.
@@ -81,6 +83,7 @@ class Layout:
     canonical: dict[str, Canonical] = field(init=False, repr=False, compare=False)
     _text: Config = field(init=False, repr=False, compare=False)
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     _grids: set[Grid] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Moving pieces between ranks: who holds a box sends it to who wants it, in buckets of bounded size.
 
-Every rank derives the same list of moves from the layouts, so no move is negotiated. A bucket is one
+Every rank derives the same list of moves from the layouts (`plan_moves`), so no move is negotiated. A bucket is one
 `all_to_all_single` of bytes; a box larger than a bucket is cut along its leading dimensions. Extra memory: a send and a
 receive buffer of at most `bucket_bytes` each, rounded up to the alignment.
 """
@@ -26,9 +26,12 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A piece that a rank wants: the rank, a name of its choice for the tensor, and the piece of it."""
+    """A piece that ranks want alike: the ranks, a name of their choice for the tensor, and the piece of it.
 
-    rank: int
+    Of the wants of one exchange the sets of ranks are equal or disjoint.
+    """
+
+    ranks: frozenset[int]
     tensor: str
     piece: Piece
 
@@ -45,66 +48,93 @@ class _Move:
         return math.prod(extents(self.copy.source_range)) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Moves that travel in one collective.
+
+    Attributes:
+        moves: those that this rank takes part in, in the same order on every rank.
+        travels: whether any rank sends anything to another.
+        done: the names that are complete after it.
+    """
+
+    moves: list[_Move]
+    travels: bool
+    done: list[str]
+
+
 Deliver = Callable[[Want, Box, Tensor], None]
 
 
-def exchange(
+def plan_moves(
     holdings: Holdings,
     owners: dict[str, list[Held]],
     wants: Iterable[tuple[str, list[Want]]],
-    group: ProcessGroup | None,
-    deliver: Deliver,
-    *,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[list[str]]:
-    """Bring every wanted piece to its rank; collective over `group`, which must run it to the end on every rank.
+) -> Iterator[Bucket]:
+    """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
+
+    The work is linear in the ranks that hold or want something: a piece that many ranks want alike is one move.
 
     Args:
         holdings: from `take_stock`.
         owners: from `assign_owners`.
         wants: canonical name -> what the ranks want of it, in an order that is the same on every rank.
+        bucket_bytes: the most that one rank sends or receives at once (rounded up to 16 bytes).
+    """
+    rank = holdings.rank
+    sent: dict[int, int] = {}
+    received: dict[frozenset[int], int] = {}
+    mine: list[_Move] = []
+    done: list[str] = []
+    travels = False
+    for name, wanted in wants:
+        for move in _moves(owners[name], wanted, holdings.dtypes[name], bucket_bytes):
+            holder, receivers = move.held.rank, move.want.ranks
+            into = received.get(receivers, 0) + _aligned(move.nbytes)
+            out = sent.get(holder, 0) + _aligned(move.nbytes) * len(receivers)
+            if max(into, out) > bucket_bytes and received:
+                yield Bucket(mine, travels, done)
+                sent, received, mine, done, travels = {}, {}, [], [], False
+                into, out = _aligned(move.nbytes), _aligned(move.nbytes) * len(receivers)
+            received[receivers], sent[holder] = into, out
+            travels = travels or len(receivers) > 1 or holder not in receivers
+            if rank == holder or rank in receivers:
+                mine.append(move)
+        done.append(name)
+    yield Bucket(mine, travels, done)
+
+
+def exchange(
+    holdings: Holdings, buckets: Iterable[Bucket], group: ProcessGroup | None, deliver: Deliver
+) -> Iterator[list[str]]:
+    """Bring every wanted piece to its ranks; collective over `group`, which must run it to the end on every rank.
+
+    Args:
+        holdings: from `take_stock`.
+        buckets: from `plan_moves`, of holdings with the same pieces.
         group: the ranks; None: this process alone.
         deliver: called on the receiving rank with the want, the box of its tensor, and the values, which are valid only
             during the call; their extents equal the box's, apart from leading dimensions of 1.
-        bucket_bytes: the most that one rank sends or receives at once (rounded up to 16 bytes).
 
     Yields:
         The names that are complete since the last time.
     """
-    size = 1 if group is None else group.size()
-    pending: list[_Move] = []
-    sent, received = [0] * size, [0] * size
-    done: list[str] = []
-
-    def flush() -> None:
-        _all_to_all(pending, holdings, group, deliver)
-        pending.clear()
-        sent[:], received[:] = [0] * size, [0] * size
-
-    for name, wanted in wants:
-        for move in _moves(owners[name], wanted, holdings.dtypes[name], bucket_bytes):
-            nbytes = _aligned(move.nbytes)
-            if max(sent[move.held.rank], received[move.want.rank]) + nbytes > bucket_bytes:
-                flush()
-                if done:
-                    yield done
-                    done = []
-            pending.append(move)
-            sent[move.held.rank] += nbytes
-            received[move.want.rank] += nbytes
-        done.append(name)
-    flush()
-    if done:
-        yield done
+    for bucket in buckets:
+        _all_to_all(bucket, holdings, group, deliver)
+        if bucket.done:
+            yield bucket.done
 
 
 def _moves(held: list[Held], wanted: list[Want], dtype: torch.dtype, bucket_bytes: int) -> Iterator[_Move]:
     for want in wanted:
+        # A rank sends a part to each of the receivers in one bucket.
+        limit = max(1, bucket_bytes // (dtype.itemsize * max(1, len(want.ranks))))
         for holder in held:
             copy = intersect(holder.piece, want.piece)
             if copy is None:
                 continue
-            for part in split_box(copy.source_range, max(1, bucket_bytes // dtype.itemsize)):
+            for part in split_box(copy.source_range, limit):
                 yield _Move(holder, want, Copy(part, carried_over(part, copy)), dtype)
 
 
@@ -116,25 +146,31 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _all_to_all(moves: list[_Move], holdings: Holdings, group: ProcessGroup | None, deliver: Deliver) -> None:
+def _all_to_all(bucket: Bucket, holdings: Holdings, group: ProcessGroup | None, deliver: Deliver) -> None:
     rank = holdings.rank
-    for move in moves:
-        if move.held.rank == move.want.rank == rank:
-            deliver(move.want, move.copy.destination_range, _values(move, holdings))
-    if group is None or group.size() == 1 or all(move.held.rank == move.want.rank for move in moves):
+    outgoing: dict[int, list[_Move]] = {}
+    incoming: dict[int, list[_Move]] = {}
+    for move in bucket.moves:
+        if move.held.rank != rank:
+            incoming.setdefault(move.held.rank, []).append(move)
+            continue
+        for peer in move.want.ranks:
+            if peer == rank:
+                deliver(move.want, move.copy.destination_range, _values(move, holdings))
+            else:
+                outgoing.setdefault(peer, []).append(move)
+    if group is None or group.size() == 1 or not bucket.travels:
         return
-    ranks = range(group.size())
-    outgoing = [[move for move in moves if move.held.rank == rank != move.want.rank == peer] for peer in ranks]
-    incoming = [[move for move in moves if move.want.rank == rank != move.held.rank == peer] for peer in ranks]
-    sizes = [[sum(_aligned(move.nbytes) for move in peer) for peer in side] for side in (outgoing, incoming)]
+    sides = [[side.get(peer, []) for peer in range(group.size())] for side in (outgoing, incoming)]
+    sizes = [[sum(_aligned(move.nbytes) for move in moves) for moves in side] for side in sides]
     device = group_device(group)
     send = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
     receive = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
-    for move, segment in _segments(outgoing, send):
+    for move, segment in _segments(sides[0], send):
         values = _values(move, holdings)
         segment.view(values.shape).copy_(values)
     dist.all_to_all_single(receive, send, sizes[1], sizes[0], group=group)
-    for move, segment in _segments(incoming, receive):
+    for move, segment in _segments(sides[1], receive):
         deliver(move.want, move.copy.destination_range, segment.view(extents(move.copy.source_range)))
 
 

@@ -1,5 +1,8 @@
 """What a group of ranks holds together: every rank's pieces, and the type of every canonical tensor."""
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +46,14 @@ class Holdings:
         ranks: the chunks of each rank.
         dtypes: canonical name -> type, for all that is held, in the model's order.
         rank: this rank.
+        key: a digest of what all ranks hold: the same for the same places, names, types and boxes.
     """
 
     layout: Layout
     ranks: list[list[Chunk]]
     dtypes: dict[str, torch.dtype]
     rank: int
+    key: str
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -84,6 +89,8 @@ def take_stock(
 ) -> Holdings:
     """Check this rank's tensors against the layout and learn what the other ranks hold.
 
+    What the ranks hold is kept with the layout: while it stays the same they exchange digests only.
+
     Communication: small JSON all-gathers.
 
     Raises:
@@ -91,17 +98,28 @@ def take_stock(
     """
     rank = 0 if group is None else group.rank()
     own = agree(lambda: _own_chunks(tensors, place, layout), group)
-    messages = all_gather_json([_describe(at, held) for at, held in own], group)
+    described = [_describe(at, held) for at, held in own]
+    kept: Holdings | None = layout.kept.get("holdings")
+    facts = all_gather_json([_digest(described), kept.key if kept is not None and kept.rank == rank else None], group)
+    key = _digest([digest for digest, _ in facts])
+    if kept is None or any(known != key for _, known in facts):
+        messages = all_gather_json(described, group)
 
-    def merge() -> Holdings:
-        ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
-        ranks[rank] = [
-            Chunk(chunk.place, chunk.blocks, {name: tensor for name, (tensor, _) in held.items()})
-            for chunk, (_, held) in zip(ranks[rank], own, strict=True)
-        ]
-        return Holdings(layout, ranks, _merge_dtypes(messages, ranks, layout), rank)
+        def merge() -> Holdings:
+            ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
+            return Holdings(layout, ranks, _merge_dtypes(messages, ranks, layout), rank, key)
 
-    return agree(merge, group)
+        kept = layout.kept["holdings"] = agree(merge, group)
+    ranks = [*kept.ranks]
+    ranks[rank] = [
+        dataclasses.replace(chunk, tensors={name: tensor for name, (tensor, _) in held.items()})
+        for chunk, (_, held) in zip(ranks[rank], own, strict=True)
+    ]
+    return dataclasses.replace(kept, ranks=ranks)
+
+
+def _digest(message: object) -> str:
+    return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
 def _own_chunks(

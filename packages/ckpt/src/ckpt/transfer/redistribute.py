@@ -12,7 +12,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json, require_same
-from ckpt.transfer.exchange import BUCKET_BYTES, Want, copy_into, exchange
+from ckpt.transfer.exchange import BUCKET_BYTES, Want, copy_into, exchange, plan_moves
 from ckpt.transfer.holdings import Holdings, Tensors, take_stock
 from ckpt.transfer.owners import Held, assign_owners
 from ckpt.transfer.tied import require_equal_copies
@@ -115,7 +115,7 @@ def redistribute(
             for name, block in _held_blocks(to_layout, Place(**entry), holdings).items():
                 for piece in block.pieces:
                     if not piece.is_padding:
-                        wants[piece.name].append(Want(rank, f"{chunk}:{name}", piece))
+                        wants[piece.name].append(Want(frozenset((rank,)), f"{chunk}:{name}", piece))
                     elif rank == holdings.rank:
                         view_of(results[chunk][name], piece.local_range).zero_()
 
@@ -123,7 +123,7 @@ def redistribute(
         chunk, _, name = want.tensor.partition(":")
         copy_into(results[int(chunk)][name], box, values)
 
-    for _ in exchange(holdings, owners, wants.items(), group, deliver, bucket_bytes=bucket_bytes):
+    for _ in exchange(holdings, plan_moves(holdings, owners, wants.items(), bucket_bytes), group, deliver):
         pass
     return results[0] if isinstance(to_place, Place) else results
 

@@ -19,7 +19,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece, intersect, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json, require_same
-from ckpt.transfer.exchange import Want, exchange
+from ckpt.transfer.exchange import Want, exchange, plan_moves
 from ckpt.transfer.holdings import Holdings, Tensors, take_stock
 from ckpt.transfer.owners import Held, assign_owners
 from ckpt.transfer.tied import require_equal_copies
@@ -200,7 +200,7 @@ def _send(
     files = list(plan.prefixes)
     writer_of = {file: writers[index % len(writers)] for index, file in enumerate(files)}
     wants = (
-        (name, [Want(writer_of[file], file, Piece.whole(name, info.shape))])
+        (name, [Want(frozenset((writer_of[file],)), file, Piece.whole(name, info.shape))])
         for name, (file, info) in plan.tensors.items()
     )
     stagings = StagingPool()
@@ -221,7 +221,7 @@ def _send(
                 except OSError as error:
                     errors.append(error)
 
-        for _ in exchange(holdings, owners, wants, group, deliver):
+        for _ in exchange(holdings, plan_moves(holdings, owners, wants), group, deliver):
             pass
 
         @room_for(plan.nbytes, folder.parent)

@@ -11,8 +11,8 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, require_same
-from ckpt.transfer.exchange import BUCKET_BYTES, Want, copy_into, exchange
-from ckpt.transfer.holdings import Tensors, take_stock
+from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, copy_into, exchange, plan_moves
+from ckpt.transfer.holdings import Holdings, Tensors, take_stock
 from ckpt.transfer.owners import assign_owners
 from ckpt.transfer.tied import require_equal_copies
 
@@ -54,9 +54,12 @@ def stream_hf(
     if any(not 0 <= rank < size for rank in receivers):
         raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
     holdings = take_stock(tensors, layout, place, group)
-    owners = agree(lambda: assign_owners(holdings), group)
+
+    def prepare() -> tuple[list[Bucket], dict[str, torch.dtype]]:
+        return _planned(holdings, frozenset(receivers), bucket_bytes), holdings.stored_dtypes(dtype)
+
+    buckets, types = agree(prepare, group)
     require_equal_copies(holdings, group)
-    types = agree(lambda: holdings.stored_dtypes(dtype), group)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
     full: dict[str, Tensor] = {}
@@ -66,11 +69,19 @@ def stream_hf(
             full[want.tensor] = torch.empty(layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=where)
         copy_into(full[want.tensor], box, values)
 
-    wants = (
-        (name, [Want(rank, name, Piece.whole(name, layout.canonical[name].shape)) for rank in receivers])
-        for name in holdings.dtypes
-    )
-    for names in exchange(holdings, owners, wants, group, deliver, bucket_bytes=bucket_bytes):
+    for names in exchange(holdings, buckets, group, deliver):
         if holdings.rank in receivers:
             for name in names:
                 yield name, full.pop(name)
+
+
+def _planned(holdings: Holdings, receivers: frozenset[int], bucket_bytes: int) -> list[Bucket]:
+    """Return the plan of a stream, which is kept with the layout for the next stream of the same tensors."""
+    kept = holdings.layout.kept
+    key = (holdings.key, receivers, bucket_bytes)
+    if "stream" not in kept or kept["stream"][0] != key:
+        shapes = {name: holdings.layout.canonical[name].shape for name in holdings.dtypes}
+        wants = ((name, [Want(receivers, name, Piece.whole(name, shape))]) for name, shape in shapes.items())
+        kept["stream"] = key, list(plan_moves(holdings, assign_owners(holdings), wants, bucket_bytes))
+    buckets: list[Bucket] = kept["stream"][1]
+    return buckets

@@ -42,7 +42,7 @@ class HubLayout(ckpt.Layout):
             blocks[name] = block if block is not None and fits else _block(name, shape, stacks)
         pieces = [(piece.name, piece.canonical_range) for block in blocks.values() for piece in block.pieces]
         own = {name: canonical.get(name) or Canonical(extents(box)) for name, box in pieces if box is not None}
-        for name, value in (("config", dict(config)), ("canonical", own), ("blocks", blocks)):
+        for name, value in {"config": dict(config), "canonical": own, "blocks": blocks, "kept": {}}.items():
             object.__setattr__(self, name, value)
 
     def at(self, place: ckpt.Place) -> dict[str, Block]:
