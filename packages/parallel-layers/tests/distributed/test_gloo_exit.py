@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,3 +89,23 @@ def test_a_thread_just_made_is_waited_for(tasks: Path, monkeypatch: pytest.Monke
 def test_the_wait_ends(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tasks, "2", "pt_gloo_runloop", "R (running)", 3)
     assert looks_until_rest(monkeypatch, iter(())) == gloo_exit._MOST_LOOKS
+
+
+IMPORT_ALONE = """
+import atexit, torch, torch.distributed
+operator = "_c10d_functional::all_gather_into_tensor"
+registered = []
+register, atexit.register = atexit.register, lambda function, *args: registered.append(function) or function
+before = torch._C._dispatch_dump(operator)
+import parallel_layers, parallel_layers.inference, parallel_layers.moe
+from parallel_layers.distributed import gloo_exit
+assert torch._C._dispatch_dump(operator) == before
+assert gloo_exit.wait_for_gloo not in registered
+from parallel_layers.distributed.async_collectives import prepare_gloo
+prepare_gloo()
+assert torch._C._dispatch_dump(operator) != before
+"""
+
+
+def test_importing_the_package_changes_nothing_in_the_process() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT_ALONE], check=True, timeout=120)

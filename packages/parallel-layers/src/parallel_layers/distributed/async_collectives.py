@@ -19,9 +19,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# A process that starts collectives here ends well, and its gathers do not corrupt memory.
-import parallel_layers.distributed.gloo_exit
-import parallel_layers.distributed.gloo_gather  # noqa: F401
+from parallel_layers.distributed import gloo_exit, gloo_gather
 
 _ops = torch.ops._c10d_functional
 
@@ -29,6 +27,22 @@ _ops = torch.ops._c10d_functional
 _HEAD_START_CYCLES = 8000
 # Sent over NVLink in some 25 microseconds.
 _WORTH_A_HEAD_START = 8 * 2**20
+
+
+def prepare_gloo() -> None:
+    """Make gloo safe in this process: its gathers do not corrupt memory, and its threads rest before Python ends.
+
+    Called where a CPU grid is built and where a collective of CPU tensors starts, not at import.
+    """
+    gloo_gather.install()
+    gloo_exit.install()
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Return `x` in one piece, ready to be sent."""
+    if not torch.compiler.is_compiling() and x.is_cpu:
+        prepare_gloo()
+    return x.contiguous()
 
 
 def is_sharded(group: ProcessGroup | None) -> bool:
@@ -67,13 +81,13 @@ def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: 
     """
     # A compiler reuses buffers by itself, and better when nothing is changed in place.
     reduce = _ops.all_reduce_ if owned and not torch.compiler.is_compiling() else _ops.all_reduce
-    result: Tensor = reduce(x.contiguous(), op, group.group_name)
+    result: Tensor = reduce(_contiguous(x), op, group.group_name)
     return result
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Begin to concatenate the ranks' `[n, ...]` along dim 0, in order of rank: `[size * n, ...]`."""
-    result: Tensor = _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    result: Tensor = _ops.all_gather_into_tensor(_contiguous(x), group.size(), group.group_name)
     return result
 
 
@@ -84,7 +98,7 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
         ValueError: Dim 0 does not divide by the group's size.
     """
     check_divisible(x, 0, group)
-    result: Tensor = _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+    result: Tensor = _ops.reduce_scatter_tensor(_contiguous(x), "sum", group.size(), group.group_name)
     return result
 
 
@@ -111,7 +125,7 @@ def head_start(sent: Tensor) -> None:
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
     """Begin to send `input_sizes[r]` rows to each rank r and to receive `output_sizes[r]` rows from it."""
-    result: Tensor = _ops.all_to_all_single(x.contiguous(), list(output_sizes), list(input_sizes), group.group_name)
+    result: Tensor = _ops.all_to_all_single(_contiguous(x), list(output_sizes), list(input_sizes), group.group_name)
     return result
 
 

@@ -10,6 +10,7 @@ The rank's work is done by then, but torchrun takes it for a failure and stops t
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import threading
 import time
@@ -60,5 +61,8 @@ def _threads() -> dict[str, str] | None:
     return threads
 
 
-if sys.platform == "linux" and sys.version_info < (3, 14):
-    atexit.register(wait_for_gloo)
+@functools.cache
+def install() -> None:
+    """Have Python call `wait_for_gloo` when the process ends, once."""
+    if sys.platform == "linux" and sys.version_info < (3, 14):
+        atexit.register(wait_for_gloo)

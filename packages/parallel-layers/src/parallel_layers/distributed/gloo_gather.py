@@ -1,4 +1,4 @@
-"""torch's functional all-gather of CPU tensors, by an operator that does not corrupt memory; installed by `comm`.
+"""torch's functional all-gather of CPU tensors, by an operator that does not corrupt memory; see `install`.
 
 `_c10d_functional::all_gather_into_tensor` begins what gloo calls ALLGATHER_COALESCED. A gloo group (as of torch 2.13)
 has two threads, which write the name of what each has just completed into one std::string, without a lock. A name of
@@ -11,6 +11,7 @@ Given to torch's dispatcher for CPU tensors, it serves everybody in this process
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,5 +27,9 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: Any) -> Tens
     return out
 
 
-_library = torch.library.Library("_c10d_functional", "IMPL")
-_library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
+@functools.cache
+def install() -> torch.library.Library:
+    """Give the operator to torch's dispatcher, once. The library must live on: the operator goes with it."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
+    return library

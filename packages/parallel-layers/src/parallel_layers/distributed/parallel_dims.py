@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_layers.distributed.async_collectives import prepare_gloo
 from parallel_layers.distributed.meeting import meet
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, so they share a node's fast links.
@@ -112,6 +113,8 @@ class ParallelDims:
         groups: list[ProcessGroup] = []
         for axis in range(grid.dim()):
             line = grid[tuple(slice(None) if other == axis else i for other, i in enumerate(place))]
+            if device_type == "cpu":
+                prepare_gloo()
             group = dist.new_group(line.tolist(), timeout=default_timeout(), use_local_synchronization=True)
             assert isinstance(group, ProcessGroup)
             groups.append(group)
@@ -132,6 +135,7 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
     """
     meet(list(ranks), f"a group with backend={backend!r}")
     timeout = default_timeout() if backend is None else None
+    prepare_gloo()
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
