@@ -83,6 +83,17 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not known"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]},
+            "layer_types name 1 layers, but num_hidden_layers=3; write one type for each layer",
+        ),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list of names"),
+        ({"layer_types": [["full_attention"]]}, "must be a list of names; write layer_types as transformers does"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "all"}, "sliding_window='all' must be a positive"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "mlp_only_layers": "1"},
+            "mlp_only_layers='1' must be a list of layer indices",
+        ),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number above 0"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer; write num_hidden_layers as"),

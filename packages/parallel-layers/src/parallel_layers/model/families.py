@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, name, number, read
+from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, indices, name, names, number, read
 from parallel_layers.rotary import yarn_softmax_scale
 
 Windows = tuple[int | None, ...]
@@ -34,14 +34,17 @@ class SlidingWindow:
 
     def of(self, config: Config, num_layers: int) -> Windows:
         """Return the window of every layer in tokens, None for full attention."""
-        window = config.get("sliding_window", self.default)
-        if window is None or (self.switched and not config.get("use_sliding_window")):
+        # A null window is none.
+        stated = config.get("sliding_window", self.default) is not None
+        if not stated or (self.switched and not flag("use_sliding_window")(config)):
             return (None,) * num_layers
+        window = count("sliding_window", default=self.default)(config)
         if not self.by_layer:
-            return (int(window),) * num_layers
-        first = config.get("max_window_layers", 28)
-        types = config.get("layer_types") or [("full", "sliding")[i >= first] + "_attention" for i in range(num_layers)]
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+            return (window,) * num_layers
+        if types := names("layer_types")(config):
+            return tuple(window if kind == "sliding_attention" else None for kind in types)
+        first = count_or_zero("max_window_layers", default=28)(config)
+        return tuple(window if i >= first else None for i in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,17 @@ class Family:
         """Return the sliding window of every layer, None for full attention.
 
         Raises:
-            ValueError: A layer type that the family does not have.
+            ValueError: A layer type that the family does not have, or another number of them than of layers.
         """
         known = {"full_attention"} if self.window is None else {"full_attention", "sliding_attention"}
-        if unknown := sorted(set(config.get("layer_types") or ()) - known):
+        types = names("layer_types")(config)
+        if unknown := sorted(set(types) - known):
             raise ValueError(f"the config's layer_types {unknown} are not known for {self.name}; use {sorted(known)}")
+        if types and len(types) != num_layers:
+            raise ValueError(
+                f"the config's layer_types name {len(types)} layers, but num_hidden_layers={num_layers}; write one "
+                "type for each layer"
+            )
         return (None,) * num_layers if self.window is None else self.window.of(config, num_layers)
 
     def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
@@ -98,10 +107,10 @@ class Family:
         """
         if self.moe is None or not read(self.moe["num_experts"], config):
             return (None,) * num_layers
-        first, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
-        dense = set(config.get("mlp_only_layers") or ())
+        first, step = (count_or_zero(each)(config) for each in ("first_k_dense_replace", "decoder_sparse_step"))
+        dense = indices("mlp_only_layers")(config)
         fields = values(self.moe, config)
-        mixtures = (i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+        mixtures = (i >= first and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers))
         return tuple(fields if mixture else None for mixture in mixtures)
 
     def rope(self, config: Config) -> dict[str, Any]:
@@ -230,12 +239,13 @@ def family_of(config: Config) -> Family:
     Raises:
         ValueError: The family is not in the table; the message lists the known ones.
     """
-    architectures = config.get("architectures") or []
-    prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", str(architectures[0])) if architectures else None
+    architectures = names("architectures")(config)
+    prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", architectures[0]) if architectures else None
     for family in FAMILIES.values():
         if prefix == family.class_prefix or (prefix is None and config.get("model_type") == family.name):
             return family
     known = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
     raise ValueError(
-        f"architectures={architectures} with model_type={config.get('model_type')!r} is not supported; known: {known}"
+        f"architectures={[*architectures]} with model_type={config.get('model_type')!r} is not supported; known: "
+        f"{known}"
     )

@@ -15,6 +15,10 @@ def _is_number(value: Any, kinds: type | tuple[type, ...] = (int, float)) -> boo
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)
+
+
 # Kind of a field -> whether a value is of this kind, and the kind in words.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda value: _is_number(value, int) and value >= 1, "a positive integer"),
@@ -22,6 +26,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "number": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
     "name": (lambda value: isinstance(value, str), "a name"),
+    "names": (lambda value: _is_list(value, str), "a list of names"),
+    "indices": (lambda value: _is_list(value, int), "a list of layer indices"),
 }
 
 
@@ -58,6 +64,8 @@ count_or_zero = partial(Field, "count or zero", default=0)
 number = partial(Field, "number")
 flag = partial(Field, "flag", default=False)
 name = partial(Field, "name")
+names = partial(Field, "names", default=())
+indices = partial(Field, "indices", default=())
 
 
 def read(entry: Any, config: Config) -> Any:
