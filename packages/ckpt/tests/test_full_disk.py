@@ -45,7 +45,7 @@ def filled(source: Path, version: int, place: Place | None = None) -> dict[str, 
 
 def save_to_hf(source: Path, folder: Path, version: int) -> Callable[[], Any]:
     layout, tensors = layout_for(source), filled(source, version)
-    options: dict[str, Any] = {"max_shard_size": "40KB", "checksums": True, "copy_from": source}
+    options: dict[str, Any] = {"max_shard_size": "40KB", "copy_from": source}
     return lambda: save_hf(folder / "saved", tensors, layout, **options)
 
 

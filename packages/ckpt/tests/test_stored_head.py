@@ -92,7 +92,7 @@ def test_a_head_of_another_type_or_shape_is_refused(
 def test_the_same_head_is_passed_over_and_a_value_model_has_no_use_for_any(
     checkpoint: Checkpoints, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.files.checksums._CHUNK_BYTES", 100)
+    monkeypatch.setattr("ckpt.files.tensor_bytes._CHUNK_BYTES", 100)
     tied = checkpoint("llama-tied")
     both = edited(tied, tmp_path / "both", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     assert verify(tied, both).equal

@@ -202,7 +202,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> 
     counter = ckpt.IOCounter()
     try:
         tensors = load_hf(source, layout, place)
-        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", checksums=True, counter=counter)
+        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", counter=counter)
     finally:
         ckpt.transfer.save._can_write = original
     return counter.data_bytes
@@ -242,9 +242,9 @@ def save_in_buckets(
         return all_to_all(output, input, *args, **options)
 
     class Recorded(FileForWriting):
-        def __init__(self, path: Path) -> None:
+        def __init__(self, path: Path, **options: bool) -> None:
             opened.append(path.name)
-            super().__init__(path)
+            super().__init__(path, **options)
 
     def refused(*args: Any, **options: Any) -> None:
         raise AssertionError("a tensor travels by another call")

@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def as_hf(folder: Path, tensors: Tensors, source: Path) -> None:
-    save_hf(folder, tensors, layout_for(source), max_shard_size="20KB", checksums=True)
+    save_hf(folder, tensors, layout_for(source), max_shard_size="20KB")
 
 
 def as_shards(folder: Path, tensors: Tensors, source: Path) -> None:
@@ -62,7 +62,7 @@ def compare_live(folder: Path, source: Path) -> object:
 # How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
-    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.load, "check_share"),
+    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.load, "check_bytes"),
     ("verify", as_hf, lambda a, b: verify(a, b), ckpt.comparison.compare, "read_box"),
     ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.comparison.compare, "read_box"),
     ("verify_live", as_hf, compare_live, ckpt.comparison.compare, "read_box"),

@@ -6,7 +6,20 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.options import Dtype, Ep, Etp, Layers, Pp, Tp, VocabMultiple, Vpp, read_dtype, read_grid, read_layers
+from ckpt.cli.options import (
+    Check,
+    Dtype,
+    Ep,
+    Etp,
+    Layers,
+    Pp,
+    Tp,
+    VocabMultiple,
+    Vpp,
+    read_dtype,
+    read_grid,
+    read_layers,
+)
 from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
@@ -31,6 +44,7 @@ def shard(
     layers: Layers = None,
     vocab_multiple: VocabMultiple = 1,
     dtype: Dtype = None,
+    check: Check = False,
     json: Json = False,
 ) -> None:
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
@@ -45,6 +59,7 @@ def shard(
             layers=read_layers(layers),
             vocab_multiple=vocab_multiple,
             dtype=read_dtype(dtype),
+            check=check,
             progress=progress,
         )
     _report(destination, json)
@@ -60,6 +75,7 @@ def merge(
         Path | None,
         typer.Option("--copy-from", help="A folder whose tokenizer files are copied; the source unless given."),
     ] = None,
+    check: Check = False,
     json: Json = False,
 ) -> None:
     """Write one Hugging Face checkpoint of a sharded one's weights, or of a Hugging Face one's, in other files or
@@ -71,6 +87,7 @@ def merge(
             dtype=read_dtype(dtype),
             max_shard_size=max_shard_size,
             copy_from=copy_from,
+            check=check,
             progress=progress,
         )
     _report(destination, json)

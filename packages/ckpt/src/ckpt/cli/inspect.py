@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt.cli.options import Check
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ def inspect(
             help="A Hugging Face folder, a sharded one, or one file of weights with a config.json beside it."
         ),
     ],
+    check: Check = False,
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
     from ckpt.transfer.sources import open_source
 
-    facts = describe(open_source(folder))
+    facts = describe(open_source(folder, check=check))
     if json:
         print_json(facts)
         return
@@ -43,6 +45,7 @@ def inspect(
         ("layers", f"{facts['layers']:,}"),
         ("experts", f"{facts['experts']:,}"),
         ("tied embeddings", "yes" if facts["tied"] else "no"),
+        ("checksums", "none" if not facts["checksums"] else "recorded and right" if check else "recorded"),
     ]
     if facts["grid"] is not None:
         grid = " ".join(f"{axis}={size}" for axis, size in facts["grid"].items() if size is not None)
@@ -53,6 +56,7 @@ def inspect(
 def describe(source: Source) -> dict[str, Any]:
     """Return the facts that `inspect` shows; parameters are counted once, whatever number of ranks hold them."""
     from ckpt.files.dtypes import NAMES
+    from ckpt.files.header import read_header
     from ckpt.layout.pieces import volume
     from ckpt.transfer.shards import WEIGHTS
 
@@ -76,4 +80,5 @@ def describe(source: Source) -> dict[str, Any]:
         "layers": layout.num_layers,
         "experts": layout.num_experts,
         "tied": layout.tied,
+        "checksums": all(read_header(file).checksums for file in source.files),
     }

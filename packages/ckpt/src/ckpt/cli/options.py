@@ -22,6 +22,13 @@ Layers = Annotated[
     typer.Option("--layers", help="'balanced', or layers of each stage, such as 7,8,8,7; equal unless given."),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights, such as bfloat16.")]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Compare all bytes with the recorded checksums first; reads every file once more (default: off).",
+    ),
+]
 VocabMultiple = Annotated[int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to this.")]
 
 

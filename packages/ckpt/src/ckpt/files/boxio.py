@@ -82,10 +82,11 @@ class StagingPool:
 
 
 class FileForWriting:
-    """An existing file, opened for writing at offsets; synced and closed at the end."""
+    """An existing file, opened for writing at offsets; synced, unless that is left to others, and closed at the end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sync: bool = True) -> None:
         self._path = path
+        self._sync = sync
 
     def __enter__(self) -> int:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
@@ -93,7 +94,7 @@ class FileForWriting:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and self._sync:
                 os.fsync(self._fd)
         finally:
             os.close(self._fd)

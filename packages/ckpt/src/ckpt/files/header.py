@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ckpt.files.checksums import read_checksums
 from ckpt.files.contents import refuse_pointer
 from ckpt.files.dtypes import DTYPES, dtype_name
 from ckpt.layout.pieces import Shape
@@ -49,20 +50,22 @@ class Header:
         metadata: strings by name.
         length: bytes before the tensors.
         modified_ns: when the file was last modified, as `st_mtime_ns` (`ckpt.files.unchanged`).
+        checksums: tensor name -> CRC-32 of its bytes; none where the file has none recorded.
     """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     length: int
     modified_ns: int
+    checksums: dict[str, str]
 
 
 def read_header(path: Path) -> Header:
     """Read and check a file's header.
 
     Raises:
-        ValueError: the file is missing, truncated or longer than its header says, or the header lies: names the file,
-            the tensor and the values.
+        ValueError: the file is missing, truncated or longer than its header says, or the header lies or differs from
+            the recorded checksums: names the file, the tensor and the values.
     """
     try:
         with open(path, "rb") as file:
@@ -118,7 +121,8 @@ def parse_header(raw: bytes, size: int, path: str, modified_ns: int) -> Header:
         raise ValueError(
             f"{path} is {what}: its tensors end at byte {end}, the file has {size}; copy or download it again"
         )
-    return Header(ordered, metadata, start, modified_ns)
+    kinds = {name: (info.dtype, info.shape) for name, info in ordered.items()}
+    return Header(ordered, metadata, start, modified_ns, read_checksums(path, metadata, kinds))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

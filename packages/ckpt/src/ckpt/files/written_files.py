@@ -16,9 +16,10 @@ import torch
 
 from ckpt.files.atomic import sync_folder
 from ckpt.files.boxio import FileForWriting
-from ckpt.files.checksums import checksum_entry, reserved
+from ckpt.files.checksums import checksum_entry
 from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, matching
 from ckpt.files.header import TensorInfo, build_header
+from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout
@@ -40,7 +41,6 @@ class FilePlan:
     Attributes:
         contents: file name -> the tensors in it.
         metadata: the strings of every header.
-        checksums: whether the headers have room for a checksum of every tensor.
         prefixes: file name -> the bytes before its tensors.
         sizes: file name -> its size.
         tensors: tensor name -> (file name, where it lies).
@@ -48,23 +48,30 @@ class FilePlan:
 
     contents: dict[str, dict[str, tuple[torch.dtype, Shape]]]
     metadata: dict[str, str]
-    checksums: bool
     prefixes: dict[str, bytes] = field(init=False, default_factory=dict)
     sizes: dict[str, int] = field(init=False, default_factory=dict)
     tensors: dict[str, tuple[str, TensorInfo]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for file, shard in self.contents.items():
-            room = reserved(shard) if self.checksums else {}
-            self.prefixes[file], infos, self.sizes[file] = build_header(shard, {**self.metadata, **room})
+            room = {**self.metadata, **checksum_entry(shard)}
+            self.prefixes[file], infos, self.sizes[file] = build_header(shard, room)
             self.tensors.update({name: (file, info) for name, info in infos.items()})
 
     def record_checksums(self, folder: Path, sums: Mapping[str, str]) -> None:
-        """Fill the checksums in, in files that are otherwise complete, and sync them."""
+        """Fill the checksums in, in files that are otherwise complete and synced, and sync them."""
         for file, shard in self.contents.items():
-            filled = {**self.metadata, **checksum_entry({name: sums[name] for name in shard})}
+            filled = {**self.metadata, **checksum_entry(shard, sums)}
             with FileForWriting(folder / file) as fd:
                 os.pwrite(fd, build_header(shard, filled)[0], 0)
+
+    def complete(self, folder: Path) -> None:
+        """Sync the files, whose tensors are all written, and record their checksums.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self.record_checksums(folder, sync_and_sum(folder, self.contents, self.tensors))
 
     @property
     def data_bytes(self) -> int:
@@ -103,7 +110,6 @@ def plan_files(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     max_shard_size: int | str,
     metadata: Mapping[str, str],
-    checksums: bool = False,
 ) -> FilePlan:
     """Spread tensors over files in their order, each file up to `max_shard_size` (a larger tensor has one of its
     own)."""
@@ -122,7 +128,7 @@ def plan_files(
         filled += nbytes
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return FilePlan(dict(zip(names, shards, strict=True)), {"format": "pt", **metadata}, checksums)
+    return FilePlan(dict(zip(names, shards, strict=True)), {"format": "pt", **metadata})
 
 
 def create_files(folder: Path, plan: FilePlan) -> None:

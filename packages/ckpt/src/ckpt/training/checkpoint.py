@@ -29,6 +29,7 @@ from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import BoxOf, IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import bytes_in, room_for
+from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import require_unchanged, while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
@@ -290,6 +291,7 @@ def load_training(
     into: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
+    check: bool = False,
     counter: IOCounter | None = None,
 ) -> TrainingState:
     """Load a place's part of a training checkpoint, whatever grid it was saved on.
@@ -303,6 +305,7 @@ def load_training(
             that of their optimizer state.
         device: where new tensors go.
         group: the ranks that load together.
+        check: compare the bytes of all files with their recorded checksums first, the files divided among the ranks.
         counter: is given the bytes that this rank reads.
 
     Returns:
@@ -310,8 +313,8 @@ def load_training(
         run did not have gets new ones, derived from a saved rank's, except for states that all saved ranks shared.
 
     Raises:
-        ValueError: there is no such checkpoint, it is broken or of another model, or was replaced meanwhile; on every
-            rank.
+        ValueError: there is no such checkpoint, it is broken, damaged or of another model, or was replaced meanwhile;
+            on every rank.
     """
     rank = 0 if group is None else group.rank()
     folder, state, files = agree(lambda: _open(Path(root), step), group)
@@ -320,7 +323,9 @@ def load_training(
 
     def prepare() -> WantedState:
         with while_unchanged(files):
-            check_headers(folder, rank, 1 if group is None else group.size())
+            headers = check_headers(folder, rank, 1 if group is None else group.size())
+            if check:
+                check_bytes(headers)
             return wanted_state(folder, layout, place, into, torch.device(device))
 
     wanted = agree(prepare, group)

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import IOCounter, view_of
-from ckpt.files.checksums import check_share
 from ckpt.files.dtypes import check_cast
 from ckpt.files.folder import Checkpoint, open_checkpoint
+from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.overlaps import on_this_rank, require_memory
@@ -80,7 +80,8 @@ def load_hf(
         count.header_bytes += checkpoint.header_bytes
         if check:
             with while_unchanged(checkpoint.files):
-                check_share(checkpoint, *((0, 1) if group is None else (group.rank(), group.size())))
+                headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
+                check_bytes(headers, *((0, 1) if group is None else (group.rank(), group.size())))
         sources = match(checkpoint, layout)
         blocks = {name: block for name, block in layout.at(where).items() if _present(block, sources)}
         if into is None:

@@ -5,8 +5,8 @@ import dataclasses
 import math
 import re
 
-from ckpt.files.checksums import same_bytes
 from ckpt.files.folder import Checkpoint
+from ckpt.files.tensor_bytes import same_bytes
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families import Family, Role
 from ckpt.layout.model_layout import Canonical, Layout, layout_for

@@ -41,6 +41,7 @@ def reshard(
     vocab_multiple: int = 1,
     role: Role | None = None,
     dtype: torch.dtype | None = None,
+    check: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
@@ -58,16 +59,17 @@ def reshard(
         vocab_multiple: as in `layout_for`.
         role: what a Hugging Face source is read as; None: what its heads and its config say that it is.
         dtype: cast floating-point weights; the optimizer's state keeps its types.
+        check: compare the source's bytes with its recorded checksums first, which reads all files once more.
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken or was replaced meanwhile, the copies of a tied embedding in it differ, or the
-            model does not fit the grid; or the destination is the source's own folder.
+        ValueError: the source is broken, damaged or was replaced meanwhile, the copies of a tied embedding in it
+            differ, or the model does not fit the grid; or the destination is the source's own folder.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     origin, out = _folders(source, destination)
-    opened = open_source(source, role)
+    opened = open_source(source, role, check=check)
     refuse_differing_copies(opened, opened.slots)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
@@ -80,7 +82,7 @@ def reshard(
         filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
         for index, held in enumerate(contents):
             file = shard_name(index, len(places))
-            plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {}, False)
+            plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {})
             filler.fill(plan, held)
         copy_companions(origin, folder)
         write_json(folder / CONFIG, layout.config)
@@ -95,6 +97,7 @@ def merge(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
+    check: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write the Hugging Face checkpoint of a sharded one (its weights), or of a Hugging Face one, in other files or
@@ -106,16 +109,17 @@ def merge(
         dtype: cast floating-point weights.
         max_shard_size: as in `save_hf`.
         copy_from: a folder whose tokenizer, processor and generation files are copied; None: the source.
+        check: compare the source's bytes with its recorded checksums first, which reads all files once more.
         progress: called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken or was replaced meanwhile, or the copies of a tied embedding in it differ; or
-            the destination is the source's own folder.
+        ValueError: the source is broken, damaged or was replaced meanwhile, or the copies of a tied embedding in it
+            differ; or the destination is the source's own folder.
         OSError: the disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     origin, out = _folders(source, destination)
-    opened = open_source(source)
+    opened = open_source(source, check=check)
     refuse_differing_copies(opened, [WEIGHTS])
     layout = opened.layout
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
@@ -199,7 +203,7 @@ class _Filler:
         create_files(self._folder, plan)
         copies: list[tuple[Path, TensorInfo, Copy, str]] = []
         with contextlib.ExitStack() as stack:
-            fds = {file: stack.enter_context(FileForWriting(self._folder / file)) for file in plan.contents}
+            fds = {file: stack.enter_context(FileForWriting(self._folder / file, sync=False)) for file in plan.contents}
             for name, entry in entries.items():
                 if entry.scalar:
                     file, info = plan.tensors[name]
@@ -217,6 +221,7 @@ class _Filler:
                         self._copy(fd, info, fds[file], to, copy, name)
                 finally:
                     os.close(fd)
+        plan.complete(self._folder)
 
     def _copy(self, source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
         for part in self._reading.chunks(copy.source_range, info.dtype.itemsize):

@@ -97,7 +97,7 @@ def _plan(file: str, tensors: Tensors) -> FilePlan:
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     for dtype, _ in shapes.values():
         dtype_name(dtype)
-    return FilePlan({file: shapes}, {}, False)
+    return FilePlan({file: shapes}, {})
 
 
 def _describe(plan: FilePlan) -> dict[str, Any]:
@@ -111,18 +111,19 @@ def _plan_of(message: Mapping[str, Any]) -> FilePlan:
     contents = {
         file: {name: (DTYPES[dtype], tuple(shape)) for name, dtype, shape in shard} for file, shard in message.items()
     }
-    return FilePlan(contents, {}, False)
+    return FilePlan(contents, {})
 
 
 def _write(folder: Path, plan: FilePlan, tensors: Tensors, counter: IOCounter) -> None:
     create_files(folder, plan)
     stagings = StagingPool()
     for file in plan.contents:
-        with FileForWriting(folder / file) as fd:
+        with FileForWriting(folder / file, sync=False) as fd:
             for name, (_, info) in plan.tensors.items():
                 if math.prod(info.shape):
                     staging = stagings.on(tensors[name].device)
                     write_box(fd, info, full_box(info.shape), tensors[name], staging, counter)
+    plan.complete(folder)
 
 
 def _buckets(plan: FilePlan) -> Iterator[tuple[str, TensorInfo, Box]]:
@@ -163,7 +164,7 @@ def _receive(
             if fds:
                 values = buffer.view(info.dtype).view(shape)
                 _attempt(errors, partial(write_box, fds[0], info, box, values, staging, counter))
-        _attempt(errors, lambda: os.fsync(fds[0]))
+        _attempt(errors, lambda: plan.complete(folder))
     finally:
         for fd in fds:
             os.close(fd)

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
-from ckpt.files.checksums import share_of_checksums
 from ckpt.files.disk import room_for
+from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
 from ckpt.layout.config import ConfigLike, load_config
 from ckpt.layout.model_layout import Layout
@@ -39,7 +39,6 @@ def save_hf(
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
-    checksums: bool = False,
     progress: Progress | None = None,
     counter: IOCounter | None = None,
 ) -> None:
@@ -65,7 +64,6 @@ def save_hf(
         max_shard_size: bytes of one file, or a text such as "5GB".
         copy_from: a folder whose tokenizer, processor and generation files are copied; code is not.
         metadata: strings recorded in every file's header.
-        checksums: record a CRC-32 of every tensor in its file's header, computed from the bytes in the file.
         progress: called, on the group's first rank only, with the bytes that it has written and those it will have
             written.
         counter: is given the bytes and calls of this rank's writes.
@@ -73,7 +71,7 @@ def save_hf(
     Raises:
         ValueError: tensors are missing, unexpected, of another shape or type than on other ranks, or the ranks together
             lack a part of the model; or the copies of a tied embedding differ between pipeline stages; or the ranks
-            differ in `layout`, `dtype`, `max_shard_size`, `metadata` or `checksums`; names them; on every rank.
+            differ in `layout`, `dtype`, `max_shard_size` or `metadata`; names them; on every rank.
         OSError: the disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
     require_same(
@@ -82,7 +80,6 @@ def save_hf(
         dtype=dtype,
         max_shard_size=max_shard_size,
         metadata=sorted((metadata or {}).items()),
-        checksums=checksums,
     )
     holdings = take_stock(tensors, layout, place, group)
 
@@ -93,7 +90,7 @@ def save_hf(
                 raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
         shapes = {name: (stored[name], layout.canonical[name].shape) for name in stored}
         owners = assign_owners(holdings)
-        return plan_files(shapes, max_shard_size, metadata or {}, checksums), owners
+        return plan_files(shapes, max_shard_size, metadata or {}), owners
 
     plan, owners = agree(lay_out, group)
     require_equal_copies(holdings, group)
@@ -110,13 +107,12 @@ def save_hf(
             agree(room(lambda: _write(folder, plan, owners, holdings, shown, count)), group)
         else:
             _send(folder, plan, owners, holdings, writers, group, shown, count)
-        sums = _checksums(folder, plan, holdings.rank, writers, group) if checksums else {}
+        sums = _checksums(folder, plan, holdings.rank, writers, group)
 
         @room
         def finish() -> None:
             if writer is not None:
-                if checksums:
-                    plan.record_checksums(folder, sums)
+                plan.record_checksums(folder, sums)
                 chosen = layout.config if config is None else load_config(config)
                 source = None if copy_from is None else Path(copy_from)
                 write_companions(folder, plan, layout, chosen, source)
@@ -130,9 +126,16 @@ def save_hf(
 
 
 def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:
-    """Every tensor's checksum, each computed by one of the ranks that reach the files."""
-    share = agree(lambda: share_of_checksums(folder, plan.tensors, rank, ranks), group)
-    return {name: value for message in all_gather_json(share, group) for name, value in message.items()}
+    """Every tensor's checksum, each computed by one of the ranks that reach the files; all of these sync the files."""
+
+    @room_for(plan.nbytes, folder.parent)
+    def share() -> dict[str, str]:
+        if rank not in ranks:
+            return {}
+        mine = list(plan.tensors.items())[ranks.index(rank) :: len(ranks)]
+        return sync_and_sum(folder, plan.contents, dict(mine))
+
+    return {name: value for message in all_gather_json(agree(share, group), group) for name, value in message.items()}
 
 
 def _can_write(folder: Path, plan: FilePlan) -> bool:
@@ -161,7 +164,7 @@ def _write(
     progress: Progress | None,
     counter: IOCounter,
 ) -> None:
-    """Write the boxes that this rank owns, file by file, and sync each file it touched."""
+    """Write the boxes that this rank owns, file by file; `_checksums` syncs them."""
     mine: dict[str, list[tuple[str, Held]]] = {}
     for name, pieces in owners.items():
         for held in pieces:
@@ -170,7 +173,7 @@ def _write(
     meter = _Meter(progress, sum(_nbytes(plan, held) for entries in mine.values() for _, held in entries))
     stagings = StagingPool()
     for file, entries in mine.items():
-        with FileForWriting(folder / file) as fd:
+        with FileForWriting(folder / file, sync=False) as fd:
             for name, held in entries:
                 info = plan.tensors[name][1]
                 tensor = holdings.chunks[held.chunk].tensors[held.local]
@@ -209,7 +212,9 @@ def _send(
     with contextlib.ExitStack() as stack:
         mine = [file for file in files if writer_of[file] == holdings.rank]
         meter = _Meter(progress, sum(info.nbytes for file, info in plan.tensors.values() if file in mine))
-        fds = agree(lambda: {file: stack.enter_context(FileForWriting(folder / file)) for file in mine}, group)
+        fds = agree(
+            lambda: {file: stack.enter_context(FileForWriting(folder / file, sync=False)) for file in mine}, group
+        )
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
@@ -228,6 +233,6 @@ def _send(
         def end() -> None:
             if errors:
                 raise errors[0]
-            stack.close()  # syncs every file
+            stack.close()
 
         agree(end, group)

@@ -22,6 +22,7 @@ from ckpt.files.boxio import IOCounter, StagingPool, read_box
 from ckpt.files.contents import CONFIG, LAYOUT
 from ckpt.files.disk import bytes_in, room_for
 from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import MOST_LENGTH, load_config, read_json_file
@@ -317,13 +318,16 @@ def load_shards(
     *,
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
+    check: bool = False,
     counter: IOCounter | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """A place's tensors and its optimizer's state, as `save_shards` wrote them; the place must be of the saved grid.
 
+    With `check`, each rank first compares the bytes of its file with the recorded checksums.
+
     Raises:
-        ValueError: the checkpoint is broken, was replaced meanwhile, or is of another grid (`reshard` it); on every
-            rank of `group`.
+        ValueError: the checkpoint is broken or damaged, was replaced meanwhile, or is of another grid (`reshard` it);
+            on every rank of `group`.
     """
 
     def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -336,6 +340,8 @@ def load_shards(
         weights: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
         with while_unchanged(shards.files), open(shards.file(index), "rb", buffering=0) as file:
+            if check:
+                check_bytes({shards.file(index): shards.headers[index]})
             for key, info in shards.headers[index].tensors.items():
                 slot, _, name = key.partition("/")
                 tensor = torch.empty(info.shape, dtype=info.dtype, device=device)

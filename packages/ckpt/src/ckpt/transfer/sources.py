@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from ckpt.files.folder import open_checkpoint
-from ckpt.files.header import TensorInfo
+from ckpt.files.header import TensorInfo, read_header
+from ckpt.files.tensor_bytes import check_bytes
+from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Box, Piece, Shape
@@ -68,14 +70,22 @@ class Source:
         return found.pop()
 
 
-def open_source(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+def open_source(path: str | os.PathLike[str], role: Role | None = None, *, check: bool = False) -> Source:
     """Open a Hugging Face folder or a sharded one; without a role, it is what its heads and config say.
 
+    With `check`, compare the bytes of its files with their recorded checksums, too.
+
     Raises:
-        ValueError: as `open_checkpoint`, `match` or `open_shards`.
+        ValueError: as `open_checkpoint`, `match`, `open_shards` or `check_bytes`.
     """
-    if is_sharded(path):
-        return _sharded(path)
+    source = _sharded(path) if is_sharded(path) else _hugging_face(path, role)
+    if check:
+        with while_unchanged(source.files):
+            check_bytes({file: read_header(file) for file in source.files})
+    return source
+
+
+def _hugging_face(path: str | os.PathLike[str], role: Role | None) -> Source:
     checkpoint = open_checkpoint(path)
     layout = layout_for(path, role=role or detect_role(checkpoint))
     tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}

@@ -1,0 +1,86 @@
+"""The bytes of tensors in files: their checksums, and whether they are the saved ones or those of another tensor."""
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckpt.files.header import Header, TensorInfo
+
+# Small enough for a processor's cache, in which the checksum finds the bytes that were just read.
+_CHUNK_BYTES = 1 << 20
+_THREADS = 4
+
+
+def _chunks(path: Path, info: TensorInfo) -> Iterator[bytes]:
+    """The bytes of one tensor of a file, all chunks but the last of one length."""
+    with open(path, "rb") as file:
+        file.seek(info.offset)
+        left = info.nbytes
+        while left:
+            chunk = file.read(min(left, _CHUNK_BYTES))
+            if not chunk:
+                raise ValueError(f"{path} ended inside a tensor; it was truncated while in use")
+            yield chunk
+            left -= len(chunk)
+
+
+def crc32(path: Path, info: TensorInfo) -> str:
+    """Return the checksum of one tensor of a file."""
+    value = 0
+    for chunk in _chunks(path, info):
+        value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
+
+
+def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
+    """Whether two tensors of files, as long as each other, have the same bytes."""
+    return all(one == other for one, other in zip(_chunks(*a), _chunks(*b), strict=True))
+
+
+def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, str]:
+    """Sync files of a folder, and meanwhile compute the checksums of tensors: name -> (file, where it lies).
+
+    Raises:
+        OSError: the disk is full, or a file cannot be read.
+    """
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
+        syncs = [pool.submit(_sync, folder / file) for file in files]
+        sums = {name: pool.submit(crc32, folder / file, info) for name, (file, info) in tensors.items()}
+        for sync in syncs:
+            sync.result()
+        return {name: value.result() for name, value in sums.items()}
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_bytes(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) -> None:
+    """Compare the bytes of tensors with the recorded checksums: this rank's share, when `size` ranks divide them.
+
+    Raises:
+        ValueError: a file has no checksums, or a tensor's bytes are not those that were saved; names the first.
+    """
+    bare = next((path for path, header in headers.items() if header.tensors and not header.checksums), None)
+    if bare is not None:
+        raise ValueError(
+            f"{bare} has no recorded checksums, which every save of ckpt writes; leave out the check, or write the "
+            "checkpoint anew (`ckpt merge`)"
+        )
+    tensors = [(path, name) for path, header in headers.items() for name in header.tensors][rank::size]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
+        sums = pool.map(lambda item: crc32(item[0], headers[item[0]].tensors[item[1]]), tensors)
+        for (path, name), value in zip(tensors, sums, strict=True):
+            recorded = headers[path].checksums[name]
+            if value != recorded:
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(
+                    f"{name} in {path} is damaged: its checksum is {value}, recorded was {recorded}; restore the file "
+                    "from a copy"
+                )
