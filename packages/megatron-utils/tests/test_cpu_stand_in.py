@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_utils import megatron_device
 from megatron_utils.testing import cpu_stand_in, stand_in_is_active
 
 
@@ -21,11 +22,14 @@ def replaced() -> dict[str, Any]:
 def test_all_is_as_before_when_it_is_left() -> None:
     before = replaced()
     assert not stand_in_is_active()
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    assert megatron_device() == gpu
     with contextlib.suppress(KeyError), cpu_stand_in():
         with cpu_stand_in():
             assert torch.zeros(1, device="cuda").device.type == "cpu"
         # Leaving the inner one leaves the outer one entered.
         assert stand_in_is_active()
+        assert megatron_device() == torch.device("cpu")
         inside = replaced()
         assert all(inside[name] is not function for name, function in before.items())
         assert torch.zeros(1, device="cuda", pin_memory=True).cuda().type() == "torch.cuda.FloatTensor"

@@ -80,6 +80,8 @@ def reduce_on(group: ProcessGroup) -> None:
     assert (net[3].weight.main_grad == 100.0 * size + total).all()
     assert net[0].bias.grad is None
     assert all_reduce_gradients(net, None) == 0
+    with pytest.raises(ValueError, match=r"group=2 must be a torch\.distributed\.ProcessGroup, such as grid\.tp"):
+        all_reduce_gradients(net, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])

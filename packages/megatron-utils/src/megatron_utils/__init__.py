@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_utils.grid import MegatronGrid, megatron_grid
+    from megatron_utils.grid import MegatronGrid, megatron_device, megatron_grid
 
-__all__ = ["MegatronGrid", "megatron_grid"]
+__all__ = ["MegatronGrid", "megatron_device", "megatron_grid"]
 
 
 def __getattr__(name: str) -> Any:
-    # megatron.core takes seconds to import, and modules such as `memory` do not need it.
+    # Imported on use: importing megatron.core takes seconds.
     if name in __all__:
         from megatron_utils import grid
 

@@ -141,6 +141,18 @@ class MegatronGrid:
             dist.distributed_c10d._update_default_pg(default)
 
 
+def megatron_device() -> torch.device | None:
+    """Return the device that Megatron-Core computes on, the current GPU, or None without a GPU.
+
+    Megatron-Core takes this device for granted. Inside `megatron_utils.testing.cpu_stand_in` it is the CPU.
+    """
+    try:
+        current: Any = torch.cuda.current_device()
+    except (AssertionError, RuntimeError):  # torch without CUDA, or a machine without a GPU
+        return None
+    return torch.device("cuda", current) if isinstance(current, int) else current
+
+
 @contextlib.contextmanager
 def megatron_grid(
     dims: ParallelDims,
@@ -168,6 +180,8 @@ def megatron_grid(
         ValueError: the sizes do not fit the ranks, or `virtual_stages` needs a pipeline.
         RuntimeError: a grid is active already (its state is global, so one at a time), or there is no default group.
     """
+    if not isinstance(dims, ParallelDims):
+        raise ValueError(f"dims={dims!r} must be sizes of a grid, such as ParallelDims(tp=2)")
     if parallel_state.is_initialized():
         raise RuntimeError("a Megatron grid is already active in this process; leave it before entering another")
     if not dist.is_initialized():

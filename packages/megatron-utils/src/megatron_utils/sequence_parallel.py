@@ -70,6 +70,8 @@ def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> int:
     Returns:
         How many gradients were reduced.
     """
+    if not isinstance(group, ProcessGroup | None):
+        raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup, such as grid.tp, or None")
     if group is None or group.size() == 1:
         return 0
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -229,6 +229,8 @@ def repeated_on(group: ProcessGroup, name: str, device: str) -> None:
         for other in others:
             assert torch.equal(other.log_probs, first.log_probs)
             assert torch.equal(other.entropy, first.entropy)
+        with pytest.raises(ValueError, match="labels are the input ids: this model does not shift them"):
+            chunks[0](packed, packed.input_ids)
 
 
 REPEATED = ("qwen3", "qwen3-moe-hybrid", "deepseek-v3-yarn")

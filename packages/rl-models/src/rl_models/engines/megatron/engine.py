@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from megatron_utils import MegatronGrid
+from megatron_utils import MegatronGrid, megatron_device
 from megatron_utils.gpt import PackedGPTModel
 from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
-from megatron_utils.testing import stand_in_is_active
 from parallel_layers import LogProbs, PackedSequence, next_token_labels
 from parallel_layers.memory import HostOffload
 from parallel_layers.moe import RouterReplay
@@ -164,15 +163,14 @@ class MegatronEngine:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError where Megatron-Core cannot compute: it takes the current CUDA device for granted."""
-    if stand_in_is_active():
-        return
-    if device.type != "cuda":
+    """Raise ValueError unless `device` is the one that Megatron-Core computes on."""
+    current = megatron_device()
+    if current is None or device.type != current.type:
         raise ValueError(
             f"backend='megatron' does not compute on device={str(device)!r}; use a GPU, or, for tests and "
             "demonstrations on a CPU, enter megatron_utils.testing.cpu_stand_in() around everything"
         )
-    if device.index not in (None, torch.cuda.current_device()):
+    if device.index not in (None, current.index):
         raise ValueError(f"{device} is not the current device; call torch.cuda.set_device({device.index}) first")
 
 
