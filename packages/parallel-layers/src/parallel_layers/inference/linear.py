@@ -37,8 +37,8 @@ def for_inference(model: Model, *, backend: str = "auto", reduce_dtype: torch.dt
         with torch.no_grad():
             logits = fast(...)
 
-    The result is a view (`views.view_of`), in evaluation mode: it has the very parameters of `model`, which is not
-    changed.
+    The result is a view (`shared_weights.view_of`) in evaluation mode, with the very parameters of `model`, which is
+    not changed.
 
     An overlapping row-parallel product rounds each rank's part to the input's dtype before it sums them (in fp32), so
     a bf16 layer takes it only with `reduce_dtype=torch.bfloat16`: the default sums fp32 parts.

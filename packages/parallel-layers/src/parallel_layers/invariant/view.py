@@ -40,7 +40,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     norms, rotary embedding, activations and attention are computed by code in which a row (a column, a head, a segment)
     depends on nothing else; see `linear.invariant`, `elementary` and `invariant.attention`.
 
-    The result is a view (`views.view_of`): its parameters are the very ones of `model`, which is not changed. It can be
+    The result is a view (`shared_weights.view_of`) with the very parameters of `model`, which is not changed. It can be
     trained: gradients are those of the ordinary layers within rounding; they are not invariant. Decoding with a cache
     attends as the ordinary layers do.
 

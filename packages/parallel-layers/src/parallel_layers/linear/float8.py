@@ -22,12 +22,12 @@ Linear = ColumnLinear | RowParallelLinear
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A row of the table.
+    """A row of `RECIPES`.
 
     Attributes:
-        recipe: Its class in `transformer_engine.common.recipe`.
-        available: The function of `transformer_engine.pytorch` that says whether the GPU can.
-        multiple: Every dim of a product is divisible by this.
+        recipe: Name of the class in `transformer_engine.common.recipe`.
+        available: Name of the function of `transformer_engine.pytorch` that says whether the GPU can.
+        multiple: Divisor of every dim of a product.
     """
 
     recipe: str
@@ -35,7 +35,7 @@ class _Recipe:
     multiple: int
 
 
-# Those that keep no history: with one, every product would depend on what was computed before it.
+# Recipes without a history: with one, a product would depend on the products before it.
 RECIPES = {
     "current": _Recipe("Float8CurrentScaling", "is_fp8_available", 16),
     "block": _Recipe("Float8BlockScaling", "is_fp8_block_scaling_available", 128),
@@ -45,7 +45,7 @@ RECIPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config:
-    """How numbers are scaled to FP8.
+    """The scaling of numbers to FP8.
 
     Attributes:
         recipe: "current": one scale a tensor, from its own maximum (Ada, Hopper or newer). "block": one for each 128
@@ -60,7 +60,7 @@ class Float8Config:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for names that are unknown."""
+        """Raise ValueError for unknown names."""
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe={self.recipe!r} is unknown; use one of {', '.join(RECIPES)}")
         if self.format not in (None, "e4m3", "hybrid"):
@@ -68,12 +68,12 @@ class Float8Config:
 
 
 def why_not_float8(config: Float8Config) -> str | None:
-    """Why this process cannot compute as `config` says, in words; None when it can. Imports Transformer Engine."""
+    """Return why this process cannot compute in FP8, in words; None when it can. Imports Transformer Engine."""
     if find_spec("transformer_engine") is None:
         return "it needs the transformer-engine package (extra parallel-layers[te])"
     try:
         import transformer_engine.pytorch as te  # an optional extra
-    except (ImportError, OSError) as error:  # of libraries that do not go together
+    except (ImportError, OSError) as error:  # libraries of versions that do not match
         return f"the transformer-engine package does not load: {type(error).__name__}: {error}"
     able, reason = getattr(te, RECIPES[config.recipe].available)(return_reason=True)
     return None if able else str(reason)
@@ -82,23 +82,23 @@ def why_not_float8(config: Float8Config) -> str | None:
 def with_float8(
     model: Model, config: Float8Config | None = None, *, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Model:
-    """The same model with the products of its parallel linears in FP8: forward, dx and dW.
+    """Return the same model with the products of its parallel linears in FP8: forward, dx and dW.
 
     The parameters stay in their dtype and are rounded to FP8 for each product. Collectives, biases and sums over the
-    ranks are as without FP8 (the parts that are summed are in the activations' dtype); tokens are padded with zeros to
-    what the recipe needs.
+    ranks are as without FP8, with parts in the activations' dtype. Tokens are padded with zeros to a multiple that the
+    recipe needs.
 
-    The result is a view (`views.view_of`), for training and inference: its parameters are the very ones of `model`,
-    which is not changed. Each linear says in `float8` whether it computes in FP8. Those do not that are left out by
-    `where`, whose sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"), or that have
-    key-value heads on several ranks, `accumulate_main_grad` or `output_dtype`.
+    The result is a view (`shared_weights.view_of`), for training and inference, with the very parameters of `model`,
+    which is not changed. Each linear says in `float8` whether it computes in FP8. Linears stay in their dtype when
+    `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"),
+    or when they have key-value heads on several ranks, `accumulate_main_grad` or `output_dtype`.
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
     Args:
         model: Any module.
-        config: Default `Float8Config()`.
-        where: Told each linear's name in the model and the linear; False leaves it out. Default: all.
+        config: The recipe (default: `Float8Config()`).
+        where: Function of each linear's name in the model and the linear; False excludes the linear (default: none).
 
     Returns:
         A view of the model.

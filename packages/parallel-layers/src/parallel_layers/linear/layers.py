@@ -6,7 +6,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from parallel_layers.distributed.collectives import (
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
 )
+from parallel_layers.distributed.parallel_dims import divisors
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.operators import (
@@ -57,8 +58,18 @@ class LinearOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
+class ColumnOptions(LinearOptions, total=False):
+    """Keyword options of every column-parallel layer.
+
+    Attributes:
+        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear` (default: True).
+    """
+
+    reduce_gradient: bool
+
+
 class _Linear(ParallelModule):
-    """The parameters and the options that all linear layers share."""
+    """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -67,7 +78,7 @@ class _Linear(ParallelModule):
         self,
         in_features: int,
         out_features: int,
-        weight_shape: tuple[int, int],
+        sharding: Sharding | None = None,
         *,
         bias: bool = False,
         placement: Placement = UNDIVIDED,
@@ -80,15 +91,20 @@ class _Linear(ParallelModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.weight_shape = in_features, out_features, weight_shape
+        self.in_features, self.out_features = in_features, out_features
         self.placement, self.execution = placement, execution
         self.defer_bias, self.accumulate_main_grad, self.output_dtype = defer_bias, accumulate_main_grad, output_dtype
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if allocate_weight:
-            self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=device))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(weight_shape[0], dtype=dtype, device=device))
+        shape = [out_features, in_features]
+        if sharding is not None:
+            shape[sharding.dim] = sum(block.stop - block.start for block in sharding.blocks)
+            set_sharding(self, "weight", sharding)
+            if sharding.dim == 0:
+                set_sharding(self, "bias", sharding)
+        self.weight_shape = (shape[0], shape[1])
+        for name, size, wanted in (("weight", shape, allocate_weight), ("bias", shape[:1], bias)):
+            parameter = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if wanted else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -114,23 +130,21 @@ class _Linear(ParallelModule):
             f"tp={self.placement.tp}, sequence_parallel={self.placement.sequence_parallel}"
         )
 
-    def _given_weight(self, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            weight = self.weight
+    def _arguments(self, weight: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Return the weight, the bias and the keywords of a call of the operator."""
+        weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError("this layer was built with allocate_weight=False; call it as layer(x, weight)")
         if tuple(weight.shape) != self.weight_shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, this rank's part has {self.weight_shape}")
-        return weight
-
-    def _main_grads(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if not self.accumulate_main_grad:
-            return None, None
-        return _main_grad(weight), None if self.bias is None or self.defer_bias else _main_grad(self.bias)
+        bias = None if self.defer_bias else self.bias
+        main_grads = (_main_grad(weight), _main_grad(bias)) if self.accumulate_main_grad else (None, None)
+        how = {"placement": self.placement, "execution": self.execution, "output_dtype": self.output_dtype}
+        return weight, bias, {**how, "main_grads": main_grads}
 
 
-def _main_grad(parameter: Tensor) -> Tensor | None:
-    if not parameter.requires_grad:
+def _main_grad(parameter: Tensor | None) -> Tensor | None:
+    if parameter is None or not parameter.requires_grad:
         return None
     if not parameter.is_leaf:
         raise ValueError(
@@ -156,26 +170,26 @@ class ReplicatedLinear(_Linear):
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Unpack[LinearOptions]) -> None:
-        super().__init__(in_features, out_features, (out_features, in_features), **options)
-        self.reset_parameters()
+        super().__init__(in_features, out_features, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T', I]` -> `[T', O]`."""
         group = self.group if self.placement.sequence_parallel else None
-        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, group)
-        weight = copy_to_tensor_parallel(self._given_weight(None), group)
-        return column_parallel_linear(x, weight, bias, execution=self.execution)
+        weight, bias, _ = self._arguments(None)
+        bias = None if bias is None else copy_to_tensor_parallel(bias, group)
+        return column_parallel_linear(x, copy_to_tensor_parallel(weight, group), bias, execution=self.execution)
 
 
 class ColumnLinear(_Linear):
-    """A layer whose weight's rows are divided as `sharding` says; see `ColumnParallelLinear`.
+    """A layer whose weight's rows are divided: the base of `ColumnParallelLinear` and of fused projections.
 
     Args:
         in_features: I.
         out_features: O.
         sharding: This rank's rows; None: all.
-        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
         shared_rows: The rows that several ranks hold; see `column_parallel_linear`.
+        gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
+        reduce_gradient: See `ColumnOptions`.
         **options: See `LinearOptions`.
     """
 
@@ -185,46 +199,36 @@ class ColumnLinear(_Linear):
         out_features: int,
         sharding: Sharding | None,
         *,
-        reduce_gradient: bool,
         shared_rows: tuple[int, int] | None = None,
+        gather_output: bool = False,
+        reduce_gradient: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED).sequence_parallel)
-        rows = out_features if sharding is None else sum(block.stop - block.start for block in sharding.blocks)
-        super().__init__(in_features, out_features, (rows, in_features), **options)
-        self.reduce_gradient = reduce_gradient
-        self.shared_rows = shared_rows
-        if sharding is not None:
-            set_sharding(self, "weight", sharding)
-            set_sharding(self, "bias", sharding)
-        self.reset_parameters()
+        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED))
+        super().__init__(in_features, out_features, sharding, **options)
+        self.shared_rows, self.gather_output, self.reduce_gradient = shared_rows, gather_output, reduce_gradient
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]`.
+        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`).
 
         `weight`: `[O/tp, I]` to use instead of the layer's own.
         """
-        weight = self._given_weight(weight)
-        return column_parallel_linear(
-            x,
-            weight,
-            None if self.defer_bias else self.bias,
-            placement=self.placement,
-            execution=self.execution,
-            reduce_gradient=self.reduce_gradient,
-            shared_rows=self.shared_rows,
-            output_dtype=self.output_dtype,
-            main_grads=self._main_grads(weight),
+        weight, bias, how = self._arguments(weight)
+        y = column_parallel_linear(
+            x, weight, bias, reduce_gradient=self.reduce_gradient, shared_rows=self.shared_rows, **how
         )
+        return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
 
     def deferred_bias(self) -> Tensor | None:
         """Return the bias for a caller to add to the output of `forward`, or None without bias.
 
-        Backward: where rows are on several ranks (KV heads), their gradients are summed over these, as in `forward`.
+        With `gather_output` an all-gather (backward: split). Backward: where rows are on several ranks (KV heads),
+        their gradients are summed over these, as in `forward`.
         """
-        if self.bias is None or self.shared_rows is None:
-            return self.bias
-        return sum_gradients_of_shared_rows(self.bias, self.group, self.shared_rows)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.shared_rows is not None:
+            bias = sum_gradients_of_shared_rows(bias, self.group, self.shared_rows)
+        return bias if bias is None or not self.gather_output else gather_from_tensor_parallel(bias, self.group)
 
 
 class ColumnParallelLinear(ColumnLinear):
@@ -236,46 +240,21 @@ class ColumnParallelLinear(ColumnLinear):
         in_features: I.
         out_features: O.
         gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
-        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
-        **options: See `LinearOptions`.
+        **options: See `LinearOptions` and `ColumnOptions`.
 
     Raises:
         ValueError: The group's size does not divide O; or options that exclude each other.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        gather_output: bool = False,
-        reduce_gradient: bool = True,
-        **options: Unpack[LinearOptions],
+        self, in_features: int, out_features: int, *, gather_output: bool = False, **options: Unpack[ColumnOptions]
     ) -> None:
-        group = options.get("placement", UNDIVIDED).group
-        sharding = None if group is None else shard_evenly([out_features], group, 0, "out_features")
-        super().__init__(in_features, out_features, sharding, reduce_gradient=reduce_gradient, **options)
-        self.gather_output = gather_output
-
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`).
-
-        `weight`: `[O/tp, I]` to use instead of the layer's own.
-        """
-        y = super().forward(x, weight)
-        return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
-
-    def deferred_bias(self) -> Tensor | None:
-        """Return the bias for a caller to add to the output of `forward`, or None without bias.
-
-        With `gather_output` an all-gather (backward: split).
-        """
-        bias = super().deferred_bias()
-        return bias if bias is None or not self.gather_output else gather_from_tensor_parallel(bias, self.group)
+        sharding = _divided([out_features], 0, "out_features", options)
+        super().__init__(in_features, out_features, sharding, gather_output=gather_output, **options)
 
 
 class MergedColumnParallelLinear(ColumnLinear):
-    """Several column-parallel layers of one input in one matrix product: `y = [x W_1^T, x W_2^T, ...]`.
+    """Several column-parallel layers of one input in one GEMM: `y = [x W_1^T, x W_2^T, ...]`.
 
     Each part is divided over the group on its own. A rank's weight is its rows of part 1, then of part 2, ...:
     `[sum(O_i)/tp, I]`; its output splits into the parts by `y.split(layer.local_sizes, dim=-1)`.
@@ -283,26 +262,16 @@ class MergedColumnParallelLinear(ColumnLinear):
     Args:
         in_features: I.
         out_features: O_1, O_2, ...
-        reduce_gradient: As in `ColumnParallelLinear`.
-        **options: See `LinearOptions`.
+        **options: See `LinearOptions` and `ColumnOptions`.
 
     Raises:
         ValueError: The group's size does not divide one of the parts.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: Sequence[int],
-        *,
-        reduce_gradient: bool = True,
-        **options: Unpack[LinearOptions],
-    ) -> None:
-        group = options.get("placement", UNDIVIDED).group
-        sharding = None if group is None else shard_evenly(out_features, group, 0, "out_features")
-        super().__init__(in_features, sum(out_features), sharding, reduce_gradient=reduce_gradient, **options)
-        tp = 1 if group is None else group.size()
-        self.local_sizes = [size // tp for size in out_features]
+    def __init__(self, in_features: int, out_features: Sequence[int], **options: Unpack[ColumnOptions]) -> None:
+        sharding = _divided(out_features, 0, "out_features", options)
+        super().__init__(in_features, sum(out_features), sharding, **options)
+        self.local_sizes = [size // self.placement.tp for size in out_features]
 
 
 class QKVParallelLinear(ColumnLinear):
@@ -318,8 +287,7 @@ class QKVParallelLinear(ColumnLinear):
         num_heads: Query heads.
         num_kv_heads: Key-value heads.
         head_dim: Size of each head.
-        reduce_gradient: As in `ColumnParallelLinear`.
-        **options: See `LinearOptions`.
+        **options: See `LinearOptions` and `ColumnOptions`.
 
     Attributes:
         num_heads_local: This rank's query heads.
@@ -332,30 +300,21 @@ class QKVParallelLinear(ColumnLinear):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        reduce_gradient: bool = True,
-        **options: Unpack[LinearOptions],
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Unpack[ColumnOptions]
     ) -> None:
-        group = options.get("placement", UNDIVIDED).group
-        tp = 1 if group is None else group.size()
+        placement = options.get("placement", UNDIVIDED)
+        group, tp = placement.group, placement.tp
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         heads = divide(num_heads, tp, "num_attention_heads")
         if num_kv_heads % tp and tp % num_kv_heads:
-            usable = [
-                n for n in range(1, num_heads + 1) if not num_heads % n and not (num_kv_heads % n and n % num_kv_heads)
-            ]
+            usable = [n for n in divisors(num_heads) if not (num_kv_heads % n and n % num_kv_heads)]
             raise ValueError(
                 f"num_key_value_heads={num_kv_heads} neither divides tp={tp} nor is divisible by it; "
                 f"use tp in {{{', '.join(map(str, usable))}}}"
             )
-        kv_heads = max(num_kv_heads // tp, 1)
-        replicas = max(tp // num_kv_heads, 1)
+        kv_heads, replicas = max(num_kv_heads // tp, 1), max(tp // num_kv_heads, 1)
+        out_features = (num_heads + 2 * num_kv_heads) * head_dim
         sharding = None
         if group is not None:
             rank = group.rank()
@@ -364,17 +323,9 @@ class QKVParallelLinear(ColumnLinear):
                 first = start + rank * num_kv_heads // tp
                 blocks.append(Block(first, first + kv_heads, counted=rank % replicas == 0))
             rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
-            sharding = Sharding(group, 0, (num_heads + 2 * num_kv_heads) * head_dim, rows)
+            sharding = Sharding(group, 0, out_features, rows)
         shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
-        out_features = (num_heads + 2 * num_kv_heads) * head_dim
-        super().__init__(
-            hidden_size,
-            out_features,
-            sharding,
-            reduce_gradient=reduce_gradient,
-            shared_rows=shared_rows,
-            **options,
-        )
+        super().__init__(hidden_size, out_features, sharding, shared_rows=shared_rows, **options)
         self.num_heads_local, self.num_kv_heads_local, self.kv_replicas = heads, kv_heads, replicas
         self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
@@ -396,21 +347,10 @@ class RowParallelLinear(_Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        input_is_parallel: bool = True,
-        **options: Unpack[LinearOptions],
+        self, in_features: int, out_features: int, *, input_is_parallel: bool = True, **options: Unpack[LinearOptions]
     ) -> None:
-        group = options.get("placement", UNDIVIDED).group
-        sharding = None if group is None else shard_evenly([in_features], group, 1, "in_features")
-        columns = in_features if group is None else divide(in_features, group.size(), "in_features")
-        super().__init__(in_features, out_features, (out_features, columns), **options)
+        super().__init__(in_features, out_features, _divided([in_features], 1, "in_features", options), **options)
         self.input_is_parallel = input_is_parallel
-        if sharding is not None:
-            set_sharding(self, "weight", sharding)
-        self.reset_parameters()
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`).
@@ -419,16 +359,8 @@ class RowParallelLinear(_Linear):
         """
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.group)
-        weight = self._given_weight(weight)
-        return row_parallel_linear(
-            x,
-            weight,
-            None if self.defer_bias else self.bias,
-            placement=self.placement,
-            execution=self.execution,
-            output_dtype=self.output_dtype,
-            main_grads=self._main_grads(weight),
-        )
+        weight, bias, how = self._arguments(weight)
+        return row_parallel_linear(x, weight, bias, **how)
 
     def deferred_bias(self) -> Tensor | None:
         """Return the bias `[O]` for a caller to add to the output of `forward`, or None without bias.
@@ -438,3 +370,9 @@ class RowParallelLinear(_Linear):
         if self.bias is None or not self.placement.sequence_parallel:
             return self.bias
         return copy_to_tensor_parallel(self.bias, self.group)
+
+
+def _divided(sizes: Sequence[int], dim: int, name: str, options: LinearOptions) -> Sharding | None:
+    """Divide parts laid end to end along a dim of the weight, each evenly over the placement's group."""
+    group = options.get("placement", UNDIVIDED).group
+    return None if group is None else shard_evenly(sizes, group, dim, name)

@@ -88,7 +88,7 @@ def column_parallel_linear(
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
             x and weight differ in dtype outside of torch.autocast; or these ranks cannot use `execution.overlap`.
     """
-    check_reduce_gradient(reduce_gradient, placement.sequence_parallel)
+    check_reduce_gradient(reduce_gradient, placement)
     group = placement.sharded
     product = _product(execution, x, weight)
     if product.differentiable:
@@ -103,13 +103,13 @@ def column_parallel_linear(
     sums = group is not None and reduce_gradient
     dtype = async_collectives.sum_dtype(weight, execution.reduce_dtype) if sums else None
     calls = Call(group, output_dtype, product), Call(group, dtype)
-    plan = _plan(placement if sums else UNDIVIDED, execution.overlap, x, _rows(x), *calls)
-    return _apply(_ColumnLinear, x, weight, bias, plan, shared_rows, *main_grads)
+    transports = _transports(placement if sums else UNDIVIDED, execution.overlap, x, _rows(x), *calls)
+    return _apply(_ColumnLinear, x, weight, bias, _Plan(*transports, *calls, output_dtype, shared_rows), *main_grads)
 
 
-def check_reduce_gradient(reduce_gradient: bool, sequence_parallel: bool) -> None:
+def check_reduce_gradient(reduce_gradient: bool, placement: Placement) -> None:
     """Raise ValueError for partial sums of a gradient of which each rank is to have its own tokens."""
-    if sequence_parallel and not reduce_gradient:
+    if placement.sequence_parallel and not reduce_gradient:
         raise ValueError(
             "reduce_gradient=False leaves dx a partial sum over all tokens, and sequence_parallel=True returns dx for "
             "this rank's tokens only; gather x with gather_from_sequence_parallel and pass sequence_parallel=False"
@@ -163,34 +163,35 @@ def row_parallel_linear(
     whole = group is None or product.transport is not None  # rounded once, to the output's dtype
     dtype = output_dtype if whole else async_collectives.sum_dtype(x, execution.reduce_dtype)
     calls = Call(group, dtype, product), Call(group, None)
-    plan = _plan(placement, execution.overlap, x, _rows(x) // placement.tp, *calls)
-    return _apply(_RowLinear, x, weight, bias, plan, output_dtype, *main_grads)
+    transports = _transports(placement, execution.overlap, x, _rows(x) // placement.tp, *calls)
+    return _apply(_RowLinear, x, weight, bias, _Plan(*transports, *calls, output_dtype), *main_grads)
 
 
 class _Plan(NamedTuple):
-    """The transport of the forward and that of the backward, and what each is told."""
+    """What one call does: the transports of its forward and of its backward, and what each of them is told."""
 
     forward: Transport
-    call: Call
     backward: Transport
+    call: Call
     backward_call: Call
+    output_dtype: torch.dtype | None
+    shared_rows: tuple[int, int] | None = None
 
 
-def _plan(placement: Placement, overlap: Overlap, x: Tensor, rows: int, call: Call, backward_call: Call) -> _Plan:
-    """Choose the transports of one call, of which each rank has `rows` tokens."""
-    group, product = placement.sharded, call.product
+def _transports(
+    placement: Placement, overlap: Overlap, x: Tensor, rows: int, call: Call, backward_call: Call
+) -> tuple[Transport, Transport]:
+    """Choose the transports of a forward and of its backward, of which each rank has `rows` tokens."""
     table = DIVIDED if placement.sequence_parallel else WHOLE
-    if group is None:
-        forward = backward = LOCAL
-    elif product.transport is not None:
-        forward, backward = table[product.transport], table["serial"]
-    elif not placement.sequence_parallel:
-        forward = backward = table["serial"]
-    else:
-        names = [choose_overlap(overlap, x, rows, group, dtype) for dtype in (backward_call.dtype, call.dtype)]
-        # Without tokens nothing can be cut.
-        backward, forward = (table[name if name == "serial" or x.numel() else "serial"] for name in names)
-    return _Plan(forward, call, backward, backward_call)
+    if placement.sharded is None:
+        return LOCAL, LOCAL
+    if call.product.transport is not None:
+        return table[call.product.transport], table["serial"]
+    if not placement.sequence_parallel:
+        return table["serial"], table["serial"]
+    dtypes = backward_call.dtype, call.dtype
+    backward, forward = (choose_overlap(overlap, x, rows, placement.sharded, dtype) for dtype in dtypes)
+    return table[forward], table[backward]
 
 
 def _product(execution: Execution, x: Tensor, weight: Tensor) -> Product:
@@ -219,17 +220,10 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, *arguments: Any) 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: _Plan,
-        shared_rows: tuple[int, int] | None,
-        weight_main_grad: Tensor | None,
-        bias_main_grad: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *main_grads: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.plan, ctx.shared_rows, ctx.main_grads = plan, shared_rows, (weight_main_grad, bias_main_grad)
+        ctx.plan, ctx.main_grads = plan, main_grads
         return plan.forward.gather_product(x, weight, bias, plan.call)
 
     @staticmethod
@@ -238,10 +232,10 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         transport, call = ctx.plan.backward, ctx.plan.backward_call
-        shared = call.group, ctx.shared_rows
-        dy = dy.to(weight.dtype)
+        shared = call.group, ctx.plan.shared_rows
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = dw = db = None
+        dy = dy.to(weight.dtype)
+        dx = dw = None
 
         def weight_gradient(x: Tensor) -> Tensor | None:
             return _outer(dy, x, *shared, ctx.main_grads[0])
@@ -252,33 +246,26 @@ class _ColumnLinear(torch.autograd.Function):
             dx = transport.product_scatter(dy, weight.t(), None, call)
         elif needs_weight:
             dw = weight_gradient(transport.gather(x, call.group))
-        if needs_bias:
-            db = _column_sum(dy, *shared, ctx.main_grads[1])
-        return None if dx is None else dx.to(weight.dtype), dw, db, *[None] * 4
+        db = _column_sum(dy, *shared, ctx.main_grads[1]) if needs_bias else None
+        return None if dx is None else dx.to(weight.dtype), dw, db, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: _Plan,
-        output_dtype: torch.dtype,
-        weight_main_grad: Tensor | None,
-        bias_main_grad: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *main_grads: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.plan, ctx.main_grads = plan, (weight_main_grad, bias_main_grad)
-        return async_collectives.cast(plan.forward.product_scatter(x, weight, bias, plan.call), output_dtype)
+        ctx.plan, ctx.main_grads = plan, main_grads
+        y = plan.forward.product_scatter(x, weight, bias, plan.call)
+        return y if plan.output_dtype is None else async_collectives.cast(y, plan.output_dtype)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        transport, group = ctx.plan.backward, ctx.plan.call.group
+        transport, group = ctx.plan.backward, ctx.plan.backward_call.group
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.to(weight.dtype)
         dx = None
@@ -288,7 +275,7 @@ class _RowLinear(torch.autograd.Function):
             dy = transport.gather(dy, group)
         dw = _outer(dy, x, None, None, ctx.main_grads[0]) if needs_weight else None
         db = _column_sum(dy, None, None, ctx.main_grads[1]) if needs_bias else None
-        return dx, dw, db, *[None] * 4
+        return dx, dw, db, None, None, None
 
 
 def _rows(x: Tensor) -> int:

@@ -1,6 +1,6 @@
 """Memory on every GPU of a group that the group's other GPUs write to, by their copy engines or from a kernel.
 
-On torch's symmetric memory, of which only mapped buffers and barriers are taken: no multicast.
+This uses mapped buffers and barriers of torch's symmetric memory, and no multicast.
 """
 
 from datetime import timedelta
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _TIMEOUT = timedelta(minutes=10)
-"""How long a GPU waits at a barrier for the others, where the group does not say: NCCL's default."""
+"""A GPU's wait at a barrier for the others, where the group has no timeout: NCCL's default."""
 
 
 class PeerMemory:
-    """A buffer of the same size on every rank of a group, each mapped by all; every rank has to make it.
+    """A buffer of the same size on every rank of a group, which all ranks map; every rank has to make it.
 
     Args:
         group: Ranks whose GPUs have peer access to each other.
-        num_bytes: Of a buffer.
+        num_bytes: Size of each buffer in bytes.
         device: This rank's GPU.
 
     Communication: exchanges handles, once.
@@ -29,7 +29,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        # What torch.distributed._symmetric_memory calls, whose own `empty` may take memory from a pool of torch's.
+        # torch.distributed._symmetric_memory.empty may take memory from a pool of torch's; this never does.
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self.num_bytes = num_bytes
@@ -38,34 +38,34 @@ class PeerMemory:
         self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> Tensor:
-        """A rank's buffer from element `first` of `dtype` on, as a tensor on this rank's device."""
+        """Return a rank's buffer from element `first` of `dtype` on, as a tensor on this rank's device."""
         view: Tensor = self._handle.get_buffer(rank, shape, dtype, first)
         return view
 
     def barrier(self) -> None:
-        """On the current stream: what follows runs when every rank's stream has come to its own call.
+        """Make the current stream wait until every rank's stream has come to its own barrier.
 
-        What a rank's stream wrote before is then there. The ranks' barriers meet in the order of their calls. When
-        another rank does not come within the group's timeout, the kernel traps and the process can use its GPU no more.
+        All earlier writes of the ranks' streams are then there. The ranks' barriers meet in the order of their calls.
+        When another rank does not come within the group's timeout, the kernel traps and the process loses its GPU.
         """
         self._handle.barrier(0, self._timeout_ms)
 
 
 _memories: WeakKeyDictionary[ProcessGroup, dict[torch.device, PeerMemory]] = WeakKeyDictionary()
 _in_graphs: WeakKeyDictionary[ProcessGroup, set[PeerMemory]] = WeakKeyDictionary()
-"""What captured CUDA graphs use, also when larger memory has taken its place."""
+"""Memory that captured CUDA graphs use, also after larger memory has taken its place."""
 
 
 def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
-    """The group's memory, of at least `num_bytes`; every rank asks for as many, in the same order.
+    """Return the group's memory of at least `num_bytes`; every rank asks for the same size, in the same order.
 
-    It grows with what is asked for, and lives as long as the group.
+    The memory grows with the requests, and lives as long as the group.
 
     Communication: that of `PeerMemory`, when it grows; the host then waits for the GPU.
 
     Raises:
-        RuntimeError: A CUDA graph is being captured, and there is less. Or torch cannot map the memory: if on one rank
-            alone, whose GPU is full, then the others wait for it until the store's timeout.
+        RuntimeError: A CUDA graph is being captured, and the memory is smaller. Or torch cannot map the memory; when
+            one rank alone cannot (its GPU is full), the others wait for it until the store's timeout.
     """
     memories = _memories.setdefault(group, {})
     memory = memories.get(device)
@@ -76,10 +76,10 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
                 f"a CUDA graph cannot allocate the {num_bytes} bytes that the ranks map of each other; run what is "
                 "to be captured once before"
             )
-        torch.cuda.synchronize(device)  # what is given up may still be in use
+        torch.cuda.synchronize(device)  # the old memory may still be in use
         memory = None
         memories.pop(device, None)
-        torch.cuda.empty_cache()  # this memory is not of torch's allocator, which keeps what is free
+        torch.cuda.empty_cache()  # torch's allocator keeps free memory, and this memory comes from elsewhere
         memory = memories[device] = PeerMemory(group, num_bytes, device)
     if capturing:
         _in_graphs.setdefault(group, set()).add(memory)

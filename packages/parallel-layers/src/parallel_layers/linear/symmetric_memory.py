@@ -1,19 +1,20 @@
-"""Matrix products that overlap with their gather or scatter, over memory that the ranks' GPUs map of each other.
+"""GEMMs that overlap with their gather or scatter, over memory that the ranks' GPUs map of each other.
 
-A gather sends this rank's tokens to the others' memory by the GPU's copy engines, while the product of its own tokens
-runs; those of the others follow as they arrive. A scatter multiplies the other ranks' tokens first, sends each rank its
-products while the next are computed, and sums what it got itself. Products run on two streams, so that one fills the
-multiprocessors that the last wave of the other leaves idle. This needs peer access between all GPUs of the group
-(NVLink), and no multicast. Where a GPU reports multicast but its driver or container refuses it, torch cannot map the
-memory either, unless the environment says TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+A gather copies this rank's tokens to the others' memory by the GPU's copy engines, while the GEMM of this rank's own
+tokens runs; the other ranks' tokens are multiplied as they arrive. A scatter multiplies the other ranks' tokens first,
+sends each rank its products during the next GEMM, and sums the parts that it received. GEMMs run on two streams, so
+that one fills the SMs that the last wave of the other leaves idle.
+
+The GPUs of the group need peer access to each other (NVLink), and no multicast. Where a GPU reports multicast but its
+driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment.
 
 Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
-call, and has read what the last one brought. So the calls of one group belong on one stream, in the same order on every
-rank. The memory, as large as the largest call so far needs (an activation of all tokens; for a gather and a scatter at
-once, two), stays allocated with the group, outside of torch's caching allocator; smaller memory that captured CUDA
-graphs use stays, too.
+call, and has read what the last call brought. So the calls of a group belong on one stream, in the same order on every
+rank. The memory is as large as the largest call so far needs (an activation of all tokens; for a gather and a scatter
+at once, two). It stays allocated with the group, outside of torch's caching allocator, and so does smaller memory that
+captured CUDA graphs use.
 
-Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/n`, `I/n` or `O/n`.
+Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
 
 import functools
@@ -37,14 +38,9 @@ Used = TypeVar("Used")
 def gather_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *, return_gathered: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`all_gather(x) W^T + b` and, if asked for, `all_gather(x)`, which is good until the group's next call.
+    """Return `all_gather(x) W^T + b` and, on request, `all_gather(x)`, which is good until the group's next call.
 
-    x `[T/n, ..., I]`, weight `[O/n, I]`, bias `[O/n]` -> `[T, ..., O/n]` and `[T, ..., I]`.
-
-    Communication: all-gather of x, by copies.
-
-    Raises:
-        RuntimeError: As `peer_memory`.
+    x `[T/tp, ..., I]`, weight `[O/tp, I]`, bias `[O/tp]` -> `[T, ..., O/tp]` and `[T, ..., I]`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     size, rank = group.size(), group.rank()
@@ -79,15 +75,12 @@ def gather_matmul(
 
 
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """`reduce_scatter(x W^T) + b`: x `[T, ..., I/n]`, weight `[O, I/n]`, bias `[O]` -> `[T/n, ..., O]`.
+    """Return `reduce_scatter(x W^T) + b`: x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`.
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
 
-    Communication: reduce-scatter of the product, by copies.
-
     Raises:
-        ValueError: n does not divide T.
-        RuntimeError: As `peer_memory`.
+        ValueError: `tp` does not divide T.
     """
     async_collectives.check_divisible(x, 0, group)
     parts = x.reshape(group.size(), -1, x.shape[-1])
@@ -108,17 +101,13 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
 def matmul_reduce_scatter_beside_gather(
     dy: Tensor, weight: Tensor, x: Tensor, group: ProcessGroup, use: Callable[[Tensor], Used]
 ) -> tuple[Tensor, Used]:
-    """`matmul_reduce_scatter` of dy, and what `use` makes of `all_gather(x)`.
+    """Return `matmul_reduce_scatter` of dy, and what `use` makes of `all_gather(x)`.
 
-    dy `[T, ..., O/n]`, weight `[I, O/n]`, x `[T/n, ..., I]` -> `[T/n, ..., I]`. This is the backward of a product of
-    gathered tokens: they arrive while the gradient of what they were is multiplied, which the ranks send each other
-    while that of the weight is. `use` gets `[T, ..., I]`, which is good until it returns.
-
-    Communication: reduce-scatter of the product and all-gather of x, by copies.
+    dy `[T, ..., O/tp]`, weight `[I, O/tp]`, x `[T/tp, ..., I]` -> `[T/tp, ..., I]`. The gathered tokens `[T, ..., I]`,
+    which are good until `use` returns, arrive under the GEMM of dx; the ranks send each other dx under `use`.
 
     Raises:
-        ValueError: n does not divide T.
-        RuntimeError: As `peer_memory`.
+        ValueError: `tp` does not divide T.
     """
     async_collectives.check_divisible(dy, 0, group)
     size, rank = group.size(), group.rank()
@@ -150,12 +139,12 @@ def matmul_reduce_scatter_beside_gather(
 def _send_products(
     parts: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, memory: PeerMemory, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Multiply each rank's part and send it to that rank: what this rank gets itself, and what it sends.
+    """Multiply each rank's part and send the product to that rank, into its memory from element `first` on.
 
-    Both are `[n, T/n, O]`, the latter without this rank's own part, which is multiplied last, while the others are on
-    their way. All have arrived after a barrier on the copies' stream; what is sent has to be kept until the current
-    stream waits for that. The side stream must have waited for the current one. `first`: of the memory's elements,
-    where the products go.
+    Return the products that this rank receives, `[tp, T/tp, O]`, and those that it sends, `[tp - 1, T/tp, O]`. This
+    rank's own part is multiplied last, while the others are on their way. All have arrived after a barrier on the
+    copies' stream; keep the sent products until the current stream has waited for that barrier. The side stream must
+    have waited for the current one.
     """
     size, rank = group.size(), group.rank()
     shape = (size, parts.shape[1], weight.shape[0])
@@ -178,9 +167,9 @@ def _send_products(
 
 
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
-    """The current stream, one for products beside its own, and one for copies and the barriers around them.
+    """Return the current stream, a side stream for GEMMs, and a stream for copies and the barriers around them.
 
-    The last two take precedence: others wait for what they do.
+    The last two take precedence, because other ranks wait for them.
     """
     return torch.accelerator.current_stream(device), *_streams_of(device)
 
@@ -211,7 +200,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 
 
 def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
-    """Why not, where this rank's GPU is number `own`; the messages are tensors on `device`."""
+    """Return why not, where this rank's GPU is number `own`; the messages are tensors on `device`."""
     ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
     gathered = async_collectives.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
     peers = [bytes(row) for row in gathered.tolist()]
@@ -222,7 +211,7 @@ def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str 
 def why_not_peers(
     own: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
 ) -> str | None:
-    """Why GPU `own` cannot reach all of `peers`, in words; None when it can.
+    """Return why GPU `own` cannot reach all of `peers`, in words; None when it can.
 
     Args:
         own: This process's GPU, as an index of `visible`.
@@ -243,7 +232,7 @@ def why_not_peers(
 
 
 def _gpu_id(index: int) -> bytes:
-    """The same in every process that sees the GPU, and of a fixed length."""
+    """Return an id that is the same in every process that sees the GPU, and has a fixed length."""
     return sha256(str(torch.cuda.get_device_properties(index).uuid).encode()).digest()
 
 
@@ -256,6 +245,6 @@ def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 def _agree(reason: str | None, group: ProcessGroup, device: torch.device) -> str | None:
-    """Every rank's own reason, or another's."""
+    """Return this rank's reason, or that another rank has one."""
     failed = async_collectives.all_reduce(torch.tensor(int(reason is not None), device=device), group, "max")
     return reason or ("another rank of the group cannot" if failed.item() else None)

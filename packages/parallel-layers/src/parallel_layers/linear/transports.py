@@ -67,6 +67,10 @@ class Call(NamedTuple):
     dtype: torch.dtype | None
     product: Product = PLAIN
 
+    def part(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's part of the sum over the ranks; the first rank adds the bias."""
+        return self.product(x, weight, bias if self.group.rank() == 0 else None, self.dtype)
+
 
 class Transport:
     """The four exchanges of a linear layer where nothing is sent: the layer is whole, or its caller sums the parts."""
@@ -113,7 +117,7 @@ class Transport:
 
 class _Replicated(Transport):
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        y = call.product(x, weight, bias if call.group.rank() == 0 else None, call.dtype)
+        y = call.part(x, weight, bias)
         return async_collectives.wait(async_collectives.start_all_reduce(y, call.group, owned=True))
 
     def product_scatter_beside_gather(
@@ -131,8 +135,7 @@ class _Serial(Transport):
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         async_collectives.check_divisible(x, 0, call.group)
-        y = call.product(x, weight, bias if call.group.rank() == 0 else None, call.dtype)
-        return async_collectives.reduce_scatter(y, call.group)
+        return async_collectives.reduce_scatter(call.part(x, weight, bias), call.group)
 
     def product_scatter_beside_gather(
         self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
@@ -312,4 +315,4 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: 
         return "symmetric-memory" if rounds and why_not_symmetric_memory(group, x.device) is None else "collectives"
     if name == "symmetric-memory" and (reason := why_not_symmetric_memory(group, x.device)) is not None:
         raise ValueError(f"overlap={name!r} cannot be used: {reason}; use 'auto', 'collectives' or 'serial'")
-    return name
+    return name if rows else "serial"
