@@ -1,14 +1,19 @@
-"""The README's examples run as they stand."""
+"""The examples of the README and of the page in docs run as they stand."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+PACKAGE = Path(__file__).parents[1]
+PAGES = (PACKAGE / "README.md", PACKAGE.parents[1] / "docs" / "hf-patches.md")
+EXAMPLES = [
+    pytest.param(example, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_run(example):
-    exec(compile(example, str(README), "exec"), {})  # our own page
+    exec(compile(example, "an example", "exec"), {})  # our own pages
