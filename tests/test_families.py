@@ -1,4 +1,4 @@
-"""The README's table of families is the code's, and an actor of every cell scores and generates like transformers."""
+"""docs/what-runs-where.md agrees with the code; an actor of every cell scores and generates as transformers does."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ from parallel_layers.model import FAMILIES
 from rl_models import Actor, Batch
 from rl_models.engines import BACKENDS
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-runs-where.md"
 # Families with images are patched by hf-patches, but the actor loads text models alone.
 CLAIMED: dict[str, Callable[[str], bool]] = {
     "parallel": FAMILIES.__contains__,
@@ -50,9 +50,9 @@ def table() -> str:
 
 
 def test_table_is_the_codes() -> None:
-    printed = re.search(r"<!-- families: begin -->\n(.*?)<!-- families: end -->", README.read_text(), re.DOTALL)
+    printed = re.search(r"<!-- families: begin -->\n(.*?)<!-- families: end -->", PAGE.read_text(), re.DOTALL)
     assert printed
-    assert printed[1] == table(), "replace the table in README.md by the one above"
+    assert printed[1] == table(), "replace the table in docs/what-runs-where.md by the one above"
 
 
 @pytest.fixture(scope="session")
