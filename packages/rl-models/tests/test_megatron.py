@@ -18,6 +18,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
@@ -98,7 +99,7 @@ def test_actors_learn_side_by_side_on_any_ranks(ranks: RankPool, model: Path) ->
 def accumulation_on(group: ProcessGroup, path: Path) -> None:
     with cpu_stand_in():
         engine = actor_on(path, ParallelDims(tp=2)).engine
-        micro_batches = [make_batch().select([i]).packed(multiple_of=2) for i in range(4)]
+        micro_batches = [MicroBatch(make_batch().select([i]).packed(multiple_of=2)) for i in range(4)]
 
         def gradients(*calls: range) -> list[Tensor]:
             engine.drop_gradients()
@@ -132,18 +133,17 @@ def test_an_error_of_the_loss_is_raised_on_every_stage(ranks: RankPool, model: P
 
 
 def routing_on(group: ProcessGroup, path: Path) -> None:
-    micro_batches = [make_batch().packed(multiple_of=2)]
+    packed = make_batch().packed(multiple_of=2)
     with cpu_stand_in():
         one, other = (actor_on(path, dims).engine for dims in (ParallelDims(pp=2), ParallelDims(tp=2)))
         recording = RouterReplay()
-        with one.routing([recording]):
-            (own, _), *_ = one.forward(micro_batches)
+        (own, _), *_ = one.forward([MicroBatch(packed, replay=recording)])
         assert list(recording.experts) == one.routed_layers == [0, 1, 2, 3]
         moved = {layer: (experts + 1) % 4 for layer, experts in recording.experts.items()}
         outputs = []
         for engine in (one, other):
-            with engine.routing([RouterReplay(moved, num_experts=engine.num_experts)]):
-                outputs.append(engine.forward(micro_batches)[0][0])
+            replay = RouterReplay(moved, num_experts=engine.num_experts)
+            outputs.append(engine.forward([MicroBatch(packed, replay=replay)])[0][0])
         assert not torch.allclose(outputs[0], own)
         torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
 

@@ -18,6 +18,7 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.engines import PipelineOptions
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.options import Schedule
 from rl_models.engines.padding import pad_to
 from rl_models.engines.parallel.pipeline import why_no_zero_bubble
@@ -234,7 +235,7 @@ def test_an_error_of_the_loss_reaches_every_stage(ranks: RankPool, models: dict[
 
 def update_strictly(group: ProcessGroup, path: Path) -> None:
     for kind, loss in ((Actor, push_up), (Critic, lambda values, part: LossTerms(values.square()))):
-        worker = load(group, path, ParallelDims(cp=2), kind)
+        worker = load(group, path, ParallelDims(cp=2), kind, optimizer=OptimizerOptions())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             worker.update(make_batch(ParallelDims(), 0), loss)
@@ -316,11 +317,13 @@ def bf16_gradients(
     actor = load(group, path, dims, dtype=torch.bfloat16, pipeline=PipelineOptions(schedule))
     actor.engine.build_optimizer(OptimizerOptions())
     generator = torch.Generator().manual_seed(5)
-    packed = [PackedSequence.from_sequences([torch.randint(VOCAB, (9,), generator=generator)]) for _ in range(32)]
+    packed = [
+        MicroBatch(PackedSequence.from_sequences([torch.randint(VOCAB, (9,), generator=generator)])) for _ in range(32)
+    ]
     gradients: dict[str, list[Tensor]] = {}
     for batches in [packed] if together else [[one] for one in packed]:
         actor.optimizer.zero_grad()
-        actor.engine.forward_backward(batches, lambda number, outputs: outputs[0].sum())
+        actor.engine.forward_backward(batches, lambda _, outputs: outputs[0].sum())
         for name, parameter in actor.engine.module.named_parameters():
             gradient = parameter.grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -28,6 +28,7 @@ from parallel_layers import LogProbs, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.engines import BACKENDS
+from rl_models.engines.micro_batch import MicroBatch
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
 SIZES: dict[str, Any] = {
@@ -190,12 +191,12 @@ def look_at(worker: Actor, batch: Batch, sequences: list[int]) -> dict[str, Any]
     own = batch.positions(sequences)
     seen: list[Tensor] = []
 
-    def loss(number: int, outputs: tuple[Tensor, ...]) -> Tensor:
+    def loss(micro_batch: MicroBatch, outputs: tuple[Tensor, ...]) -> Tensor:
         seen.append(torch.stack([output[own] for output in outputs]))
         return seen[-1].sum()
 
     worker.optimizer.zero_grad()
-    worker.engine.forward_backward([batch.packed(multiple_of=worker.engine.tokens_multiple_of)], loss)
+    worker.engine.forward_backward([MicroBatch(batch.packed(multiple_of=worker.engine.tokens_multiple_of))], loss)
     gradients = {name: parameter.grad for name, parameter in worker.engine.module.named_parameters()}
     return {"numbers": seen[0].detach(), "gradients": gradients}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from parallel_layers import PackedSequence
-from parallel_layers.moe import RouterReplay
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.engines.options import EngineOptions as EngineOptions
 from rl_models.engines.shards import Shards
@@ -30,8 +29,8 @@ OUTPUTS: dict[Role, tuple[str, ...]] = {
     "causal_lm_with_value": ("log_probs", "entropy", "values"),
 }
 
-# (number of the micro-batch, its outputs) -> scalar, of which the gradient is taken.
-Loss = Callable[[int, Outputs], Tensor]
+# (micro-batch, its outputs) -> scalar, of which the gradient is taken.
+Loss = Callable[[MicroBatch, Outputs], Tensor]
 
 
 class NextLogits(Protocol):
@@ -52,7 +51,8 @@ class NextLogits(Protocol):
 class Engine(Protocol):
     """A loaded model on a grid. Every rank of the grid calls each method, in the same order.
 
-    Ranks that differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, and
+    A replay that records holds the experts of all tokens and routed layers after a call, on every rank. Ranks that
+    differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, and
     equally many.
 
     Attributes:
@@ -61,6 +61,8 @@ class Engine(Protocol):
         vocab_size: without padding.
         tokens_multiple_of: what the number of tokens of a packed batch must be a multiple of.
         micro_batches_multiple_of: what the number of micro-batches of a call must be a multiple of.
+        routed_layers: the numbers of the layers with routed experts; none in a dense model.
+        num_experts: of each of these layers; 0 in a dense model.
     """
 
     module: nn.Module
@@ -68,14 +70,14 @@ class Engine(Protocol):
     vocab_size: int
     tokens_multiple_of: int
     micro_batches_multiple_of: int
+    routed_layers: Sequence[int]
+    num_experts: int
 
-    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
-        """The outputs of every micro-batch, on every rank, without a graph."""
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+        """Return the outputs of every micro-batch, on every rank, without a graph."""
         ...
 
-    def forward_backward(
-        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
-    ) -> None:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the sum of the losses over all micro-batches and all data-parallel ranks.
 
         The loss is called once for each micro-batch, on the ranks that have its outputs: those of the last pipeline
@@ -103,26 +105,6 @@ class Engine(Protocol):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint, atomically."""
-        ...
-
-
-@runtime_checkable
-class RoutedEngine(Protocol):
-    """What an engine has beside `Engine` whose model's routing can be recorded and replayed.
-
-    Attributes:
-        routed_layers: the numbers of the layers with routed experts; none in a dense model.
-        num_experts: of each of these layers.
-    """
-
-    routed_layers: Sequence[int]
-    num_experts: int
-
-    def routing(self, replays: Sequence[RouterReplay]) -> AbstractContextManager[None]:
-        """Inside, one call of `forward` or `forward_backward` routes micro-batch i by `replays[i]`.
-
-        One that records holds the experts of all tokens and routed layers after the call, on every rank.
-        """
         ...
 
 

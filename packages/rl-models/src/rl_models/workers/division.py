@@ -9,11 +9,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from parallel_layers import PackedSequence
 from parallel_layers.data.micro_batches import split_micro_batches
+from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
 from rl_models.engines import Engine
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.padding import nothing
+from rl_models.workers.routing import ROUTING, replays
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,12 @@ class Division:
     """One data-parallel rank's part of a batch in micro-batches, equally many on all dp ranks; some may be empty.
 
     Attributes:
-        indices: The sequences of each micro-batch.
-        parts: The micro-batches.
+        micro_batches: As the engine takes them; an empty one is padding alone, so that ranks run in step.
         positions: Where in the batch the tokens of each micro-batch stand.
-        packed: The micro-batches as the engine takes them; an empty one is padding alone, so that ranks run in step.
     """
 
-    indices: Sequence[Sequence[int]]
-    parts: Sequence[Batch]
+    micro_batches: Sequence[MicroBatch]
     positions: Sequence[Tensor]
-    packed: Sequence[PackedSequence]
 
     @staticmethod
     def least(lengths: Sequence[int], engine: Engine, max_tokens: int) -> int:
@@ -42,26 +40,44 @@ class Division:
         return len(split_micro_batches(lengths, max_tokens, count_multiple_of=engine.micro_batches_multiple_of))
 
     @classmethod
-    def of(cls, batch: Batch, engine: Engine, max_tokens: int, count: int) -> Self:
+    def of(
+        cls,
+        batch: Batch,
+        counts: Sequence[int],
+        engine: Engine,
+        max_tokens: int,
+        count: int,
+        *,
+        temperature: float,
+        record: bool = False,
+    ) -> Self:
         """Divide so that the micro-batches are about equal work.
 
         Args:
             batch: On the engine's device.
+            counts: The masked tokens of each sequence.
             engine: Says what the number of micro-batches and their tokens must be multiples of.
             max_tokens: The most tokens of a micro-batch.
             count: The number of micro-batches: the largest `least` of all data-parallel ranks.
+            temperature: For every micro-batch.
+            record: Record the routing.
         """
         divided = split_micro_batches(
             batch.lengths, max_tokens, count_multiple_of=engine.micro_batches_multiple_of, min_count=count
         )
         # Sequences without tokens are no work, and Megatron's layers take no input without tokens.
         indices = [[i for i in chosen if batch.lengths[i]] for chosen in divided]
-        parts = [batch.select(chosen) for chosen in indices]
-        multiple = engine.tokens_multiple_of
-        packed = [
+        positions = [batch.positions(chosen) for chosen in indices]
+        parts, multiple = [batch.select(chosen) for chosen in indices], engine.tokens_multiple_of
+        packs = [
             part.packed(multiple_of=multiple) if part.num_tokens else nothing(multiple, batch.device) for part in parts
         ]
-        return cls(indices, parts, [batch.positions(chosen) for chosen in indices], packed)
+        routes: Sequence[RouterReplay | None] = [RouterReplay() if record else None for _ in packs]
+        if ROUTING in batch.fields:
+            routes = replays(batch, positions, packs, engine)
+        masked = [sum(counts[i] for i in chosen) for chosen in indices]
+        rows = zip(packs, routes, parts, masked, strict=True)
+        return cls([MicroBatch(pack, temperature, route, part, many) for pack, route, part, many in rows], positions)
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:

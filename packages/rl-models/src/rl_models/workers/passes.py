@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from torch import Tensor
 from parallel_layers.head.embedding import check_token_ids
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Engine, Outputs
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.losses import LossTerms
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.division import Division, shift_to_own_token
-from rl_models.workers.routing import ROUTING, recorded, require_routing, routed
+from rl_models.workers.routing import ROUTING, recorded, require_routing
 
 # (*the engine's outputs, each [T] and aligned with its own token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
@@ -39,6 +40,12 @@ class _Entered:
     micro_batches: int
     total: int
 
+    def divide(self, engine: Engine, max_tokens: int, temperature: float, *, record: bool = False) -> Division:
+        """Return the micro-batches of this rank."""
+        return Division.of(
+            self.batch, self.counts, engine, max_tokens, self.micro_batches, temperature=temperature, record=record
+        )
+
 
 def predict(
     engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
@@ -48,15 +55,16 @@ def predict(
     With `record_routing` the routing `[T, M, k]` follows them.
     """
     entered = _enter(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
-    batch, division = entered.batch, Division.of(entered.batch, engine, max_tokens, entered.micro_batches)
-    with routed(engine, batch, division, record=record_routing) as replays:
-        outputs = engine.forward(division.packed, temperature=temperature)
-    results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
-    for where, part, output in zip(division.positions, division.parts, outputs, strict=True):
+    division = entered.divide(engine, max_tokens, temperature, record=record_routing)
+    micro_batches, num_tokens = division.micro_batches, entered.batch.num_tokens
+    outputs = engine.forward(micro_batches)
+    results = tuple(torch.zeros(num_tokens, device=engine.grid.device) for _ in outputs[0])
+    for where, micro_batch, output in zip(division.positions, micro_batches, outputs, strict=True):
+        assert micro_batch.batch is not None
         for result, column in zip(results, output, strict=True):
-            result[where] = shift_to_own_token(column, part)
+            result[where] = shift_to_own_token(column, micro_batch.batch)
     if record_routing:
-        return *results, recorded(replays, division, batch.num_tokens)
+        return *results, recorded([each.replay for each in micro_batches], division.positions, num_tokens)
     return results
 
 
@@ -77,10 +85,9 @@ def accumulate(
     """
     entered = _enter(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
     batch = entered.batch.with_fields(_weight=token_weights(entered.batch, aggregation, entered.total))
-    division = Division.of(batch, engine, max_tokens, entered.micro_batches)
-    total = _Total(loss, division, entered.counts)
-    with routed(engine, batch, division):
-        engine.forward_backward(division.packed, total, temperature=temperature)
+    division = replace(entered, batch=batch).divide(engine, max_tokens, temperature)
+    total = _Total(loss)
+    engine.forward_backward(division.micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
 
@@ -126,23 +133,23 @@ class _Total:
     The loss is called for parts that have tokens to learn from, and for no others.
     """
 
-    def __init__(self, loss: PartLoss, division: Division, counts: list[int]) -> None:
-        self.loss, self.parts = loss, division.parts
-        self.learns = [sum(counts[i] for i in chosen) for chosen in division.indices]
+    def __init__(self, loss: PartLoss) -> None:
+        self.loss = loss
         self.sums: dict[str, Tensor] = {}
         self.error: Exception | None = None
 
-    def __call__(self, number: int, outputs: Outputs) -> Tensor:
+    def __call__(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
         """Return the weighted sum of the loss over one micro-batch."""
-        if self.error is None and self.learns[number]:
+        if self.error is None and micro_batch.masked:
             try:
-                return self._of_part(number, outputs)
+                return self._of_part(micro_batch, outputs)
             except Exception as error:
                 self.error = error
         return torch.stack([output.sum() for output in outputs]).sum() * 0
 
-    def _of_part(self, number: int, outputs: Outputs) -> Tensor:
-        part = self.parts[number]
+    def _of_part(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+        part = micro_batch.batch
+        assert part is not None
         # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
         own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
         terms = self.loss(*own, part)
@@ -154,7 +161,7 @@ class _Total:
             )
         if not terms.loss.requires_grad:
             raise ValueError(
-                f"the loss of {self.learns[number]} tokens in the mask is a constant, without a gradient; compute it "
+                f"the loss of {micro_batch.masked} tokens in the mask is a constant, without a gradient; compute it "
                 "from what it is given, and without detach() or no_grad()"
             )
         for name, value in reported.items():

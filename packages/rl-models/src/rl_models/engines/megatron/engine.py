@@ -16,13 +16,13 @@ from megatron_utils.gpt import PackedGPTModel
 from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
-from parallel_layers import LogProbs, PackedSequence, next_token_labels
+from parallel_layers import LogProbs, next_token_labels
 from parallel_layers.memory import HostOffload
-from parallel_layers.moe import RouterReplay
 from rl_models.engines.engine import Loss, NextLogits, Outputs
 from rl_models.engines.megatron.chunks import stored_tensors
 from rl_models.engines.megatron.decoding import decoding
 from rl_models.engines.megatron.optimizer import MegatronOptimizer
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.options import MegatronOptions
 from rl_models.engines.shards import Shards
@@ -59,7 +59,6 @@ class MegatronEngine:
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
         self.routed_layers = moe_layers(chunks[0].config)
         self.num_experts = int(chunks[0].config.num_moe_experts or 0)
-        self._replays: Sequence[RouterReplay] | None = None
         self._scale_loss: Callable[[Tensor], Tensor] | None = None
         self._trained: list[Any] | None = None
         self._gradient_memory = HostOffload()
@@ -82,57 +81,38 @@ class MegatronEngine:
             self._trained = wrap_data_parallel(self.chunks, megatron, distributed=self.distributed_optimizer)
         return self._trained
 
-    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
-        """The outputs of every micro-batch, on every rank, without a graph."""
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+        """Return the outputs of every micro-batch, on every rank, without a graph."""
         with self.entered() as megatron, torch.no_grad():
-            outputs = run_schedule(self.chunks, micro_batches, megatron, **self._inputs(micro_batches, temperature))
-            self._complete_recordings(micro_batches, megatron)
-        assert outputs is not None
+            outputs = self._run(self.chunks, micro_batches, megatron)
         return [_outputs(output) for output in outputs]
 
-    def forward_backward(
-        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
-    ) -> None:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses. (Where the optimizer is divided, each rank has that of its own part.)"""
-        dp = self.grid.dims.dp
 
         def total(output: Any, number: int) -> Tensor:
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
-            return loss(number, _outputs(output)) * dp
+            return loss(micro_batches[number], _outputs(output)) * self.grid.dims.dp
 
         with self.entered() as megatron:
             chunks = self.trained(megatron)
             self._gradient_memory.onload()
-            run_schedule(
-                chunks,
-                micro_batches,
-                megatron,
-                loss=total,
-                grad_scale=self._scale_loss,
-                broadcast=False,
-                **self._inputs(micro_batches, temperature),
-            )
-            self._complete_recordings(micro_batches, megatron)
+            self._run(chunks, micro_batches, megatron, loss=total, grad_scale=self._scale_loss, broadcast=False)
 
-    def _inputs(self, micro_batches: Sequence[PackedSequence], temperature: float) -> dict[str, Any]:
-        """What the schedule gives the model beside the micro-batches."""
-        inputs: dict[str, Any] = {"routing": self._replays}
+    def _run(
+        self, chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], megatron: MegatronGrid, **options: Any
+    ) -> Sequence[Any]:
+        """Run Megatron's schedule; returns the last stage's results."""
+        packs = [micro_batch.packed for micro_batch in micro_batches]
+        replays = [micro_batch.replay for micro_batch in micro_batches if micro_batch.replay is not None]
         if self.layout.role == "causal_lm":
-            inputs |= {"labels": [next_token_labels(packed) for packed in micro_batches], "temperature": temperature}
-        return inputs
-
-    @contextmanager
-    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
-        """Route the micro-batches of one call by `replays`; what records holds all layers afterwards, on every rank."""
-        self._replays = replays
-        try:
-            yield
-        finally:
-            self._replays = None
-
-    def _complete_recordings(self, micro_batches: Sequence[PackedSequence], megatron: MegatronGrid) -> None:
-        if self._replays is not None and self._replays[0].recording:
-            complete_recordings(self._replays, micro_batches, self.chunks[0].config, megatron)
+            # The temperature is one for all micro-batches of a call.
+            options |= {"labels": [next_token_labels(packed) for packed in packs]}
+            options |= {"temperature": micro_batches[0].temperature}
+        outputs = run_schedule(chunks, packs, megatron, routing=replays or None, **options)
+        if replays and replays[0].recording:
+            complete_recordings(replays, packs, self.chunks[0].config, megatron)
+        return outputs or ()
 
     def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
         """Megatron's AdamW; from now on gradients are multiplied by its loss scale, where it has one."""

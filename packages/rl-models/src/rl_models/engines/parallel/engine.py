@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 from torch import Tensor, nn
 
 import ckpt
-from parallel_layers import PackedSequence
-from parallel_layers.moe import MoE, RouterReplay
+from parallel_layers.moe import BatchTotals, MoE
 from rl_models.engines.accumulate import backward_each, forward_each
 from rl_models.engines.engine import OUTPUTS, Loss, NextLogits, Outputs
 from rl_models.engines.fsdp import drop_gradients, release, shard_over_dp
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions, RouterLosses
-from rl_models.engines.parallel.calls import Call
+from rl_models.engines.padding import pad_to
 from rl_models.engines.parallel.decoding import decode
-from rl_models.engines.parallel.loads import LoadCounter, batch_totals
 from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, sum_tied_gradients
+from rl_models.engines.parallel.replay import complete, local_replay
 from rl_models.engines.parallel.stage import Stage
-from rl_models.engines.replay import complete, local_replay
+from rl_models.engines.parallel.tasks import LoadCounter, batch_totals, compute
 from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, PackedModel
@@ -37,7 +36,7 @@ class ParallelEngine:
         model: what this rank holds, all its pipeline chunks together, under ckpt's local names.
         layout, places: where that stands; a place for each chunk.
         stages: the chunks, as they are called.
-        routed_layers, num_experts: see `RoutedEngine`.
+        routed_layers, num_experts: see `Engine`.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class ParallelEngine:
         self.stages = [Stage(model, chunk) for chunk in model.chunks]
         self.routed_layers = [i for i, part in enumerate(model.config.moe) if part is not None]
         self.num_experts = max((part.num_experts for part in model.config.moe if part is not None), default=0)
-        self._replays: Sequence[RouterReplay] | None = None
         self.pipeline: Pipeline | None = None
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
@@ -75,28 +73,29 @@ class ParallelEngine:
                 num_outputs=self._num_outputs,
             )
 
-    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
-        """The outputs of every micro-batch, without a graph."""
-        call = self._call(temperature, micro_batches)
-        outputs = self._run(call.task, micro_batches)
-        self._complete(call, micro_batches)
-        return outputs
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+        """Return the outputs of every micro-batch, without a graph."""
+        local = self._local(micro_batches)
+        outputs = self._run(partial(compute, self.model, None), local)
+        self._complete(micro_batches, local)
+        return [_trimmed(each, output) for each, output in zip(micro_batches, outputs, strict=True)]
 
-    def forward_backward(
-        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
-    ) -> None:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses, and of the routers' own."""
-        call = self._with_totals(self._call(temperature, micro_batches), micro_batches)
+        local = self._local(micro_batches)
+        make_task = partial(compute, self.model, self._totals(local))
         if self.pipeline is None:
-            backward_each(self._outputs(call.task), self.stages[0], micro_batches, loss)
-            self._complete(call, micro_batches)
+            backward_each(self._model(make_task), self.stages[0], local, loss)
+            self._complete(micro_batches, local)
             return
         # A tied embedding's two copies have summed gradients from the calls before.
         before = None if self._tied_copy is None else self._tied_copy.grad
         if self._tied_copy is not None:
             self._tied_copy.grad = None
-        self.pipeline.forward_backward(micro_batches, call.task, loss)
-        self._complete(call, micro_batches)
+        self.pipeline.forward_backward(
+            local, make_task, lambda number, out: loss(micro_batches[number], _trimmed(micro_batches[number], out))
+        )
+        self._complete(micro_batches, local)
         sum_tied_gradients(self._tied_copy, self.pipeline.group)
         if before is not None and self._tied_copy is not None and self._tied_copy.grad is not None:
             self._tied_copy.grad += before
@@ -106,73 +105,57 @@ class ParallelEngine:
         for stage in self.stages:
             drop_gradients(stage)
 
-    @contextmanager
-    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
-        """Inside, one call of `forward` or `forward_backward` routes micro-batch i by `replays[i]`."""
-        self._replays = replays
-        try:
-            yield
-        finally:
-            self._replays = None
+    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches as this rank's layers take them: a pipeline pads all to one length; a replay is the part
+        that belongs to this rank's tokens."""
+        longest, local = max(each.packed.num_tokens for each in micro_batches), []
+        for each in micro_batches:
+            packed = each.packed if self.pipeline is None else pad_to(each.packed, longest)
+            replay = each.replay and local_replay(each.replay, self.model.model, packed.num_tokens)
+            local.append(replace(each, packed=packed, replay=replay))
+        return local
 
-    def _call(self, temperature: float, micro_batches: Sequence[PackedSequence]) -> Call:
-        replays = None
-        if self._replays is not None:
-            sizes, decoder = self._sizes(micro_batches), self.model.model
-            replays = [local_replay(r, decoder, n) for r, n in zip(self._replays, sizes, strict=True)]
-        return Call(self.model, temperature, replays)
-
-    def _with_totals(self, call: Call, micro_batches: Sequence[PackedSequence]) -> Call:
-        """The call with what the routers' losses need to know of the whole batch."""
+    def _totals(self, local: Sequence[MicroBatch]) -> BatchTotals | None:
+        """What the routers' losses need to know of the whole batch before its first gradient."""
         losses = self.options.router_losses
         if losses == RouterLosses():
-            return call
-        counter = LoadCounter(self.model, call.replays, self._num_outputs)
+            return None
+        counter = LoadCounter(self.model, self._num_outputs)
         if losses.balance:
-            self._run(counter.task, micro_batches)
-        return replace(call, totals=batch_totals(micro_batches, counter.loads, self.grid))
+            self._run(counter.task, local)
+        return batch_totals(local, counter.loads, self.grid)
 
-    def _run(self, make_task: MakeTask, micro_batches: Sequence[PackedSequence]) -> list[Outputs]:
+    def _run(self, make_task: MakeTask, local: Sequence[MicroBatch]) -> list[Outputs]:
         """The last stage's results for every micro-batch, without a graph."""
         if self.pipeline is None:
-            outputs = forward_each(self._outputs(make_task), micro_batches)
+            outputs = forward_each(self._model(make_task), local)
         else:
-            outputs = self.pipeline.forward(micro_batches, make_task)
+            outputs = self.pipeline.forward(local, make_task)
         for stage in self.stages:
             release(stage)
         return outputs
 
-    def _sizes(self, micro_batches: Sequence[PackedSequence]) -> list[int]:
-        """The tokens of each micro-batch as the layers see it: a pipeline pads them to one length."""
-        sizes = [packed.num_tokens for packed in micro_batches]
-        return sizes if self.pipeline is None else [max(sizes)] * len(sizes)
-
-    def _complete(self, call: Call, micro_batches: Sequence[PackedSequence]) -> None:
-        """Put what this call has recorded into the replays that it was given."""
-        if self._replays is None or call.replays is None:
-            return
-        top_k = next(part.top_k for part in self.model.config.moe if part is not None)
-        for replay, local, packed, size in zip(
-            self._replays, call.replays, micro_batches, self._sizes(micro_batches), strict=True
-        ):
-            if replay.recording:
+    def _complete(self, micro_batches: Sequence[MicroBatch], local: Sequence[MicroBatch]) -> None:
+        """Put what the ranks have recorded of their parts into the caller's replays."""
+        for each, own in zip(micro_batches, local, strict=True):
+            if each.replay is not None and own.replay is not None and each.replay.recording:
+                top_k = next(part.top_k for part in self.model.config.moe if part is not None)
                 complete(
-                    replay,
-                    local,
+                    each.replay,
+                    own.replay,
                     self.model.model,
                     layers=self.routed_layers,
-                    shape=(size, top_k),
-                    num_tokens=packed.num_tokens,
+                    shape=(own.packed.num_tokens, top_k),
+                    num_tokens=each.packed.num_tokens,
                     group=self.grid.group("pp"),
                     device=self.grid.device,
                 )
 
-    def _outputs(self, make_task: MakeTask) -> Callable[[PackedSequence], Outputs]:
-        """The outputs of the micro-batches, one after the other, without a pipeline."""
-        stage, numbers = self.stages[0], count()
+    def _model(self, make_task: MakeTask) -> Callable[[MicroBatch], Outputs]:
+        """The model as it is called where there is no pipeline."""
 
-        def outputs(packed: PackedSequence) -> Outputs:
-            result: Outputs = stage.run(make_task(stage, next(numbers), packed))
+        def outputs(micro_batch: MicroBatch) -> Outputs:
+            result: Outputs = self.stages[0].run(make_task(self.stages[0], micro_batch))
             return result
 
         return outputs
@@ -227,3 +210,8 @@ class ParallelEngine:
         tensors = self.model.state_dict()
         chunks = [self._of(place, tensors) for place in self.places]
         ckpt.save_hf(path, chunks, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
+
+
+def _trimmed(micro_batch: MicroBatch, outputs: Outputs) -> Outputs:
+    """The outputs without the tokens that a pipeline has added."""
+    return tuple(output[: micro_batch.packed.num_tokens] for output in outputs)

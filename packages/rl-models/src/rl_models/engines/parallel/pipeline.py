@@ -1,6 +1,6 @@
 """Pipelines over torch.distributed.pipelining: its stages and schedules, fed with packed micro-batches.
 
-torch's stages exchange tensors of one shape in a call, so all its micro-batches are padded to the longest of them.
+torch's stages exchange tensors of one shape in a call, so the engine pads all micro-batches to the longest of them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers import PackedSequence
 from parallel_layers.sharding import is_dtensor
-from rl_models.engines.engine import Loss, Outputs
+from rl_models.engines.engine import Outputs
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.options import PipelineOptions
-from rl_models.engines.padding import pad_to
 from rl_models.engines.parallel.stage import Stage, Task
 
 # torch's pipelines bring its compiler; together they take over a second to import. Whoever has a pipeline does so.
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-# (stage, number of the micro-batch, micro-batch) -> what the stage does with it.
-MakeTask = Callable[[Stage, int, PackedSequence], Task]
+# (stage, micro-batch) -> what the stage does with it.
+MakeTask = Callable[[Stage, MicroBatch], Task]
 
 
 def why_no_zero_bubble() -> str | None:
@@ -77,44 +76,40 @@ class Pipeline:
         if options.schedule == "1f1b":
             self._schedule_class = schedules.Schedule1F1B if self._single else schedules.ScheduleInterleaved1F1B
 
-    def forward(self, micro_batches: Sequence[PackedSequence], make_task: MakeTask) -> list[Outputs]:
-        """The outputs of every micro-batch on every rank, without a graph. Communication: of them, one broadcast."""
+    def forward(self, micro_batches: Sequence[MicroBatch], make_task: MakeTask) -> list[Outputs]:
+        """Return the outputs of micro-batches of one length on every rank, without a graph.
+
+        Communication: one broadcast of the outputs.
+        """
         with torch.no_grad():
             last = self._run(micro_batches, make_task, None)
-            num_tokens = max(packed.num_tokens for packed in micro_batches)
-            shape = (self.num_outputs, len(micro_batches), num_tokens)
+            shape = (self.num_outputs, len(micro_batches), micro_batches[0].packed.num_tokens)
             result = torch.empty(shape, device=self.device) if last is None else torch.stack(last).view(shape)
             dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
-        return [
-            tuple(output[: packed.num_tokens] for output in result[:, number].unbind())
-            for number, packed in enumerate(micro_batches)
-        ]
+        return [tuple(outputs) for outputs in result.unbind(1)]
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[PackedSequence],
-        make_task: MakeTask,
-        loss: Loss,
+        self, micro_batches: Sequence[MicroBatch], make_task: MakeTask, loss: Callable[[int, Outputs], Tensor]
     ) -> None:
-        """Add up the gradients of the losses, which the last stage computes."""
+        """Add up the gradients of the losses, which the last stage computes.
 
-        def last_stage(outputs: Any, number: Tensor) -> Tensor:
-            index = int(number)
-            return loss(index, tuple(output[: micro_batches[index].num_tokens] for output in _tuple(outputs)))
-
-        self._run(micro_batches, make_task, last_stage)
+        Args:
+            micro_batches: All of one length.
+            make_task: What each stage does with each micro-batch.
+            loss: Number of a micro-batch and its outputs -> scalar.
+        """
+        self._run(micro_batches, make_task, lambda outputs, number: loss(int(number), _tuple(outputs)))
 
     def _run(
         self,
-        micro_batches: Sequence[PackedSequence],
+        micro_batches: Sequence[MicroBatch],
         make_task: MakeTask,
         loss: Callable[[Any, Tensor], Tensor] | None,
     ) -> tuple[Tensor, ...] | None:
-        """Run torch's schedule; without a loss, returns the last stage's outputs, one after the other."""
-        num_tokens = max(packed.num_tokens for packed in micro_batches)
-        padded = [pad_to(packed, num_tokens) for packed in micro_batches]
+        """Run torch's schedule; without a loss, return the last stage's outputs, one after the other."""
+        num_tokens = micro_batches[0].packed.num_tokens
         for stage in self.stages:
-            stage.give([partial(_dense, make_task(stage, number, packed)) for number, packed in enumerate(padded)])
+            stage.give([partial(_dense, make_task(stage, micro_batch)) for micro_batch in micro_batches])
         stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
         schedule = self._schedule_class(stages[0] if self._single else stages, count, loss_fn=loss, scale_grads=False)

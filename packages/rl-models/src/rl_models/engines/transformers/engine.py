@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from ckpt.layout.config import classifies_sequences
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
-from parallel_layers.moe import RouterReplay
-from rl_models.engines.accumulate import Model, backward_each, forward_each
+from rl_models.engines.accumulate import backward_each, forward_each
 from rl_models.engines.engine import EngineOptions, Loss, NextLogits, Outputs, Role
 from rl_models.engines.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
+from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.shards import Shards
 from rl_models.engines.transformers.hub import load_model, own_memory, save_model, stacked_experts, stored_tensors
@@ -69,44 +69,27 @@ class TransformersEngine:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
-        self._replays: Sequence[RouterReplay] | None = None
 
-    def forward(self, micro_batches: Sequence[PackedSequence], *, temperature: float = 1.0) -> list[Outputs]:
-        """The outputs of every micro-batch, without a graph."""
-        outputs = forward_each(self._model(temperature), micro_batches)
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+        """Return the outputs of every micro-batch, without a graph."""
+        outputs = forward_each(self._outputs, micro_batches)
         release(self.model)
         return outputs
 
-    def forward_backward(
-        self, micro_batches: Sequence[PackedSequence], loss: Loss, *, temperature: float = 1.0
-    ) -> None:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses."""
-        backward_each(self._model(temperature), self.model, micro_batches, loss)
+        backward_each(self._outputs, self.model, micro_batches, loss)
+
+    def _outputs(self, micro_batch: MicroBatch) -> Outputs:
+        options: dict[str, Any] = (
+            {} if self.role == "value" else {"temperature": micro_batch.temperature, "entropy": True}
+        )
+        output = self.model(packed=micro_batch.packed, router_replay=micro_batch.replay, **options)
+        return (output.values,) if self.role == "value" else (output.log_probs, output.entropy)
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
         drop_gradients(self.model)
-
-    @contextmanager
-    def routing(self, replays: Sequence[RouterReplay]) -> Iterator[None]:
-        """Route the micro-batches of one call by `replays`."""
-        self._replays = replays
-        try:
-            yield
-        finally:
-            self._replays = None
-
-    def _model(self, temperature: float) -> Model:
-        """The model as it is called for one micro-batch after the other."""
-        replays: Iterator[RouterReplay | None] = repeat(None) if self._replays is None else iter(self._replays)
-
-        def outputs(packed: PackedSequence) -> Outputs:
-            if self.role == "value":
-                return (self.model(packed=packed, router_replay=next(replays)).values,)
-            output = self.model(packed=packed, temperature=temperature, entropy=True, router_replay=next(replays))
-            return output.log_probs, output.entropy
-
-        return outputs
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
         """AdamW on this rank's shards."""
