@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from rl_models import ModelConfig
 from rl_train.cli import app
-from rl_train.quickstart import Display, QuickstartOptions, quickstart, result_table
-from rl_train.quickstart.task import VOCABULARY, correct, make_checkpoint, make_prompts, show
+from rl_train.quickstart import QuickstartOptions, quickstart, result_table
+from rl_train.quickstart.task import VOCABULARY, correct, make_checkpoint, make_prompts, reward
+from rl_train.report import Display
 
 
 def ids(text: str) -> torch.Tensor:
@@ -30,7 +31,9 @@ def test_the_task_rewards_the_next_letter() -> None:
     assert not correct(begin, ids("a"))
     prompts = make_prompts(50, random.Random(0))
     assert {len(prompt) for prompt in prompts} == {2}
-    assert all(show(prompt).isalpha() for prompt in prompts)
+    assert all(VOCABULARY[letter].isalpha() for _, letter in prompts)
+    assert [reward("a", text, {}) for text in ("bcdefghi", "bcdzabcd", "", "cccccccc")] == [1, 0.875, 0, 0]
+    assert reward("y", "zabcdefg", {}) == 1
 
 
 def test_the_checkpoint_and_its_tokenizer_are_as_transformers_saves_them(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -24,8 +23,8 @@ def defaults(command: str) -> dict[str, Any]:
     """Of every option, by its name on the command line."""
     found = {name: option.default for option in COMMANDS.commands[command].params for name in option.opts}
     if command == "train":
-        fields = {f"--{entry.name.replace('_', '-')}": entry.default for entry in dataclasses.fields(TrainOptions)}
-        found |= {name: None if value is dataclasses.MISSING else value for name, value in fields.items()}
+        for name, entry in TrainOptions.model_fields.items():
+            found[f"--{name.replace('_', '-')}"] = None if entry.is_required() else entry.default
     return found
 
 

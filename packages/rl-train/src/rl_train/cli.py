@@ -50,8 +50,9 @@ def quickstart(
     """
     with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
         # The models take seconds to import; `--help` and a wrong option should not.
-        from rl_train.quickstart import Display, QuickstartOptions, result_table
+        from rl_train.quickstart import QuickstartOptions, result_table
         from rl_train.quickstart import quickstart as run
+        from rl_train.report import Display
 
         options = QuickstartOptions(out=out, steps=steps, seed=seed, device=device)
         with Display(steps) as display:

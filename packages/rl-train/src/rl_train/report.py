@@ -100,13 +100,13 @@ class Display:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("reward {task.fields[reward]:.3f}"),
+            TextColumn("reward {task.fields[reward]:.3f}  {task.fields[sample]}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._bar.add_task("training", total=steps, reward=0.0)
+        self._task = self._bar.add_task("training", total=steps, reward=0.0, sample="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -120,13 +120,19 @@ class Display:
     def __call__(self, event: Mapping[str, Any]) -> None:
         """A message, or the metrics of a step."""
         if "message" in event:
-            self.console.print(event["message"], highlight=False, soft_wrap=True)
+            self.console.print(event["message"], highlight=False, soft_wrap=True, markup=False)
             return
-        done, reward = int(event["step"]), float(event["reward"])
-        self._bar.update(self._task, completed=done, reward=reward)
+        done, reward, sample = int(event["step"]), float(event["reward"]), _short(event["sample"])
+        self._bar.update(self._task, completed=done, reward=reward, sample=sample)
         if not self.console.is_terminal and (done % max(1, self.steps // 10) == 0 or done == self.steps):
             text = f"step {done}/{self.steps}  reward {reward:.3f}  response length {event['response_length']:.1f}"
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(f"{text}  {sample}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _short(sample: str) -> str:
+    """Return the beginning of a text on one line."""
+    line = " ".join(sample.split())
+    return line if len(line) <= 40 else f"{line[:39]}…"
 
 
 def plan_table(values: Mapping[str, Any], title: str) -> Table:

@@ -17,7 +17,6 @@ from rl_train.cluster.launch import Devices
 from rl_train.loop import run
 from rl_train.loop.run import Plan
 from rl_train.options.options import TrainOptions
-from rl_train.quickstart.learn import Settings, learn
 from rl_train.score import ScoreOptions, _score_on_rank
 
 
@@ -34,10 +33,9 @@ class NoModelError(Exception):
     ("function", "argument"),
     [
         (_score_on_rank, (ScoreOptions(Path("m"), device="cpu"), [[[1]]])),
-        (learn, (Settings(Path("m"), Path("out"), 1, 10, 0, "cpu"),)),
         (run._on_rank, (planned(device="cpu"),)),
     ],
-    ids=["score", "quickstart", "train"],
+    ids=["score", "train"],
 )
 def test_ranks_use_the_device_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, function: Any, argument: tuple[Any, ...]

@@ -79,6 +79,7 @@ class Loop:
     _position: int = field(default=0, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _said_equal: bool = field(default=False, init=False)
+    _sample: str = field(default="", init=False)
 
     def run(self) -> dict[str, float]:
         """All steps that are left, and the result's checkpoint; returns the last step's metrics.
@@ -109,7 +110,7 @@ class Loop:
                 values |= self._seconds
                 if metrics is not None:
                     metrics.write(step, values)
-                self.tell({"step": step, **values})
+                self.tell({"step": step, "sample": self._sample, **values})
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
                     saved = step
@@ -264,6 +265,9 @@ class Loop:
                 seed=options.seed * 1_000_003 + self._position,
             )
         asked = [prompt for prompt in chosen for _ in range(options.responses)]
+        if self.writes:
+            tokens = batch.split()[0].tolist()
+            self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
         with self._phase("scoring"):
             scores = self._score(options.prompts, asked, batch)
         return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))

@@ -74,146 +74,173 @@ class TrainOptions(BaseModel):
         description='JSON lines: {"text": "..."} or {"tokens": [ids]}, and whatever else the reward reads.'
     )
     reward: Text = Field(description="module:function, called with (prompt, response, row); returns a number.")
-    out: Free[Folder] = Field(Path("run"), description="Folder for metrics, training checkpoints and the result.")
-    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = Field(
-        "grpo", description="ppo, grpo, rloo, reinforce++, gspo or dapo."
+    out: Free[Folder] = Field(
+        default=Path("run"), description="Folder for metrics, training checkpoints and the result."
     )
-    critic: Folder | None = Field(None, description="Checkpoint folder of the critic of ppo (default: the policy's).")
+    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = Field(
+        default="grpo", description="ppo, grpo, rloo, reinforce++, gspo or dapo."
+    )
+    critic: Folder | None = Field(
+        default=None, description="Checkpoint folder of the critic of ppo (default: the policy's)."
+    )
     share_backbone: bool = Field(
-        False, description="Make the critic a head on the policy's layers; both learn by one loss (backend parallel)."
+        default=False,
+        description="Make the critic a head on the policy's layers; both learn by one loss (backend parallel).",
     )
     reference: Folder | None = Field(
-        None, description="Checkpoint folder of the reference model of the KL penalty (default: the policy's)."
+        default=None, description="Checkpoint folder of the reference model of the KL penalty (default: the policy's)."
     )
 
-    dims: Free[Text] = Field("", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2.")
-    critic_dims: Free[Text | None] = Field(
-        None, description="Grid of the critic, of as many ranks (default: the policy's)."
+    dims: Free[Text] = Field(
+        default="", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2."
     )
-    backend: Free[Text] = Field("parallel", description="What the models run on: parallel, transformers or megatron.")
-    ray: Free[bool] = Field(False, description="Run on a Ray cluster (RAY_ADDRESS, or a local one).")
-    device: Free[Text | None] = Field(None, description=DEVICE)
+    critic_dims: Free[Text | None] = Field(
+        default=None, description="Grid of the critic, of as many ranks (default: the policy's)."
+    )
+    backend: Free[Text] = Field(
+        default="parallel", description="What the models run on: parallel, transformers or megatron."
+    )
+    ray: Free[bool] = Field(default=False, description="Run on a Ray cluster (RAY_ADDRESS, or a local one).")
+    device: Free[Text | None] = Field(default=None, description=DEVICE)
     collective_timeout: Free[int] = Field(
-        1800,
+        default=1800,
         ge=1,
         le=LONGEST_TIMEOUT,
         description="Seconds that ranks wait for each other; all rewards of a step must be done within it.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None,
+        default=None,
         description="Type of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored).",
     )
-    max_tokens: Free[int] = Field(16384, ge=1, description="The most tokens of a micro-batch, one forward pass.")
-    recompute: Free[Text | None] = Field(None, description=RECOMPUTE)
+    max_tokens: Free[int] = Field(
+        default=16384, ge=1, description="The most tokens of a micro-batch, one forward pass."
+    )
+    recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
     offload: Free[bool] = Field(
-        False, description="Keep one model on the devices and offload the others to host memory."
+        default=False, description="Keep one model on the devices and offload the others to host memory."
     )
     sequence_parallel: Free[bool | None] = Field(
-        None, description="Divide tokens over tp between the layers, too (default: where tp > 1)."
+        default=None, description="Divide tokens over tp between the layers, too (default: where tp > 1)."
     )
     context_parallel: Free[Literal["ulysses", "ring"]] = Field(
-        "ulysses", description="Attention where cp > 1: ulysses or ring."
+        default="ulysses", description="Attention where cp > 1: ulysses or ring."
     )
-    pipeline_schedule: Free[Text] = Field("1f1b", description="Order of work where pp > 1: 1f1b or zero-bubble.")
-    virtual_stages: Free[int] = Field(1, description="Chunks of the model on each rank of a pipeline.")
+    pipeline_schedule: Free[Text] = Field(
+        default="1f1b", description="Order of work where pp > 1: 1f1b or zero-bubble."
+    )
+    virtual_stages: Free[int] = Field(default=1, description="Chunks of the model on each rank of a pipeline.")
     pipeline_split: Free[Text | None] = Field(
-        None, description="Number of layers of each pipeline chunk, such as 3,5 (default: as even as possible)."
+        default=None, description="Number of layers of each pipeline chunk, such as 3,5 (default: as even as possible)."
     )
     keep_probabilities: Free[bool] = Field(
-        False, description="Keep the head's probabilities: one GEMM less, [T, V/tp] more memory."
+        default=False, description="Keep the head's probabilities: one GEMM less, [T, V/tp] more memory."
     )
-    tp_invariant: Free[bool] = Field(False, description="Give log-probs the same bits at every tp and in every batch.")
-    deterministic: Free[bool] = Field(False, description="Give the same bits at every run on the same grid.")
-    megatron_layers: Free[Text] = Field("local", description="Layers of backend megatron: local or transformer_engine.")
+    tp_invariant: Free[bool] = Field(
+        default=False, description="Give log-probs the same bits at every tp and in every batch."
+    )
+    deterministic: Free[bool] = Field(default=False, description="Give the same bits at every run on the same grid.")
+    megatron_layers: Free[Text] = Field(
+        default="local", description="Layers of backend megatron: local or transformer_engine."
+    )
     distributed_optimizer: Free[bool] = Field(
-        True, description="Divide the optimizer's state over dp x cp (backend megatron)."
+        default=True, description="Divide the optimizer's state over dp x cp (backend megatron)."
     )
     router_balance: Number = Field(
-        0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts."
+        default=0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts."
     )
     router_sequence_balance: Number = Field(
-        0.0, ge=0, description="Coefficient of the load-balancing loss within each sequence (mixture of experts)."
+        default=0.0,
+        ge=0,
+        description="Coefficient of the load-balancing loss within each sequence (mixture of experts).",
     )
-    router_z: Number = Field(0.0, ge=0, description="Coefficient of the routers' z-loss (mixture of experts).")
+    router_z: Number = Field(default=0.0, ge=0, description="Coefficient of the routers' z-loss (mixture of experts).")
     router_replay: bool = Field(
-        False, description="Send tokens to the experts that computed the old log-probs (mixture of experts)."
+        default=False, description="Send tokens to the experts that computed the old log-probs (mixture of experts)."
     )
 
-    steps: Free[int] = Field(100, ge=1, description="Steps of the run; each generates, scores and learns.")
-    prompts_per_step: int = Field(64, ge=1, description="Prompts of a step.")
-    samples: int | None = Field(None, ge=1, description="Responses to each prompt (default: the algorithm's).")
-    max_new_tokens: int = Field(256, ge=1, description="The most tokens of a response.")
-    temperature: Number = Field(1.0, gt=0, description="Sampling temperature.")
-    top_k: int | None = Field(None, ge=1, description="Draw from the k likeliest tokens (default: from all).")
+    steps: Free[int] = Field(default=100, ge=1, description="Steps of the run; each generates, scores and learns.")
+    prompts_per_step: int = Field(default=64, ge=1, description="Prompts of a step.")
+    samples: int | None = Field(default=None, ge=1, description="Responses to each prompt (default: the algorithm's).")
+    max_new_tokens: int = Field(default=256, ge=1, description="The most tokens of a response.")
+    temperature: Number = Field(default=1.0, gt=0, description="Sampling temperature.")
+    top_k: int | None = Field(default=None, ge=1, description="Draw from the k likeliest tokens (default: from all).")
     top_p: Number = Field(
-        1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this probability."
+        default=1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this probability."
     )
     stop_ids: Text | None = Field(
-        None, description="Ids of tokens that end a response, such as 2,7 (default: the model's end of text)."
+        default=None, description="Ids of tokens that end a response, such as 2,7 (default: the model's end of text)."
     )
-    seed: int = Field(0, description="Seed of the order of the prompts and of sampling.")
+    seed: int = Field(default=0, description="Seed of the order of the prompts and of sampling.")
 
-    epochs: int = Field(1, ge=1, description="Passes over the responses of a step.")
-    mini_batch: int | None = Field(None, ge=1, description="Responses of one optimizer step (default: all of a step).")
-    learning_rate: Number = Field(1e-06, gt=0, description="Learning rate of the policy.")
-    critic_learning_rate: Number = Field(1e-05, gt=0, description="Learning rate of the critic.")
-    beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's beta1, the decay of the mean gradient.")
-    beta2: Number = Field(0.999, ge=0, lt=1, description="AdamW's beta2, the decay of the mean squared gradient.")
-    adam_eps: Number = Field(1e-08, gt=0, description="AdamW's epsilon, in the denominator.")
-    weight_decay: Number = Field(0.0, ge=0, description="Weight decay, applied to matrices only.")
-    max_grad_norm: Number = Field(1.0, gt=0, description="Scale gradients of a larger norm down to this norm.")
-    schedule: Text = Field(
-        "constant", description="Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."
+    epochs: int = Field(default=1, ge=1, description="Passes over the responses of a step.")
+    mini_batch: int | None = Field(
+        default=None, ge=1, description="Responses of one optimizer step (default: all of a step)."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises to its full value.")
-    decay_steps: int | None = Field(None, description="Steps of the decay at the end (schedule wsd).")
-    min_ratio: Number = Field(0.0, description="Learning rate at the end of the schedule, as a part of the full one.")
+    learning_rate: Number = Field(default=1e-06, gt=0, description="Learning rate of the policy.")
+    critic_learning_rate: Number = Field(default=1e-05, gt=0, description="Learning rate of the critic.")
+    beta1: Number = Field(default=0.9, ge=0, lt=1, description="AdamW's beta1, the decay of the mean gradient.")
+    beta2: Number = Field(
+        default=0.999, ge=0, lt=1, description="AdamW's beta2, the decay of the mean squared gradient."
+    )
+    adam_eps: Number = Field(default=1e-08, gt=0, description="AdamW's epsilon, in the denominator.")
+    weight_decay: Number = Field(default=0.0, ge=0, description="Weight decay, applied to matrices only.")
+    max_grad_norm: Number = Field(default=1.0, gt=0, description="Scale gradients of a larger norm down to this norm.")
+    schedule: Text = Field(
+        default="constant", description="Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps in which the learning rate rises to its full value.")
+    decay_steps: int | None = Field(default=None, description="Steps of the decay at the end (schedule wsd).")
+    min_ratio: Number = Field(
+        default=0.0, description="Learning rate at the end of the schedule, as a part of the full one."
+    )
     clip_low: Number | None = Field(
-        None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's)."
+        default=None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's)."
     )
     clip_high: Number | None = Field(
-        None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's)."
+        default=None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's)."
     )
     dual_clip: Number | None = Field(
-        None, description="Dual clip: the largest ratio that counts where the advantage is negative (default: off)."
+        default=None,
+        description="Dual clip: the largest ratio that counts where the advantage is negative (default: off).",
     )
     value_clip: Number = Field(
-        0.2, ge=0, description="Clip of the change of the critic's values in one update (0: off)."
+        default=0.2, ge=0, description="Clip of the change of the critic's values in one update (0: off)."
     )
     value_coefficient: Number = Field(
-        0.5, gt=0, description="Coefficient of the critic's loss beside the policy's (--share-backbone)."
+        default=0.5, gt=0, description="Coefficient of the critic's loss beside the policy's (--share-backbone)."
     )
     importance_cap: Number | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off).",
     )
     aggregation: Text | None = Field(
-        None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's)."
+        default=None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's)."
     )
     kl_coefficient: Number = Field(
-        0.0, ge=0, description="Coefficient of the KL penalty for leaving the reference (0: off)."
+        default=0.0, ge=0, description="Coefficient of the KL penalty for leaving the reference (0: off)."
     )
     kl_estimator: Text | None = Field(
-        None, description="Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."
+        default=None, description="Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."
     )
-    entropy_coefficient: Number = Field(0.0, description="Coefficient of the entropy bonus.")
-    gamma: Number = Field(1.0, description="Discount of rewards from one token to the next.")
-    lam: Number = Field(1.0, description="Lambda of generalised advantage estimation (ppo).")
+    entropy_coefficient: Number = Field(default=0.0, description="Coefficient of the entropy bonus.")
+    gamma: Number = Field(default=1.0, description="Discount of rewards from one token to the next.")
+    lam: Number = Field(default=1.0, description="Lambda of generalised advantage estimation (ppo).")
     overlong_buffer: int = Field(
-        0,
+        default=0,
         ge=0,
         description="Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off).",
     )
 
     eval_prompts: Free[Folder | None] = Field(
-        None, description="JSON lines of prompts for evaluation: answered greedily, scored, and excluded from learning."
+        default=None,
+        description="JSON lines of prompts for evaluation: answered greedily, scored, and excluded from learning.",
     )
-    eval_every: Free[int] = Field(20, ge=1, description="Steps between evaluations.")
-    save_every: Free[int] = Field(20, ge=0, description="Steps between training checkpoints (0: none).")
-    keep: Free[int] = Field(2, ge=1, description="Number of training checkpoints to keep, the newest.")
+    eval_every: Free[int] = Field(default=20, ge=1, description="Steps between evaluations.")
+    save_every: Free[int] = Field(default=20, ge=0, description="Steps between training checkpoints (0: none).")
+    keep: Free[int] = Field(default=2, ge=1, description="Number of training checkpoints to keep, the newest.")
     tensorboard: Free[bool] = Field(
-        False, description="Write TensorBoard's events, too (needs the extra `tensorboard`)."
+        default=False, description="Write TensorBoard's events, too (needs the extra `tensorboard`)."
     )
 
     @property

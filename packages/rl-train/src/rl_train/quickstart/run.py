@@ -1,31 +1,35 @@
-"""The quickstart from end to end, in the process that the user started."""
+"""The quickstart from end to end: make a checkpoint, check it, train it as `rl-train train` does, check the result."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rl_models.batch import Batch
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks
-from rl_train.planner.preflight import check_foreign, check_output, remove_leftovers
-from rl_train.quickstart.learn import Settings, learn, probe_batch
-from rl_train.quickstart.report import Display, save_curve
-from rl_train.quickstart.task import make_checkpoint
+from parallel_layers import ParallelDims
+from rl_train.cluster.launch import Devices, prepare
+from rl_train.loop.folder import write_options
+from rl_train.loop.run import plan, train
+from rl_train.options.options import TrainOptions
+from rl_train.planner.preflight import check_foreign, check_output
+from rl_train.quickstart.result import save_curve
+from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
+from rl_train.report import read_metrics
+from rl_train.score import ScoreOptions, score
 
 
 @dataclass(frozen=True)
 class QuickstartOptions:
-    """What a user may choose.
+    """The choices of a user.
 
     Attributes:
-        out: folder for the checkpoints and the curve.
-        steps: of learning, at least 10.
-        seed: of the weights, the prompts and the draws.
+        out: Folder of the checkpoints and the curve.
+        steps: Steps of learning, at least 10.
+        seed: Seed of the weights, the prompts and the draws.
         device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
     """
 
@@ -37,77 +41,114 @@ class QuickstartOptions:
     def __post_init__(self) -> None:
         if self.steps < 10:
             raise ValueError(f"steps={self.steps} must be at least 10: the reward is compared between tenths")
-        check_output(self.out, files=["reward.png"], checkpoints=["start", "actor", "critic"])
+        files = ["reward.png", "prompts.jsonl", "options.json", "metrics.jsonl"]
+        check_output(self.out, files=files, checkpoints=["start", "actor", "critic"])
         check_foreign(self.out, mark="start")
 
 
-def quickstart(options: QuickstartOptions, display: Display) -> dict[str, Any]:
-    """Make a checkpoint, learn from it on 2 ranks, save, reload; returns what is printed.
+def quickstart(options: QuickstartOptions, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Make a checkpoint, train it by PPO on 2 ranks, and compare both with transformers.
+
+    Args:
+        options: What to do.
+        tell: Is told of every step, and in words of what else happens (`rl_train.report.Display`).
+
+    Returns:
+        What is printed at the end.
 
     Raises:
         RankFailed: a rank failed.
         ValueError: an option is out of its range.
     """
     began = time.monotonic()
-    prepare(learn.__module__, "rl_models.engines.transformers.engine")
+    prepare("rl_train.score", "rl_train.loop.run")
     devices = Devices.find(options.device)
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
-    start = options.out / "start"
+    start, prompts = options.out / "start", options.out / "prompts.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
     make_checkpoint(start, options.seed)
-    display.say(f"made a small Llama and its tokenizer in {start}")
+    write_prompts(prompts)
+    tell({"message": f"made a small Llama and its tokenizer in {start}"})
     described = f"{ranks} x {devices.type} ({devices.backend}), tp {ranks}" + (", sequence parallel" * (ranks > 1))
-    display.say(f"starting {described}")
+    tell({"message": f"starting {described}"})
 
-    seen: dict[str, Any] = {"sample": ""}
+    dims = ParallelDims(tp=ranks)
+    parity = _max_difference(start, dims, options.device)
+    tell({"message": f"actor against transformers: largest difference in log-probs {parity:.1e}"})
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["kind"] == "parity":
-            seen["parity"] = _max_difference(event["log_probs"], start)
-            display.say(f"actor against transformers: largest difference in log-probs {seen['parity']:.1e}")
-        else:
-            seen["sample"] = event["sample"]
-            display.step(event)
+    run = TrainOptions(
+        model=start,
+        prompts=prompts,
+        reward="rl_train.quickstart.task:reward",
+        out=options.out,
+        algorithm="ppo",
+        dims=f"tp={ranks}",
+        device=options.device,
+        steps=options.steps,
+        prompts_per_step=64,
+        max_new_tokens=RESPONSE_LENGTH,
+        stop_ids="",
+        seed=options.seed,
+        epochs=2,
+        mini_batch=32,
+        learning_rate=3e-3,
+        critic_learning_rate=3e-3,
+        lam=0.95,
+        kl_coefficient=0.002,
+        entropy_coefficient=0.01,
+        save_every=0,
+    )
+    write_options(run)
+    last: dict[str, Any] = {}
 
-    settings = Settings(start, options.out, ranks, options.steps, options.seed, options.device)
-    try:
-        learned = run_on_ranks(learn, ranks, settings, devices=devices, on_event=on_event)
-    finally:
-        remove_leftovers(options.out)
+    def on_event(event: Mapping[str, Any]) -> None:
+        last.update(event)
+        tell(event)
 
-    reload_difference = _max_difference(learned["log_probs"], options.out / "actor")
-    display.say(f"saved actor, reloaded by transformers: largest difference in log-probs {reload_difference:.1e}")
-    rewards = learned["rewards"]
+    train(plan(run), on_event)
+
+    reload = _max_difference(options.out / "actor", dims, options.device)
+    tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
+    records = read_metrics(options.out / "metrics.jsonl")
+    rewards = [record["reward"] for record in records]
     curve = options.out / "reward.png"
     save_curve(curve, rewards)
-    tenth = max(1, len(rewards) // 10)
+    tenth = len(rewards) // 10
     return {
-        "parity_max_abs": seen["parity"],
-        "reload_max_abs": reload_difference,
+        "parity_max_abs": parity,
+        "reload_max_abs": reload,
         "reward_first": sum(rewards[:tenth]) / tenth,
         "reward_last": sum(rewards[-tenth:]) / tenth,
         "seconds": time.monotonic() - began,
-        "tokens_per_second": learned["tokens_per_second"],
+        "tokens_per_second": sum(record["tokens"] for record in records) / sum(record["seconds"] for record in records),
         "checkpoint": str(options.out / "actor"),
         "critic": str(options.out / "critic"),
         "curve": str(curve),
-        "sample": seen["sample"],
+        "sample": last["sample"],
         "ranks": described,
         "steps": options.steps,
         "seed": options.seed,
     }
 
 
-def _max_difference(log_probs: Tensor, folder: Path) -> float:
-    """Between an actor's log-probabilities of the probe batch and those of transformers, loaded from a folder."""
-    expected = transformers_log_probs(folder, probe_batch())
-    return float((log_probs - expected).abs().max())
+def _max_difference(folder: Path, dims: ParallelDims, device: str | None) -> float:
+    """Return the largest difference of log-probs between the sharded actor and transformers, of one checkpoint."""
+    generator = torch.Generator().manual_seed(0)
+    # Ragged lengths, whose sum tp does not divide.
+    sequences = [torch.randint(1, 30, (length,), generator=generator).tolist() for length in (11, 1, 17, 6)]
+    found: list[dict[str, Any]] = []
+    score(ScoreOptions(folder, dims=dims, device=device), sequences, found.append)
+    expected = transformers_log_probs(folder, sequences)
+    return max(
+        float((torch.tensor(record["log_probs"]) - log_probs).abs().max())
+        for record, log_probs in zip(found, expected, strict=True)
+    )
 
 
 @torch.no_grad()
-def transformers_log_probs(folder: Path, batch: Batch) -> Tensor:
-    """`[T]`: each token's log-probability by plain transformers, one sequence at a time."""
+def transformers_log_probs(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Return each token's log-prob by plain transformers, `[L]` for each sequence, 0 for the first token."""
     # transformers takes seconds to import, and only the checks need it in this process.
     from transformers import AutoModelForCausalLM
 
@@ -115,7 +156,8 @@ def transformers_log_probs(folder: Path, batch: Batch) -> Tensor:
 
     model, _ = load_model(AutoModelForCausalLM, folder)
     rows = []
-    for tokens in batch.split():
+    for sequence in sequences:
+        tokens = torch.tensor(sequence)
         predicted = model(tokens[None]).logits[0].float().log_softmax(-1)
         rows.append(torch.cat([torch.zeros(1), predicted[:-1].gather(-1, tokens[1:, None])[:, 0]]))
-    return torch.cat(rows)
+    return rows

@@ -6,11 +6,13 @@ predecessor (z is followed by a) earns an equal part of a reward of 1. An untrai
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 LETTERS = string.ascii_lowercase
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 VOCABULARY = (*SPECIALS, *LETTERS)
+SUCCESSORS = dict(zip(LETTERS, LETTERS[1:] + LETTERS[0], strict=True))
 RESPONSE_LENGTH = 8
 _FIRST_LETTER = len(SPECIALS)
 
@@ -74,19 +77,25 @@ def _save_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def write_prompts(path: Path) -> None:
+    """Write a prompt of each letter, as JSON lines."""
+    path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in LETTERS), encoding="utf-8")
+
+
 def make_prompts(count: int, generator: random.Random) -> list[list[int]]:
-    """Prompts of one random letter, behind the beginning-of-text token."""
+    """Return `count` prompts of one random letter, each behind the beginning-of-text token."""
     first, last = _FIRST_LETTER, len(VOCABULARY) - 1
     return [[VOCABULARY.index("<s>"), generator.randint(first, last)] for _ in range(count)]
 
 
 def correct(previous: Tensor, token: Tensor) -> Tensor:
-    """Whether each token is the letter that follows the one before it; [n] ids each -> [n] bool."""
+    """Say of each token whether it is the letter that follows the one before it; `[n]` ids each, `[n]` bool."""
     letter = previous - _FIRST_LETTER
     successor = (letter + 1) % len(LETTERS) + _FIRST_LETTER
     return (letter >= 0) & (token == successor)
 
 
-def show(tokens: Sequence[int] | Tensor) -> str:
-    """Token ids as text; special tokens other than the first are visible."""
-    return "".join(VOCABULARY[int(token)] for token in tokens if int(token) != VOCABULARY.index("<s>"))
+def reward(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    """Return the share of the response's letters that follow the letter before them, out of `RESPONSE_LENGTH`."""
+    pairs = itertools.pairwise(prompt[-1:] + response)
+    return sum(SUCCESSORS.get(before) == letter for before, letter in pairs) / RESPONSE_LENGTH

@@ -1,60 +1,16 @@
-"""What the user sees of a quickstart: progress, a table, a picture of the reward."""
+"""The end of a quickstart: a table, and a picture of the reward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
-class Display:
-    """Progress on standard error: a bar on a terminal, else a line for every tenth of the run."""
-
-    def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
-        self.steps = steps
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("reward {task.fields[reward]:.3f}  {task.fields[sample]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("learning", total=steps, reward=0.0, sample="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self.console.print(text, highlight=False, soft_wrap=True)
-
-    def step(self, event: Mapping[str, Any]) -> None:
-        """One step has been learned."""
-        done = event["step"]
-        self._bar.update(self._task, completed=done, reward=event["reward"], sample=event["sample"])
-        if not self.console.is_terminal and (done % max(1, self.steps // 10) == 0 or done == self.steps):
-            self.say(
-                f"step {done}/{self.steps}  reward {event['reward']:.3f}  entropy {event['entropy']:.2f}  "
-                f"sample {event['sample']}"
-            )
-
-
 def result_table(result: Mapping[str, Any]) -> Table:
-    """The final table of a quickstart's result."""
+    """Return the table that ends a quickstart."""
     table = Table(title="rl-train quickstart", show_header=False, title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")
