@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import parallel_layers
-from parallel_layers import attention, inference, invariant, moe, rotary, split, testing
+from parallel_layers import attention, inference, invariant, moe, rotary, testing
 from parallel_layers.attention import context_parallel
-from parallel_layers.distributed import collectives
+from parallel_layers.distributed import collectives, equal_parts
 from parallel_layers.head.embedding import check_token_ids, vocab_range
 from parallel_layers.memory import random_states
 from parallel_layers.norm.backends import available_norm_backends
@@ -52,7 +52,7 @@ def test_the_table_lists_every_public_name() -> None:
     }
     functions = {
         name
-        for module in (collectives, split)
+        for module in (collectives, equal_parts)
         for name, value in vars(module).items()
         if callable(value) and value.__module__ == module.__name__
     }

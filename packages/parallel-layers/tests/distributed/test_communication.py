@@ -19,9 +19,9 @@ import parallel_layers as pl
 from parallel_layers import inference, invariant, moe
 from parallel_layers.attention import context_parallel
 from parallel_layers.distributed import collectives
+from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat
 from parallel_layers.linear import Placement
 from parallel_layers.memory.random_states import checkpoint
-from parallel_layers.split import flat_chunk, gather_flat
 from parallel_layers.testing import RankPool
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

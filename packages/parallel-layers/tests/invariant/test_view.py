@@ -307,3 +307,19 @@ def test_a_view_leaves_the_model_as_it_was() -> None:
     view = tp_invariant(layer)
     assert "forward" not in layer.__dict__
     assert view.weight is layer.weight
+
+
+def _under_autocast(group: ProcessGroup) -> None:
+    place: dict[str, Any] = {"placement": Placement(group), "bias": True}
+    x = torch.linspace(-1, 1, 5 * 16).view(5, 16).bfloat16()
+    for kind, columns in ((ColumnParallelLinear, 16), (RowParallelLinear, 16 // group.size())):
+        layer, narrow = kind(16, 8, **place), kind(16, 8, dtype=torch.bfloat16, **place)
+        narrow.load_state_dict(layer.state_dict())
+        mine = x[:, :columns]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = tp_invariant(layer)(mine.float())
+        assert torch.equal(found, tp_invariant(narrow)(mine))
+
+
+def test_autocast_reaches_the_products(ranks: RankPool) -> None:
+    ranks.run(_under_autocast, world=2)

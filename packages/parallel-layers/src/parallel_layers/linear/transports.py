@@ -4,13 +4,13 @@ A column-parallel layer gathers tokens and multiplies (`gather_product`); its ba
 and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and sums
 (`product_scatter`); its backward gathers dy and multiplies (`gather_product_and_x`). Each transport has these four:
 
-    "local"              Nothing is sent.
-    "replicated"         Every rank has all tokens: no gather, and an all-reduce in the place of the scatter.
-    "serial"             Sequence parallelism: one collective, then one GEMM, or the other way round.
-    "collectives"        The group's collectives, asynchronous, over chunks of every rank's tokens. Any backend.
-    "symmetric-memory"   GPUs write to each other's memory by their copy engines, which leaves all SMs to the GEMMs; see
-                         `symmetric_memory`. NVLink; no multicast.
-    "tree"               Sums in one order at every number of ranks, for the product of `invariant`.
+    LOCAL                         Nothing is sent.
+    WHOLE["serial"]               Every rank has all tokens: no gather, and an all-reduce in the place of the scatter.
+    DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
+    DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
+    DIVIDED["symmetric-memory"]   GPUs write to each other's memory by their copy engines, which leaves all SMs to the
+                                  GEMMs; see `symmetric_memory`. NVLink; no multicast.
+    WHOLE["tree"], DIVIDED["tree"]   Sums in one order at every number of ranks, for the product of `invariant`.
 
 Chunks cost time: GEMMs of few rows leave SMs idle in their last wave of tiles (one wave takes as long as NVLink needs
 for some 2000 tokens, at any layer size), and the host launches more kernels. Hence the rule of "auto" for CUDA tensors
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     """What a transport is told beside the operands.
 
     Attributes:
-        group: The tensor-parallel group, or None; "local" does not read it.
+        group: The tensor-parallel group, or None; `LOCAL` does not read it.
         dtype: dtype of the product, and of its sum over the ranks; None: x's.
         product: How the operands are multiplied.
     """

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from parallel_layers.split import flat_chunk, gather_flat
+from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat
 
 
 class Streams(Protocol):

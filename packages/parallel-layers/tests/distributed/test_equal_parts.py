@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.split import flat_chunk, gather_flat, split_last_dim
+from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat, split_last_dim
 from parallel_layers.testing import RankPool
 
 

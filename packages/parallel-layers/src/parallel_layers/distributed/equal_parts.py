@@ -1,4 +1,4 @@
-"""Small tools for cutting tensors into equal parts. None of them is differentiable across ranks; see `collectives`."""
+"""Cut tensors into equal parts, and join the parts. No gradient crosses the ranks here; see `collectives`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_last_dim(x: Tensor, parts: int, *, contiguous: bool = False) -> tuple[
 
 
 def flat_chunk(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's equal 1-D chunk `[numel / size]` of a tensor that is the same on all ranks, in memory of its own.
+    """Copy this rank's equal 1-D chunk `[numel / tp]` of a tensor that is the same on all ranks.
 
     Raises:
         ValueError: The number of elements does not divide by the group's size.
@@ -30,5 +30,5 @@ def flat_chunk(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gather_flat(chunk: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The ranks' 1-D chunks, all of one size, joined in order of rank: `[size * n]`. Communication: an all-gather."""
+    """Join the ranks' 1-D chunks of one size, in order of rank: `[tp * n]`. Communication: an all-gather."""
     return chunk if group is None or group.size() == 1 else async_collectives.all_gather(chunk, group)
