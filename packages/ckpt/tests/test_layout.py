@@ -113,9 +113,9 @@ KEYS_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 @pytest.mark.parametrize(
     ("fields", "place", "message"),
     [
-        (HEADS_14, Place(tp=(0, 4)), r"num_attention_heads=14 is not divisible by tp=4; use tp in {1, 2, 7, 14}"),
-        (KEYS_3, Place(tp=(0, 2)), "num_key_value_heads=3 is not divisible by tp=2"),
-        ({"intermediate_size": 50}, Place(tp=(0, 4)), "intermediate_size=50 is not divisible by tp=4"),
+        (HEADS_14, Place(tp=(0, 4)), r"num_attention_heads=14 is not divisible by tp=4; use tp in {1, 2}"),
+        (KEYS_3, Place(tp=(0, 2)), r"num_key_value_heads=3 neither divides tp=2 .*; use tp in {1, 3, 6}"),
+        ({"intermediate_size": 50}, Place(tp=(0, 4)), r"size=50 is not divisible by tp=4; use tp in {1, 2}"),
         ({"num_hidden_layers": 30}, Place(pp=(0, 4)), "num_hidden_layers=30"),
         ({}, Place(ep=(0, 2)), "ep=2 would divide experts, and this llama model has none; leave it out"),
         ({}, Place(etp=(1, 2)), "etp=2 would divide experts, and this llama model has none; leave it out"),
@@ -127,6 +127,24 @@ def test_what_does_not_divide_is_refused_with_the_fix(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         layout_for({**LLAMA, **fields}, target).at(place)
+
+
+NINE = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 1536}
+
+
+@pytest.mark.parametrize("config", [{**LLAMA, **HEADS_14}, {**LLAMA, **KEYS_3}, {**LLAMA, **NINE}], ids=str)
+def test_the_sizes_that_an_error_names_are_those_that_fit(config: dict[str, Any]) -> None:
+    layout = layout_for(config)
+
+    def fits(tp: int) -> bool:
+        with contextlib.suppress(ValueError):
+            return bool(layout.at(Place(tp=(0, tp))))
+        return False
+
+    named = ", ".join(str(tp) for tp in range(1, 33) if fits(tp))
+    with pytest.raises(ValueError, match=rf"use tp in {{{named}}}$"):
+        layout.require_tp(64)
+    assert named == {14: "1, 2", 6: "1, 3, 6", 9: "1, 3"}[config["num_attention_heads"]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from ckpt.layout.config import Config
 from ckpt.layout.families.table import Family, Row, Target
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
-from ckpt.layout.sizes import Dim, divisors, full_shape, parse_shape
+from ckpt.layout.sizes import Dim, DoesNotDivide, divisors, full_shape, parse_shape
 
 
 class Model(Protocol):
@@ -128,7 +128,7 @@ def _grouped(sources: dict[str, tuple[Dim, ...]], place: Place) -> tuple[Shape, 
     rank, ranks = place.tp
     total = sum(dims[0][0].length for dims in sources.values())
     if total % ranks:
-        raise ValueError(f"the {total} fused rows of queries, keys and values are not divisible by tp={ranks}")
+        raise DoesNotDivide(f"the {total} fused rows of queries, keys and values are not divisible by tp={ranks}", "tp")
     low, high = total // ranks * rank, total // ranks * (rank + 1)
     rest: Box = tuple((0, segment.length) for (segment,) in q_dims[1:])
     pieces: list[Piece] = []

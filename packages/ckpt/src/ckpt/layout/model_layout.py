@@ -29,6 +29,7 @@ from ckpt.layout.config import (
 from ckpt.layout.families import ROLES, Family, Role, Row, Target, family_of
 from ckpt.layout.pieces import Block, Shape, distinct_cover_problem
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
+from ckpt.layout.sizes import DoesNotDivide
 
 TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
 # Layers times experts; beyond it a damaged configuration would take minutes to read.
@@ -264,6 +265,44 @@ class Layout:
             local = name.replace("{i}", str(layer)).replace("{l}", str(index))
             yield local, dataclasses.replace(block, pieces=pieces)
 
+    def _distinct_rows(self) -> list[Row]:
+        """Return every row that a layer or an end of the model has, once."""
+        rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
+        rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
+        return list(rows.values())
+
+    def require_tp(self, tp: int, etp: int | None = None) -> None:
+        """Refuse a size of tensor parallelism over which a size of the model does not divide.
+
+        Args:
+            tp: The size of tensor parallelism.
+            etp: The split of each expert's matrices; None: as `tp`.
+
+        Raises:
+            ValueError: Names the model's size, and all sizes of tensor parallelism that the model allows.
+        """
+        rows = self._distinct_rows()
+
+        def misfit(tp: int, etp: int | None) -> DoesNotDivide | None:
+            place = Place(tp=(0, tp), etp=None if etp is None else (0, etp))
+            try:
+                for row in rows:
+                    for _ in local_block(row, self, place):
+                        break
+            except DoesNotDivide as found:
+                return found
+            return None
+
+        found = misfit(tp, etp)
+        if found is None:
+            return
+        if found.axis == "etp":
+            fits = [size for size in range(1, (etp or 1) + 1) if misfit(tp, size) is None]
+        else:
+            heads = integer(self._text, "num_attention_heads")
+            fits = [size for size in range(1, heads + 1) if heads % size == 0 and misfit(size, etp) is None]
+        raise ValueError(f"{found}; use {found.axis} in {{{', '.join(map(str, fits))}}}")
+
     def _check(self, grid: Grid) -> None:
         """Every element of every canonical tensor lies on at least one place; the layers of one kind are alike, so one
         of each is looked at."""
@@ -275,13 +314,12 @@ class Layout:
                 f"{axis}={n}" for axis, n in (("ep", grid.ep), ("etp", grid.etp)) if n not in (1, None)
             )
             raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
-        rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
-        rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
+        self.require_tp(grid.tp, grid.etp)
         places = [
             dataclasses.replace(place, pp=(0, 1), vpp=(0, 1))
             for place in Grid(grid.tp, ep=grid.ep, etp=grid.etp).places()
         ]
-        for row in rows.values():
+        for row in self._distinct_rows():
             boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
             for place in places:
                 for _, block in local_block(row, self, place):

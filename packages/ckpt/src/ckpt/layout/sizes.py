@@ -9,6 +9,14 @@ from ckpt.layout.pieces import Shape
 from ckpt.layout.place import Place
 
 
+class DoesNotDivide(ValueError):
+    """A size of the model does not divide over an axis of the grid."""
+
+    def __init__(self, message: str, axis: str) -> None:
+        super().__init__(message)
+        self.axis = axis
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of one dimension that is split on its own.
@@ -37,7 +45,7 @@ class Segment:
         padding.
 
         Raises:
-            ValueError: the count does not divide over the axis; names the field and the sizes that work.
+            DoesNotDivide: the count does not divide over the axis; names the field.
         """
         rank, ranks = (0, 1) if self.axis is None else place.expert_tp if self.axis == "etp" else place.tp
         if self.size.pad and self.axis is not None:
@@ -50,11 +58,13 @@ class Segment:
         if self.size.replicate and ranks % self.count == 0:
             held = rank * self.count // ranks
             return held * self.unit, (held + 1) * self.unit, self.unit
-        more = f", or a multiple of {self.count}" if self.size.replicate else ""
-        raise ValueError(
-            f"{self.label}={self.count} is not divisible by {self.axis}={ranks}; use {self.axis} in "
-            f"{{{divisors(self.count)}}}{more}"
-        )
+        # Unless it is given, the split of experts is that of tp.
+        axis = "tp" if place.etp is None else str(self.axis)
+        if self.size.replicate:
+            raise DoesNotDivide(
+                f"{self.label}={self.count} neither divides {axis}={ranks} nor is divisible by it", axis
+            )
+        raise DoesNotDivide(f"{self.label}={self.count} is not divisible by {axis}={ranks}", axis)
 
 
 def divisors(count: int) -> str:

@@ -10,7 +10,6 @@ import torch
 import ckpt
 from ckpt import agree
 from parallel_layers import ParallelDims
-from parallel_layers.distributed.parallel_dims import divisors
 from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
 from rl_models.engines.engine import Role
@@ -40,28 +39,8 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
         if given and not any(config.moe):
             raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
     # See `Grid.expert_tensor_parallel`.
-    divided_experts = dims.dp * dims.cp % dims.ep == 0
-    if misfit := _tp_misfit(config, dims.tp, divided_experts):
-        fits = [n for n in divisors(config.decoder.num_heads) if not _tp_misfit(config, n, divided_experts)]
-        raise ValueError(f"{misfit}; use tp in {{{', '.join(map(str, fits))}}}")
-
-
-def _tp_misfit(config: ModelConfig, tp: int, divided_experts: bool) -> str:
-    """The first size of the model that does not divide over `tp` ranks, empty where all do."""
-    decoder, sizes = config.decoder, {"num_attention_heads": config.decoder.num_heads}
-    if None in config.moe:
-        sizes["intermediate_size"] = decoder.intermediate_size
-    for moe in filter(None, config.moe):
-        if divided_experts:
-            sizes["moe_intermediate_size"] = moe.intermediate_size
-        sizes["the shared experts' intermediate_size"] = moe.shared_intermediate_size
-    for name, size in sizes.items():
-        if size % tp:
-            return f"{name}={size} is not divisible by tp={tp}"
-    groups = decoder.num_heads if decoder.latent else decoder.num_kv_heads
-    if groups % tp and tp % groups:
-        return f"num_key_value_heads={groups} neither divides tp={tp} nor is divisible by it"
-    return ""
+    whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
+    ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
