@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle as pickles
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt import Grid, Place, layout_for, load_hf, load_shards, load_training, reshard, save_training, verify
+from ckpt import Grid, Place, layout_for, load_hf, load_shards, load_training, reshard, save_hf, save_training, verify
 from ckpt.files.contents import INDEX
 
 Checkpoints = Callable[..., Path]
@@ -145,3 +147,49 @@ def test_a_truncated_file_of_ours_is_refused_on_every_rank(
     # A rank that another one tells of it names that rank.
     assert second in (first, f"rank 0: {first}")
     assert f"{victim.name} is truncated" in first
+
+
+class Runs:
+    """A pickle of it leaves a file behind when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards", "run"])
+def test_no_folder_runs_code_when_it_is_loaded(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Each file of each kind of folder is replaced by a pickle, and torch's own `.metadata` is put beside them."""
+    source, folder, marker = checkpoint("llama"), tmp_path / kind, tmp_path / "marker"
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    loads: dict[str, Callable[[], object]] = {
+        "whole": lambda: (load_hf(folder, layout, check=True), layout_for(folder), verify(folder, source)),
+        "shards": lambda: (load_shards(folder, Place()), reshard(folder, tmp_path / "out", Grid())),
+        "run": lambda: load_training(folder, layout, check=True),
+    }
+    if kind == "run":
+        save_training(folder, 1, tensors, layout, optimizer={NORM: {"step": torch.tensor(1.0)}})
+    elif kind == "whole":
+        save_hf(folder, tensors, layout, max_shard_size="20KB")
+    else:
+        reshard(source, folder, Grid())
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    payload = pickles.dumps(Runs(marker))
+    for file in files:
+        (file.parent / ".metadata").write_bytes(payload)
+        good = file.read_bytes()
+        file.write_bytes(payload)
+        # These are copied, or there for people; nothing of them is loaded.
+        if (kind, file.name) == ("run", "config.json") or file.name == "generation_config.json":
+            loads[kind]()
+        else:
+            with pytest.raises(ValueError, match=re.escape(file.name)):
+                loads[kind]()
+        file.write_bytes(good)
+    loads[kind]()
+    assert not marker.exists()
+    pickles.loads(payload)
+    assert marker.exists()
