@@ -33,8 +33,28 @@ class OwnBackward(Product):
         return F.linear(x, weight)
 
 
+class TwoHalves(Product):
+    """Another ordinary product: the sum of two halves of the contraction."""
+
+    calls = 0
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), len(weight))
+        self.into(out, rows, weight, bias)
+        return out.view(*x.shape[:-1], -1)
+
+    def into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        TwoHalves.calls += 1
+        half = x.shape[-1] // 2
+        start = torch.zeros(len(weight)) if bias is None else bias
+        torch.addmm(start, x[:, :half], weight[:, :half].t(), out=out)
+        torch.addmm(out, x[:, half:], weight[:, half:].t(), out=out)
+
+
 PRODUCTS: dict[str, Any] = {
     "plain": lambda row: PLAIN,
+    "in two halves": lambda row: TwoHalves(),
     "invariant": lambda row: InvariantProduct(4 if row else None),
     "with its own backward": lambda row: OwnBackward(),
 }
@@ -93,6 +113,7 @@ def check(group: ProcessGroup, kind: str, multiply: str) -> None:
         with ExitStack() as stack:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(transports, "CHUNK_ROWS", 2)
             called = stack.enter_context(peer_memory_on_cpu())
+            calls = TwoHalves.calls
             found = run(layer, mine, seed)
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -102,7 +123,9 @@ def check(group: ProcessGroup, kind: str, multiply: str) -> None:
                 atol=1e-5,
                 msg=lambda text, at=(overlap, sp, name): f"{at}: {text}",
             )
-        assert bool(called) == (sp and overlap == "symmetric-memory" and multiply == "plain")
+        cut = multiply in ("plain", "in two halves")
+        assert bool(called) == (sp and overlap == "symmetric-memory" and cut)
+        assert (TwoHalves.calls > calls) == (multiply == "in two halves")
 
 
 @pytest.mark.parametrize("kind", LAYERS)

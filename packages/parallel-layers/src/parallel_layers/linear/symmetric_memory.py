@@ -30,13 +30,19 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.linear.peer_memory import PeerMemory, peer_memory
-from parallel_layers.linear.products import PLAIN
+from parallel_layers.linear.products import PLAIN, Product
 
 Used = TypeVar("Used")
 
 
 def gather_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *, return_gathered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    product: Product = PLAIN,
+    *,
+    return_gathered: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return `all_gather(x) W^T + b` and, on request, `all_gather(x)`, which is good until the group's next call.
 
@@ -62,19 +68,21 @@ def gather_matmul(
             received[rank].copy_(rows)
     side.wait_stream(main)
     async_collectives.head_start(rows)
-    PLAIN.into(y[rank], rows, weight, bias)
+    product.into(y[rank], rows, weight, bias)
     for stream, arriving in ((side, arrivals[::2]), (main, arrivals[1::2])):
         with stream:
             for source, arrived in arriving:
                 stream.wait_event(arrived)
-                PLAIN.into(y[source], received[source], weight, bias)
+                product.into(y[source], received[source], weight, bias)
     main.wait_stream(side)
     main.wait_stream(copies)
     gathered = received.view(size * len(x), *x.shape[1:]) if return_gathered else None
     return y.view(size * len(x), *x.shape[1:-1], -1), gathered
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, product: Product = PLAIN
+) -> Tensor:
     """Return `reduce_scatter(x W^T) + b`: x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`.
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
@@ -91,7 +99,8 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
     with copies:
         memory.barrier()
     side.wait_stream(main)
-    received, _sent = _send_products(parts, weight, bias if group.rank() == 0 else None, group, memory)
+    bias = bias if group.rank() == 0 else None
+    received, _sent = _send_products(parts, weight, bias, group, memory, product)
     with copies:
         memory.barrier()
     main.wait_stream(copies)
@@ -127,7 +136,7 @@ def matmul_reduce_scatter_beside_gather(
         arrived = copies.record_event()
     side.wait_stream(main)
     gathered[rank].copy_(rows)
-    received, _sent = _send_products(parts, weight, None, group, memory, first=size * rows.numel())
+    received, _sent = _send_products(parts, weight, None, group, memory, PLAIN, size * rows.numel())
     with copies:
         memory.barrier()
     main.wait_event(arrived)
@@ -137,7 +146,13 @@ def matmul_reduce_scatter_beside_gather(
 
 
 def _send_products(
-    parts: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, memory: PeerMemory, first: int = 0
+    parts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    memory: PeerMemory,
+    product: Product,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Multiply each rank's part and send the product to that rank, into its memory from element `first` on.
 
@@ -154,15 +169,15 @@ def _send_products(
     _, side, copies = _streams(parts.device)
     done = []
     with side:
-        for other, product in zip(others, sent, strict=True):
-            PLAIN.into(product, parts[other], weight, bias)
+        for other, sending in zip(others, sent, strict=True):
+            product.into(sending, parts[other], weight, bias)
             done.append(side.record_event())
     with copies:
-        for other, product, ready in zip(others, sent, done, strict=True):
+        for other, sending, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
-            memory.of(other, shape, parts.dtype, first)[rank].copy_(product)
+            memory.of(other, shape, parts.dtype, first)[rank].copy_(sending)
     async_collectives.head_start(parts)  # to the products that others wait for
-    PLAIN.into(received[rank], parts[rank], weight, bias)
+    product.into(received[rank], parts[rank], weight, bias)
     return received, sent
 
 

@@ -215,7 +215,7 @@ class _SymmetricMemory(_Serial):
     """Products and sums in x's dtype alone: the parts are rounded to it and summed in fp32."""
 
     def gather_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return gather_matmul(x, weight, bias, call.group)[0]
+        return gather_matmul(x, weight, bias, call.group, call.product)[0]
 
     def gather_product_and_x(self, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         y, gathered = gather_matmul(x, weight, None, group, return_gathered=True)
@@ -223,7 +223,7 @@ class _SymmetricMemory(_Serial):
         return y, gathered
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return matmul_reduce_scatter(x, weight, bias, call.group)
+        return matmul_reduce_scatter(x, weight, bias, call.group, call.product)
 
     def product_scatter_beside_gather(
         self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
