@@ -100,6 +100,12 @@ def test_live_transfers_on_a_gpu(
     streamed = dict(stream_hf(tensors, layout))
     assert all(tensor.is_cuda for tensor in streamed.values())
     assert_same({name: tensor.cpu() for name, tensor in streamed.items()}, read_all(source))
+    for bucket_bytes in (1000, 1 << 20):
+        on_host = dict(stream_hf(tensors, layout, device="cpu", bucket_bytes=bucket_bytes))
+        assert all(tensor.is_pinned() for tensor in on_host.values())
+        assert_same(on_host, read_all(source))
+    for name, tensor in stream_hf(tensors, layout, device="cpu", dtype=torch.bfloat16, bucket_bytes=1000):
+        assert torch.equal(tensor, streamed[name].bfloat16().cpu())  # its memory is freed, and used again
     moved = redistribute(tensors, layout, Place(), megatron, Place(), device="cuda")
     assert_same({name: tensor.cpu() for name, tensor in moved.items()}, load_hf(source, megatron))
     optimizer = {name: {"step": torch.tensor(3.0), "exp_avg": tensor * 2} for name, tensor in tensors.items()}
@@ -116,6 +122,7 @@ def over_nccl(group: Any, source: str, folder: str) -> bool:
     layout, megatron = layout_for(source), layout_for(source, "megatron")
     expected = {name: tensor.to(device) for name, tensor in load_hf(source, megatron).items()}
     whole = load_hf(source, layout, device=device)
+    on_host = dict(stream_hf(load_hf(source, layout), layout))
     mesh = DeviceMesh.from_group(group, "cuda")
     divided = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     plain = load_hf(source, layout, Place(tp=(rank, 2)), device=device, group=group)
@@ -124,6 +131,8 @@ def over_nccl(group: Any, source: str, folder: str) -> bool:
         assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
         for name, tensor in stream_hf(tensors, layout, group, place, bucket_bytes=4096):
             assert tensor.is_cuda, name
+        host = dict(stream_hf(tensors, layout, group, place, device="cpu", bucket_bytes=4096))
+        assert all(torch.equal(tensor, on_host[name]) for name, tensor in host.items())
         save_hf(f"{folder}/{number}", tensors, layout, place, group=group)
         save_training(f"{folder}/run{number}", 1, tensors, layout, place, group=group)
         assert verify_live(f"{folder}/{number}", tensors, layout, place, group=group).equal

@@ -1,7 +1,7 @@
 """Whole tensors from sharded ones, a bucket at a time: the weights of a live model on their way to an inference
 engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def stream_hf(
     """Yield (Hugging Face name, full tensor), one at a time, in the model's order.
 
     Collective over `group`: every rank must consume its iterator to the end. Memory: the full tensors of one bucket, at
-    least one tensor, beside the two communication buffers.
+    least one tensor, beside the two communication buffers. From a GPU to `device="cpu"`: the full tensors of two
+    buckets, on the GPU and in pinned memory. The yielded tensors lie in pinned memory: clone a tensor to keep it.
 
     Args:
         tensors: this rank's tensors by local name, or one mapping for each chunk; DTensors where data parallelism has
@@ -63,16 +64,53 @@ def stream_hf(
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
     full: dict[str, Tensor] = {}
+    # Parts of a tensor are joined where they are: copies to the host are of whole tensors.
+    to_host = own is not None and own.is_cuda and where.type == "cpu"
+    assembly = own.device if own is not None and to_host else where
 
     def deliver(want: Want, box: Box, values: Tensor) -> None:
         if want.tensor not in full:
-            full[want.tensor] = torch.empty(layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=where)
+            full[want.tensor] = torch.empty(
+                layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=assembly
+            )
         copy_into(full[want.tensor], box, values)
 
-    for names in exchange(holdings, buckets, group, deliver):
-        if holdings.rank in receivers:
-            for name in names:
-                yield name, full.pop(name)
+    whole = (
+        [(name, full.pop(name)) for name in names]
+        for names in exchange(holdings, buckets, group, deliver)
+        if holdings.rank in receivers
+    )
+    for batch in _in_pinned_memory(whole, assembly) if to_host else whole:
+        yield from batch
+
+
+Batch = list[tuple[str, Tensor]]
+
+
+def _in_pinned_memory(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield batches of a GPU's tensors as copies in pinned memory, each while the next batch is being copied.
+
+    The copies run on a CUDA stream of their own, beside the collectives that fetch the next batch. PyTorch's allocator
+    hands pinned memory that the caller has freed to later copies.
+    """
+    side = torch.cuda.Stream(device)
+    pending: tuple[torch.cuda.Event, Batch] | None = None
+    for batch in batches:
+        side.wait_stream(torch.cuda.current_stream(device))
+        copies: Batch = []
+        with torch.cuda.stream(side):
+            for name, tensor in batch:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies.append((name, copy.copy_(tensor, non_blocking=True)))
+                tensor.record_stream(side)
+            copied = side.record_event()
+        if pending is not None:
+            pending[0].synchronize()
+            yield pending[1]
+        pending = copied, copies
+    if pending is not None:
+        pending[0].synchronize()
+        yield pending[1]
 
 
 def _planned(holdings: Holdings, receivers: frozenset[int], bucket_bytes: int) -> list[Bucket]:
