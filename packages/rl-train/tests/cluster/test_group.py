@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models.workers.dispatch import dispatched, per_sequence
 from rl_train import Placement, RayModelGroup, Resources
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
@@ -38,12 +39,23 @@ def policy_loss() -> Callable[..., losses.LossTerms]:
     return loss
 
 
+def surprised_actor() -> type[Actor]:
+    """A user's subclass with a method of its own; nested, too."""
+
+    class Surprised(Actor):
+        @dispatched(per_sequence)
+        def surprise(self, batch: Batch) -> Tensor:
+            return -batch.sum_by_sequence(self.log_probs(batch).log_probs)
+
+    return Surprised
+
+
 @pytest.fixture(scope="module")
 def pair(ray_cluster: Any, checkpoint: Path) -> Iterator[tuple[RayModelGroup, RayModelGroup]]:
     resources = Resources(device="cpu", strategy="SPREAD", env={"CHOSEN": "by the user"})
     with Placement(2, resources) as placement:
         options: dict[str, Any] = {"resources": placement.share(0.5), "optimizer": OPTIMIZER, "wait": False}
-        with RayModelGroup(Actor, ParallelDims(dp=2), checkpoint, name="actor", **options) as actor:
+        with RayModelGroup(surprised_actor(), ParallelDims(dp=2), checkpoint, name="actor", **options) as actor:
             with RayModelGroup(Critic, ParallelDims(tp=2), checkpoint, name="critic", **options) as critic:
                 yield actor, critic
 
@@ -65,6 +77,15 @@ def test_results_are_those_of_one_process(pair: tuple[RayModelGroup, RayModelGro
         learned, valued = actor.submit("update", batch, policy_loss()), critic.submit("update", batch, value_loss)
         assert learned.result() == pytest.approx(one.update(batch, policy_loss()), rel=1e-4, abs=1e-6)
         assert valued.result() == pytest.approx(judge.update(batch, value_loss), rel=1e-4, abs=1e-6)
+
+
+def test_a_method_of_a_subclass_is_divided_and_joined(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+    actor, critic = pair
+    batch = make_batch()
+    expected = -batch.sum_by_sequence(actor.log_probs(batch).log_probs)
+    torch.testing.assert_close(actor.surprise(batch), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AttributeError, match=r"a group of Critic has no 'surprise'; .* declared by @dispatched"):
+        critic.surprise(batch)
 
 
 def test_a_part_is_stored_once_for_all_its_ranks(
@@ -181,7 +202,9 @@ def test_a_mistake_keeps_its_type_and_text(pair: tuple[RayModelGroup, RayModelGr
     assert "on rank 0 (node " in notes
     assert "on rank 1 (node " in notes
     assert "in update:\nTraceback" in notes
-    with pytest.raises(ValueError, match="Actor has no method 'values' for groups; it has update, log_probs, generate"):
+    with pytest.raises(
+        ValueError, match="Surprised has no method 'values' for groups; it has surprise, update, log_probs"
+    ):
         actor.submit("values", make_batch())
     with pytest.raises(ValueError, match="the loss must be one number per token"):
         actor.update(make_batch(), lambda log_probs, entropy, part: losses.LossTerms(log_probs.sum()))

@@ -12,6 +12,7 @@ import torch
 from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import Placement, RayModelGroup, Resources
+from rl_train.cluster.group import OWN
 from rl_train.cluster.ranks import Ranks, Stand
 
 CPU = {"device": "cpu", "timeout": 20.0}
@@ -60,7 +61,7 @@ def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
         with pytest.raises(ValueError, match=r"fraction=1.5 must lie in \(0, 1\]"):
             placement.share(1.5)
 
-        groups = [Ranks(f"group {n}", Stand(placement, bundles, 0.5, 2), 60.0) for n, bundles in enumerate(taken)]
+        groups = [Ranks(f"group {n}", Stand(placement, bundles, 0.5, 2), 60.0, OWN) for n, bundles in enumerate(taken)]
         try:
             seats = [[(seat.node, seat.device) for seat in group.seats] for group in groups]
         finally:

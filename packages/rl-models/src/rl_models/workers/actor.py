@@ -124,7 +124,7 @@ class Actor(Policy):
 
     role: ClassVar[Role] = "causal_lm"
 
-    @dispatched(for_all, changes=True)
+    @dispatched(for_all, changes=True, needs="optimizer")
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:

@@ -68,7 +68,7 @@ class ActorCritic(Policy, Valuing):
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         return RoutedEstimates(**found) if record_routing else TokenEstimates(**found)
 
-    @dispatched(for_all, changes=True)
+    @dispatched(for_all, changes=True, needs="optimizer")
     def update(
         self, batch: Batch, loss: JointLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Critic(Valuing):
 
     role: ClassVar[Role] = "value"
 
-    @dispatched(for_all, changes=True)
+    @dispatched(for_all, changes=True, needs="optimizer")
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
         """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
         return self.step(batch, loss, aggregation=aggregation)

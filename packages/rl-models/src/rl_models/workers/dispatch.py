@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ Division = list[list[int]]
 Join = Callable[[list[Any]], Any]
 # (first argument, dp, vocabulary) -> each dp rank's part, and the function that joins their results.
 Split = Callable[[Any, int, int], tuple[list[Any], Join]]
+Needs = Literal["nothing", "weights", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class Method:
         gather: Makes the result of all ranks' results, in order of rank.
         changes: Whether the method changes what a rank holds. After a failure on some ranks alone the ranks then no
             longer hold one model.
+        needs: What must be on the device for it, of models that take turns there; the optimizer comes with the weights.
     """
 
     split: Split | None = None
     gather: Join | None = None
     changes: bool = False
+    needs: Needs = "weights"
 
 
 def dispatched(
@@ -48,6 +51,7 @@ def dispatched(
     *,
     gather: Join | None = None,
     changes: bool = False,
+    needs: Needs = "weights",
 ) -> Callable[[F], F]:
     """Declare how a method of a worker is spread over ranks; see `Method` for the arguments.
 
@@ -56,7 +60,7 @@ def dispatched(
     """
 
     def declare(function: F) -> F:
-        function.dispatch = Method(split, gather, changes)  # type: ignore[attr-defined]  # read by `methods_of`
+        function.dispatch = Method(split, gather, changes, needs)  # type: ignore[attr-defined]  # read by `methods_of`
         return function
 
     return declare

@@ -88,7 +88,7 @@ class WorkerState:
         self._agree("save_pretrained", path=os.path.abspath(path))
         self.engine.save(path)
 
-    @dispatched()
+    @dispatched(needs="optimizer")
     def save_training(
         self,
         path: str | os.PathLike[str],
@@ -137,7 +137,7 @@ class WorkerState:
             asynchronous=asynchronous,
         )
 
-    @dispatched()
+    @dispatched(needs="nothing")
     def wait_for_save(self) -> None:
         """Wait for the save in the background, if there is one.
 
@@ -148,7 +148,7 @@ class WorkerState:
         if saving is not None:
             saving.wait()
 
-    @dispatched(changes=True)
+    @dispatched(changes=True, needs="optimizer")
     def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
         """Go on from a training checkpoint, whatever grid it was saved on; every rank calls it.
 
@@ -205,7 +205,7 @@ class WorkerState:
         self._agree("stream_weights", check, to=to, dtype=dtype, bucket_bytes=bucket_bytes)
         return checkpoint.stream_weights(self.engine, to=to, dtype=dtype, device=device, bucket_bytes=bucket_bytes)
 
-    @dispatched(gather=sum, changes=True)
+    @dispatched(gather=sum, changes=True, needs="nothing")
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
 
@@ -216,7 +216,7 @@ class WorkerState:
         """
         return self._memory.offload(weights=weights, optimizer=optimizer)
 
-    @dispatched(changes=True)
+    @dispatched(changes=True, needs="nothing")
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
         """Bring back what `offload` has moved; what is here already stays so."""
         self._memory.onload(weights=weights, optimizer=optimizer)

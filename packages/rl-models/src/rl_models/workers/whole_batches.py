@@ -34,14 +34,14 @@ class WholeBatches:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+        self.worker, self.kind = worker, type(worker)
 
     def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the worker's tensors: see `Actor.stream_weights`."""
         return self.worker.stream_weights(**options)
 
     def __getattr__(self, name: str) -> Any:
-        method = methods_of(type(self.worker)).get(name)
+        method = methods_of(self.kind).get(name)
         if method is not None and method.split is not None:
             return partial(self._call, name, method.split)
         value = getattr(self.worker, name)

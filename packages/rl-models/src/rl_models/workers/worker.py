@@ -185,7 +185,7 @@ class Worker(WorkerState):
             )
             self.positions = None
 
-    @dispatched(for_all, changes=True)
+    @dispatched(for_all, changes=True, needs="optimizer")
     def step(
         self,
         batch: Batch,

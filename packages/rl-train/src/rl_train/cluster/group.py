@@ -6,17 +6,11 @@ import operator
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from parallel_layers import ParallelDims
-from rl_models.batch import Batch
-from rl_models.losses import LossTerms
-from rl_models.workers.actor import TokenLogProbs
-from rl_models.workers.actor_critic import TokenEstimates
 from rl_models.workers.dispatch import Join, Method, methods_of
 from rl_models.workers.worker import Worker
 from rl_train.cluster.future import Future
@@ -139,69 +133,24 @@ class RayModelGroup:
             raise ValueError(f"{self.kind.__name__} has no method {method!r} for groups; it has {', '.join(offered)}")
         self.ready()
         self._updated |= method in ("update", "step")
-        if method not in ("save_training", "load_training"):
+        if method not in ("save_pretrained", "save_training", "load_training"):
             return self._send(method, args, kwargs)
         if not args:
             raise ValueError(f"{method} takes the checkpoint's folder as its first argument")
         path = os.path.abspath(args[0])
-        # It is what `restart` goes back to, once all ranks have come back from it.
-        return self._send(method, (path, *args[1:]), kwargs, done=partial(setattr, self, "_checkpoint", path))
+        # Once all ranks have come back, `restart` goes back to this training checkpoint.
+        done = None if method == "save_pretrained" else partial(setattr, self, "_checkpoint", path)
+        return self._send(method, (path, *args[1:]), kwargs, done=done)
 
-    def log_probs(self, batch: Batch, **options: Any) -> TokenLogProbs:
-        """As `Actor.log_probs`."""
-        return self.submit("log_probs", batch, **options).result()
-
-    def values(self, batch: Batch) -> Tensor:
-        """As `Critic.values`."""
-        return self.submit("values", batch).result()
-
-    def estimate(self, batch: Batch, **options: Any) -> TokenEstimates:
-        """As `ActorCritic.estimate`."""
-        return self.submit("estimate", batch, **options).result()
-
-    def rewards(self, batch: Batch) -> Tensor:
-        """As `Critic.rewards`."""
-        return self.submit("rewards", batch).result()
-
-    def update(self, batch: Batch, loss: Callable[..., LossTerms], **options: Any) -> dict[str, float]:
-        """As the kind's own `update`."""
-        return self.submit("update", batch, loss, **options).result()
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor | Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Iterable[int] = (),
-        **options: Any,
-    ) -> Batch:
-        """As `Actor.generate`, for all prompts; each dp rank draws from a stream of its own."""
-        options |= {"max_new_tokens": max_new_tokens, "stop_ids": list(stop_ids)}
-        return self.submit("generate", prompts, **options).result()
-
-    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """As `Worker.save_pretrained`."""
-        self.submit("save_pretrained", os.path.abspath(path)).result()
-
-    def save_training(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """As `Worker.save_training`; `restart` goes back to the latest checkpoint in this folder."""
-        self.submit("save_training", path, **options).result()
-
-    def load_training(self, path: str | os.PathLike[str], **options: Any) -> Any:
-        """As `Worker.load_training`."""
-        return self.submit("load_training", path, **options).result()
-
-    def wait_for_save(self) -> None:
-        """As `Worker.wait_for_save`."""
-        self.submit("wait_for_save").result()
-
-    def offload(self, **which: bool) -> int:
-        """As `Worker.offload`, on every rank; returns the bytes that all of them together gave up."""
-        return self.submit("offload", **which).result()
-
-    def onload(self, **which: bool) -> None:
-        """As `Worker.onload`, on every rank."""
-        self.submit("onload", **which).result()
+    def __getattr__(self, name: str) -> Any:
+        """Return a declared method of the kind: a call waits for the result, `submit(name, ...).result()`."""
+        kind = vars(self).get("kind", object)  # a copy that is being made has none yet
+        if name not in methods_of(kind):
+            raise AttributeError(
+                f"a group of {kind.__name__} has no {name!r}; its methods are those that are declared by "
+                "@dispatched(...) of rl_models.workers.dispatch, and apply calls any function on its ranks"
+            )
+        return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(worker, *args, **kwargs)` on every rank, `worker` being the `Actor` or `Critic` there.

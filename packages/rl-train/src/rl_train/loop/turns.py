@@ -1,37 +1,29 @@
-"""Models that share devices and take turns on them: one is there, the others are on the host."""
+"""Models that share devices and take turns on them: one is on the devices, the others are in host memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Methods that need the model on the device -> whether they need the optimizer's state, too.
-_NEEDS = {
-    "log_probs": False,
-    "values": False,
-    "estimate": False,
-    "rewards": False,
-    "generate": False,
-    "save_pretrained": False,
-    "update": True,
-    "save_training": True,
-    "load_training": True,
-}
+from rl_models.workers.dispatch import methods_of
 
 
 class Turns:
-    """Who is on the devices. A model comes when one of its methods is called, and goes when another's is."""
+    """Keep one model on the devices and offload the others.
+
+    A model is brought when one of its methods is called that needs it (`rl_models.workers.dispatch.Method.needs`).
+    """
 
     def __init__(self) -> None:
         self._working: Any = None
         self._has_optimizer = False
 
     def add(self, model: Any) -> Any:
-        """Send a model, with the methods of an actor or a critic, to the host; its methods then fetch it."""
+        """Offload an actor or a critic, and return it as one whose methods bring it to the devices first."""
         model.offload()
         return _Waiting(self, model)
 
     def begin(self, model: Any, *, optimizer: bool) -> None:
-        """Make it this model's turn; its optimizer's state comes when it is first needed."""
+        """Bring a model to the devices, with its optimizer state where `optimizer` says so; offload the one before."""
         if self._working is not model:
             if self._working is not None:
                 self._working.offload()
@@ -43,18 +35,19 @@ class Turns:
 
 
 class _Waiting:
-    """A model whose turn may come."""
+    """A model that is offloaded until one of its methods is called."""
 
     def __init__(self, turns: Turns, model: Any) -> None:
         self._turns, self._model = turns, model
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
-        if name not in _NEEDS:
+        method = methods_of(getattr(self._model, "kind", type(self._model))).get(name)
+        if method is None or method.needs == "nothing":
             return found
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
-            self._turns.begin(self._model, optimizer=_NEEDS[name])
+            self._turns.begin(self._model, optimizer=method.needs == "optimizer")
             return found(*args, **kwargs)
 
         return in_turn
