@@ -184,7 +184,7 @@ def test_the_optimizer_is_divided_over_data_parallelism(ranks: RankPool, model: 
 
 
 def overflow_on(group: ProcessGroup, path: Path, root: Path, dims: ParallelDims) -> None:
-    from rl_models.engines.learning_rate import Schedule
+    from parallel_layers.learning_rate import Schedule
 
     options = {
         "dtype": torch.float16,

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
-from rl_models.engines.learning_rate import Schedule
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 
 OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)

@@ -17,11 +17,11 @@ import ckpt
 from ckpt.training import checkpoint
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
+from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.engines import PipelineOptions
 from rl_models.engines.fsdp import release
-from rl_models.engines.learning_rate import Schedule
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankDied, RankPool
 
 DENSE, MOE = tiny_config("qwen3"), tiny_config("qwen3_moe", mlp_only_layers=[0])
@@ -39,7 +40,7 @@ class Run:
         seed: int = 0,
     ) -> None:
         from megatron_utils.gpt import build_gpt
-        from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+        from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
 
         self.grid = grid
         # A loss scale that doubles every other step.
@@ -55,7 +56,7 @@ class Run:
         self.wrapped = wrap_data_parallel(
             chunks, grid, distributed=distributed, overlap=overlap, bucket_size=500 if overlap else None
         )
-        self.optimizer = Optimizer(self.wrapped, grid, config, ScheduleConfig("cosine", total_steps=12, min_lr=1e-3))
+        self.optimizer = Optimizer(self.wrapped, grid, config, Schedule("cosine", total_steps=12, min_ratio=0.1))
 
     def steps(self, first: int, last: int) -> list[float]:
         """Train from step `first` to before `last`, all replicas on the whole batch; the losses, and their scale."""

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
+from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
 
 HF = tiny_config("qwen2", num_hidden_layers=2)
@@ -40,7 +41,7 @@ def loss(output: Any, _: int) -> Tensor:
 
 def adamw_on(group: ProcessGroup, distributed: bool) -> None:
     from megatron_utils import megatron_grid
-    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import device_of
     from parallel_layers.memory import HostOffload
@@ -51,7 +52,7 @@ def adamw_on(group: ProcessGroup, distributed: bool) -> None:
     config = OptimizerConfig(
         lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, clip_grad=0.5, distributed=distributed
     )
-    schedule = ScheduleConfig("linear", total_steps=10)
+    schedule = Schedule("linear", total_steps=10)
     with device_of(group) as device, megatron_grid(ParallelDims(dp=dp), ranks=range(dp)) as grid:
         chunks = model_on(grid)
         (reference,) = model_on(grid)
@@ -113,11 +114,11 @@ def test_steps_equal_torch_adamw_on_gpus(nccl_ranks: RankPool, dp: int, distribu
 def groups_on(group: ProcessGroup, patterns: tuple[str, ...]) -> list[str]:
     """The parameters without weight decay; every step's rate is the schedule's, floor and all."""
     from megatron_utils import megatron_grid
-    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.testing import device_of
 
     config = OptimizerConfig(lr=1e-2, weight_decay=0.2, no_weight_decay=patterns)
-    schedule = ScheduleConfig("linear", warmup_steps=2, total_steps=6, init_lr=5e-4, min_lr=1e-3)
+    schedule = Schedule("linear", warmup_steps=2, total_steps=6, start_ratio=0.05, min_ratio=0.1)
     with device_of(group), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         wrapped = wrap_data_parallel(model_on(grid), grid)
         optimizer = Optimizer(wrapped, grid, config, schedule)
@@ -125,7 +126,7 @@ def groups_on(group: ProcessGroup, patterns: tuple[str, ...]) -> list[str]:
         for _ in range(8):
             optimizer.zero_grad()
             rates.append(optimizer.step().lr)
-        assert rates == pytest.approx([5e-4, 5.25e-3, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3, 1e-3], rel=1e-12)
+        assert rates == pytest.approx([5.25e-3, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3, 1e-3], rel=1e-12)
         decay = {id(p): part["weight_decay"] for part in optimizer.inner.param_groups for p in part["params"]}
         named = dict(wrapped[0].module.named_parameters())
         assert {decay[id(parameter)] for parameter in named.values()} <= {0.0, 0.2}
@@ -151,13 +152,13 @@ def test_the_named_parameters_alone_are_exempt_from_weight_decay(ranks: RankPool
 
 def overflow_on(group: ProcessGroup) -> None:
     from megatron_utils import megatron_grid
-    from megatron_utils.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, wrap_data_parallel
+    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.testing import device_of
 
     config = OptimizerConfig(lr=1e-2, precision="fp16", initial_loss_scale=64.0, hysteresis=1)
     with device_of(group), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         wrapped = wrap_data_parallel(model_on(grid, torch.float16), grid)
-        optimizer = Optimizer(wrapped, grid, config, ScheduleConfig("linear", total_steps=10))
+        optimizer = Optimizer(wrapped, grid, config, Schedule("linear", total_steps=10))
         parameters = list(wrapped[0].module.parameters())
         before = [parameter.clone() for parameter in parameters]
         assert optimizer.scale_loss(torch.ones(())).item() == 64.0

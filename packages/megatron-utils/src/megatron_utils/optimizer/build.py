@@ -15,7 +15,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_utils.grid import MegatronGrid
-from megatron_utils.optimizer.config import OptimizerConfig, ScheduleConfig
+from megatron_utils.optimizer.config import OptimizerConfig
+from parallel_layers.learning_rate import Schedule
 
 LOSS_SCALE_COUNTERS = ("growth_tracker", "hysteresis_tracker")
 """Megatron's names for the steps since the loss scale grew, and the overflows until it shrinks."""
@@ -125,9 +126,8 @@ class Optimizer:
         chunks: Sequence[DistributedDataParallel],
         grid: MegatronGrid,
         config: OptimizerConfig,
-        schedule: ScheduleConfig | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
-        schedule = schedule or ScheduleConfig()
         for chunk in chunks:
             if chunk.ddp_config.use_distributed_optimizer != config.distributed:
                 raise ValueError(
@@ -139,7 +139,9 @@ class Optimizer:
                     raise ValueError(f"{name} is {parameter.dtype}, but precision={config.precision!r}")
         self.chunks = list(chunks)
         self.config = config
-        self.schedule = schedule
+        self.schedule = schedule or Schedule()
+        self.steps = 0
+        """Steps taken, skipped ones not counted."""
         self.skipped = 0
         """Steps skipped for a gradient that was not finite so far."""
         self.holds_states = False
@@ -147,21 +149,15 @@ class Optimizer:
         with grid.as_world():
             # It gathers the parameter groups over all ranks.
             self.inner = get_megatron_optimizer(
-                config.to_megatron(schedule.min_lr), self.chunks, config.overrides(), use_gloo_process_groups=False
+                config.to_megatron(), self.chunks, config.overrides(), use_gloo_process_groups=False
             )
         if not self.inner.param_groups:
             raise ValueError("every parameter of the model is frozen; leave requires_grad on for those to be trained")
-        self.scheduler = schedule.to_megatron(self.inner, config)
 
     @property
     def lr(self) -> float:
         """The rate that the next step will use."""
-        return float(next(group["lr"] for group in self.inner.param_groups if group["default_config"]))
-
-    @property
-    def steps(self) -> int:
-        """Steps taken, skipped ones not counted."""
-        return int(self.scheduler.num_steps)
+        return self.config.lr * self.schedule.factor(self.steps)
 
     def zero_grad(self) -> None:
         """Clear every gradient, before the first backward of a step."""
@@ -217,10 +213,9 @@ class Optimizer:
         Args:
             lr: the rate of this step alone, for a schedule that the caller keeps; None: the schedule's.
         """
-        if lr is not None:
-            for group in self.inner.param_groups:
-                group["lr"] = lr
-        rate = self.lr
+        rate = self.lr if lr is None else lr
+        for group in self.inner.param_groups:
+            group["lr"] = rate
         norm: float | None = None
         finite = True
         if self.config.precision != "fp16":
@@ -231,11 +226,10 @@ class Optimizer:
         updated, scaled_norm, _ = self.inner.step() if finite else (False, None, None)
         self._agree_on_loss_scale()
         if updated:
-            self.scheduler.step(1)
+            self.steps += 1
             norm = norm if scaled_norm is None else float(scaled_norm)
         else:
             self.skipped += 1
-            self.scheduler.step(0)  # the schedule's rate again, whatever `lr` was
         return Step(norm, rate, not updated)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -252,7 +246,4 @@ class Optimizer:
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
         """Go to where a saved schedule was; rates from here on are exactly those of the run that saved it."""
-        self.skipped = int(state["skipped"])
-        # `step` adds to what is there.
-        self.scheduler.num_steps = 0
-        self.scheduler.step(int(state["steps"]))
+        self.skipped, self.steps = int(state["skipped"]), int(state["steps"])

@@ -1,10 +1,9 @@
-"""What an optimizer and its schedule are made of: two small frozen configs, and Megatron's objects from them."""
+"""What an optimizer is made of: a small frozen config, and Megatron's from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -14,7 +13,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 
 class _FromMapping:
@@ -119,12 +118,11 @@ class OptimizerConfig(_FromMapping):
         """Of the parameters."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
 
-    def to_megatron(self, min_lr: float = 0.0) -> MegatronOptimizerConfig:
+    def to_megatron(self) -> MegatronOptimizerConfig:
         """The same settings as Megatron-Core names them."""
         return MegatronOptimizerConfig(
             optimizer="adam",
             lr=self.lr,
-            min_lr=min_lr,
             weight_decay=self.weight_decay,
             adam_beta1=self.betas[0],
             adam_beta2=self.betas[1],
@@ -151,86 +149,3 @@ class OptimizerConfig(_FromMapping):
         return {
             ParamKey(name=tuple(f"module.{name}" for name in self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)
         }
-
-
-@dataclass(frozen=True)
-class ScheduleConfig(_FromMapping):
-    """How the learning rate runs: a linear warm-up to `OptimizerConfig.lr`, then one of five decays to `min_lr`.
-
-    With n steps taken, w = warmup_steps, N = total_steps and x = (n - w) / (N - w), between the peak p and the floor m:
-
-        constant      p
-        linear        m + (p - m) (1 - x)
-        cosine        m + (p - m) (1 + cos(pi x)) / 2                  (Loshchilov and Hutter, arXiv:1608.03983)
-        inverse_sqrt  max(m, p sqrt(max(w, 1) / n))                    (Vaswani et al., arXiv:1706.03762)
-        wsd           p until the last `decay_steps`; over these, with y from 0 to 1, m + (p - m) d(y) and d one of
-                      linear 1 - y, cosine (1 + cos(pi y)) / 2, exponential 2 * 0.5^y - 1, minus_sqrt 1 - sqrt(y)
-                      (Hu et al., arXiv:2404.06395; Hägele et al., arXiv:2405.18392)
-
-    Raises:
-        ValueError: an unknown kind, a value of another type, or steps that do not fit together.
-    """
-
-    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    """Steps after which the rate stays at `min_lr`; needed by all kinds but `constant`."""
-    init_lr: float = 0.0
-    """Where the warm-up begins."""
-    min_lr: float = 0.0
-    decay_steps: int | None = None
-    """Length of the final decay of `wsd`."""
-    decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Form of the final decay of `wsd`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in STYLES:
-            raise ValueError(f"kind={self.kind!r} is unknown; known: {', '.join(STYLES)}")
-        if self.decay not in ("linear", "cosine", "exponential", "minus_sqrt"):
-            raise ValueError(f"decay={self.decay!r} is unknown; known: linear, cosine, exponential, minus_sqrt")
-        if self.kind != "constant" and self.total_steps is None:
-            raise ValueError(f"kind={self.kind!r} needs total_steps")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps={self.total_steps} must be at least 1")
-        if self.warmup_steps < 0 or self.warmup_steps >= (self.total_steps or math.inf):
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0 and below {self.total_steps=}")
-        if (self.kind == "wsd") != (self.decay_steps is not None):
-            raise ValueError(f"decay_steps={self.decay_steps} with kind={self.kind!r}: 'wsd', and it alone, needs it")
-        if self.decay_steps is not None and not 0 < self.decay_steps <= (self.total_steps or 0) - self.warmup_steps:
-            raise ValueError(f"decay_steps={self.decay_steps} must fit between the warm-up and {self.total_steps=}")
-
-    def to_megatron(self, optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-        """Megatron's scheduler over an optimizer of its own, at step 0.
-
-        Raises:
-            ValueError: `init_lr` or `min_lr` is negative or above the peak rate.
-        """
-        for name in ("init_lr", "min_lr"):
-            if not 0 <= getattr(self, name) <= config.lr:
-                raise ValueError(f"{name}={getattr(self, name)} is not between 0 and the peak rate lr={config.lr}")
-        return OptimizerParamScheduler(
-            optimizer,
-            init_lr=self.init_lr,
-            max_lr=config.lr,
-            min_lr=self.min_lr,
-            lr_warmup_steps=self.warmup_steps,
-            lr_decay_steps=self.total_steps or self.warmup_steps + 1,
-            lr_decay_style=STYLES[self.kind],
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            wsd_decay_steps=self.decay_steps,
-            lr_wsd_decay_style=self.decay,
-        )
-
-
-STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-    "wsd": "WSD",
-}
-"""What Megatron calls the kinds of schedule."""

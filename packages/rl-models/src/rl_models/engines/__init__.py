@@ -60,6 +60,7 @@ BACKENDS: dict[str, Backend] = {
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
         ("recompute", "keep_probabilities", "tp_invariant"),
+        scales_loss=True,
         extra="megatron",
     ),
     "transformers": Backend(

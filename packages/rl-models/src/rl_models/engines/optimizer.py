@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import clip_grad_norm_
+from parallel_layers.learning_rate import Schedule
 from parallel_layers.sharding import is_dtensor
-from rl_models.engines.learning_rate import Schedule
 from rl_models.numbers import require_number
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from parallel_layers import ParallelDims
+from parallel_layers.learning_rate import Schedule
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
-from rl_models.engines.learning_rate import Schedule
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_train.loop.algorithms import Rules
 from rl_train.options.options import TrainOptions
