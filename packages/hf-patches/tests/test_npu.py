@@ -161,5 +161,5 @@ def test_what_the_operators_lack_is_refused(recorder):
         patch(tiny_model("gemma2"), npu=True)
     with pytest.raises(ValueError, match="npu=True brings its own packed attention"):
         patch(tiny_model("llama"), npu=True, packed=False)
-    with pytest.raises(ValueError, match="give its parameters values first"):
+    with pytest.raises(ValueError, match="give the parameters values first"):
         patch(tiny_model("llama").to("meta"), npu=True)

@@ -141,7 +141,7 @@ def test_temperatures_that_are_no_numbers_are_named(temperature):
     model = tiny_model("llama")
     packed = PackedSequence.from_sequences(random_sequences(LENGTHS, model.config.vocab_size))
     patch(model)
-    with pytest.raises(ValueError, match=r"temperature=.* is neither a number, nor a tensor of one a token, nor a"):
+    with pytest.raises(ValueError, match=r"temperature=.* is neither a number, nor a tensor with one entry per token"):
         model(packed=packed, temperature=temperature)
 
 
@@ -192,7 +192,7 @@ def test_remove_restores_the_model_bit_for_bit():
     assert torch.equal(model(input_ids=ids).logits, logits)
     patched.remove()
     for call in (patched.probe, lambda: patched.new_cache(1, 4)):
-        with pytest.raises(ValueError, match=r"this patch of LlamaForCausalLM was taken away; call patch\(\) again"):
+        with pytest.raises(ValueError, match=r"this patch of LlamaForCausalLM was removed; call patch\(\) again"):
             call()
 
 

@@ -1,6 +1,6 @@
-"""Labels and temperatures of a call: checked for the whole batch, then cut to what this rank's head computes.
+"""Check labels and temperatures for the whole batch, then cut them to the rows of this rank's head.
 
-Both are made for whole sequences before they are cut, so the label at a shard's boundary is right.
+Labels are made for whole sequences before the cut, so the label at the boundary of a shard is right.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from parallel_layers.data.packing import refuse_unshifted_labels
 
 
 class Rows(Protocol):
-    """Which rows of the hidden states the head takes on this rank, and where their results go."""
+    """The rows of the hidden states that the head takes on this rank, and the places of their results."""
 
     @property
     def count(self) -> int:
-        """Rows over all ranks: entries of a result."""
+        """Return the number of rows over all ranks, which is the number of entries of a result."""
         ...
 
     @property
     def local(self) -> Tensor | None:
-        """Indices of this rank's hidden states; None: all of them, in order."""
+        """Return the indices of this rank's hidden states; None means all of them, in order."""
         ...
 
     def take(self, values: Tensor, fill: float) -> Tensor:
-        """This rank's part of something with `count` entries; padding gets `fill`."""
+        """Return this rank's part of a tensor with `count` entries; padding gets `fill`."""
         ...
 
     def collect(self, local: Tensor) -> Tensor:
-        """From this rank's results [m, n] to everybody's [count, n]."""
+        """Gather the results `[m, n]` of each rank into `[count, n]` on every rank."""
         ...
 
 
@@ -44,20 +44,20 @@ class TokenRows:
 
     @property
     def count(self) -> int:
-        """T, as the caller counts."""
+        """Return T, without the padding of the plan."""
         return self.plan.num_given
 
     @property
     def local(self) -> None:
-        """All of them."""
+        """Return None: the head takes all rows."""
         return None
 
     def take(self, values: Tensor, fill: float) -> Tensor:
-        """Pad [T] to the plan's length and take this rank's part."""
+        """Pad `[T]` to the length of the plan and return this rank's part."""
         return self.plan.pad(values, fill)[self.plan.local_tokens]
 
     def collect(self, local: Tensor) -> Tensor:
-        """See `BatchPlan.gather`."""
+        """Gather the results, as `BatchPlan.gather` does."""
         return self.plan.gather(local)
 
 
@@ -77,9 +77,10 @@ def local_labels(labels: Tensor, rows: Rows, vocab_size: int, input_ids: Tensor,
 
 
 def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequences: int) -> float | Tensor:
-    """One temperature, one for each row (a tensor), or one for each sequence (a list).
+    """Return the temperature of each row of this rank: from one number, a tensor with one entry per row, or a list with
+    one number per sequence.
 
-    `lengths` are those of all segments; what follows the `num_sequences` first is padding.
+    `lengths` holds the lengths of all segments; segments after the first `num_sequences` are padding.
     """
     if isinstance(temperature, Real):
         return float(temperature)
@@ -92,7 +93,7 @@ def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequenc
 
 
 def padded_temperature(temperature: Any, ids_BS: Tensor) -> float | Tensor:
-    """One temperature, one for each token (a tensor [B, S]), or one for each row (a list): a number or [B S]."""
+    """Return a number or `[B S]` from one number, a tensor `[B, S]`, or a list with one number per row."""
     if isinstance(temperature, Real):
         return float(temperature)
     if isinstance(temperature, Tensor):
@@ -102,32 +103,33 @@ def padded_temperature(temperature: Any, ids_BS: Tensor) -> float | Tensor:
 
 
 def _one_each(temperatures: Any, num_sequences: int) -> list[float]:
-    """The numbers of a list of one positive number for each sequence."""
+    """Return the numbers of a list; raise ValueError unless it holds one positive number per sequence."""
     try:
         if isinstance(temperatures, str):
             raise TypeError
         each = [float(value) for value in temperatures]
     except (TypeError, ValueError):
         raise ValueError(
-            f"temperature={temperatures!r} is neither a number, nor a tensor of one a token, nor a list of one a "
-            "sequence; leave it out for 1.0"
+            f"temperature={temperatures!r} is neither a number, nor a tensor with one entry per token, nor a list with "
+            "one number per sequence; leave it out for 1.0"
         ) from None
     if len(each) != num_sequences:
-        raise ValueError(f"got {len(each)} temperatures for {num_sequences} sequences; give one each")
+        raise ValueError(f"got {len(each)} temperatures for {num_sequences} sequences; give one for each")
     if not all(value > 0 for value in each):
         raise ValueError(f"temperatures {each} must be positive")
     return each
 
 
 def _checked(temperature: Tensor) -> Tensor:
-    """The tensor, unless it was rounded on its way here, or has an entry that is not positive.
+    """Return the tensor; refuse 16-bit tensors, and entries that are not positive.
 
-    Its values, as those of labels, are read only on the CPU.
+    Values are read on the CPU only, where reading them costs no synchronisation.
     """
     if temperature.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"temperature arrived as {temperature.dtype}, too coarse for log-probs (FSDP2 casts tensor arguments "
-            "when its mixed precision has cast_forward_inputs=True); pass a float, or a list of one a sequence"
+            "when its mixed precision has cast_forward_inputs=True); pass a float, or a list with one number for each "
+            "sequence"
         )
     if temperature.device.type == "cpu":
         wrong = temperature[~(temperature > 0)]
@@ -139,11 +141,13 @@ def _checked(temperature: Tensor) -> Tensor:
 def _require_entries(name: str, value: Tensor, rows: Rows) -> None:
     if not isinstance(value, Tensor) or value.shape != (rows.count,):
         found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-        raise ValueError(f"{name} {found}, the packed batch has {rows.count} tokens; give one a token: [{rows.count}]")
+        raise ValueError(
+            f"{name} {found}, the packed batch has {rows.count} tokens; give one entry per token: [{rows.count}]"
+        )
 
 
 def next_tokens(ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
-    """The next token of each row's each token, -100 where either is padding and at the end."""
+    """Return the next token of each token in each row; -100 at the end of a row and next to padding."""
     labels = torch.full_like(ids_BS, -100)
     labels[:, :-1] = ids_BS[:, 1:]
     if mask_BS is not None:

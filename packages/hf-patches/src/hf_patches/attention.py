@@ -1,4 +1,4 @@
-"""The attention function that a patched model calls, registered with transformers under our own name.
+"""The attention function of patched models, registered with transformers under its own name.
 
 Shapes: Q query heads, K key-value heads, T tokens of the packed batch, D head size.
 """
@@ -16,16 +16,16 @@ from parallel_layers.attention.context_parallel import exchange_heads
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.autocast import as_operand
 
-# transformers takes a name containing "flash" as a request for the flash-attn package; ours must not contain it.
+# transformers reads "flash" in a name as a request for the flash-attn package, so this name avoids it.
 ATTENTION_NAME = "hf_patches_packed"
 
 
-# Instead of a backend of packed_attention: torch_npu's operator.
+# Selects torch_npu's operator in place of a backend of packed_attention.
 NPU_BACKEND = "npu"
 
 
 def register_attention() -> None:
-    """Enter our function into transformers' registry, under our own name; entries of other names are left alone."""
+    """Enter the function into the registry of transformers; other entries stay unchanged."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
 
 
@@ -44,19 +44,21 @@ def packed_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the segments of a packed batch, in the form transformers calls.
+    """Compute attention within the segments of a packed batch, with the signature that transformers calls.
 
-    Takes query [1, Q, T, D], key and value [1, K, T, D]; returns ([1, T, Q, D], None). Under sequence parallelism T is
-    this rank's part, and heads are exchanged for tokens around the attention (`exchange_heads`). Under torch.autocast,
-    where a rotation returns fp32 and a projection does not, all three are rounded to its dtype, as the products of
-    transformers' own attention round them. Raises ValueError when the batch's plan is missing, when a mask is given
-    (packing replaces it), and for dropout, which no backend applies.
+    Take query `[1, Q, T, D]`, key and value `[1, K, T, D]`; return (`[1, T, Q, D]`, None). Under sequence parallelism T
+    counts this rank's part, and heads are exchanged for tokens around the attention (`exchange_heads`). Under
+    torch.autocast, rotations return fp32 and projections 16 bits; all three inputs are rounded to autocast's dtype, as
+    the GEMMs of transformers' own attention do.
+
+    Raises:
+        ValueError: The plan of the batch is missing, a mask is given (packing replaces masks), or dropout is active.
     """
     plan = kwargs.get(PLAN_KEYWORD)
     if not isinstance(plan, BatchPlan):
         raise ValueError(
             f"{type(module).__name__} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the "
-            "patched model itself with packed=PackedSequence(...), or take the patch away with Patch.remove()"
+            "patched model itself with packed=PackedSequence(...), or remove the patch with Patch.remove()"
         )
     if attention_mask is not None:
         raise ValueError(
@@ -96,7 +98,7 @@ def packed_attention_forward(
         options |= {"cu_seqlens_k": plan.cu_seqlens_k, "max_seqlen_k": plan.max_seqlen_k}
         return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
-    # Not x[0], whose backward copies the gradient into zeros.
+    # squeeze instead of x[0]: the backward of x[0] copies the gradient into a tensor of zeros.
     query_TQD, key_TKD, value_TKD = (as_operand(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
     output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
     if plan.trace is not None:

@@ -1,7 +1,7 @@
-"""The plan of one batch: what every attention layer must know about the packing.
+"""`BatchPlan`: the facts about a packed batch that every attention layer needs.
 
-It travels as a keyword argument of the text backbone (`PLAN_KEYWORD`), so gradient checkpointing keeps it for the
-recompute, and a layer that does not receive it raises instead of computing without it.
+The plan travels as a keyword argument of the text backbone (`PLAN_KEYWORD`). So gradient checkpointing keeps the
+plan for the recompute, and a layer without a plan raises.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ _TF32_EPSILON = 2.0**-10
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The boundaries of a packed batch, over all of its T tokens, and the group that shares them.
+    """The boundaries of a packed batch of T tokens, and the group that shares the tokens.
 
-    `num_tokens` counts the padding that makes T divide by the group's size; `num_given` does not.
+    `num_tokens` includes the padding up to a multiple of the group's size; `num_given` excludes it.
     """
 
     cu_seqlens: Tensor
@@ -35,25 +35,25 @@ class BatchPlan:
     num_given: int
     group: ProcessGroup | None = None
     backend: str = "auto"
-    # Prefix sharing: the key side [J], as indices of tokens, and its boundaries. None: keys are the tokens themselves.
+    # Prefix sharing: the rows of the key side as indices of tokens [J], and their boundaries. None: one key per token.
     key_index: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_k: int | None = None
-    # Decoding: the keys and values of the tokens before these.
+    # Decoding: the keys and values of earlier tokens.
     cache: SequenceCache | None = None
-    # Records the experts of every token, or says which they are.
+    # Records the experts of every token, or prescribes them.
     replay: RouterReplay | None = None
     # Every attention call, kept only for the probe.
     trace: "Trace | None" = field(default=None, compare=False)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that share the tokens."""
+        """Return the number of ranks that share the tokens."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def local_tokens(self) -> slice:
-        """This rank's part of the T tokens: equal contiguous parts, in the order of the ranks."""
+        """Return this rank's part of the T tokens; the parts are equal, contiguous, and in the order of the ranks."""
         if self.group is None:
             return slice(0, self.num_tokens)
         part = self.num_tokens // self.group.size()
@@ -61,25 +61,25 @@ class BatchPlan:
 
     @cached_property
     def segment_ends(self) -> tuple[list[int], list[int]]:
-        """The ends of the segments among queries and keys, read on the host once a batch, for kernels that want it."""
+        """Return the ends of the segments of queries and of keys, copied to the host once per batch."""
         keys = self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
         return self.cu_seqlens[1:].tolist(), keys[1:].tolist()
 
     def pad(self, value: Tensor, fill: float) -> Tensor:
-        """From the caller's [T] to the plan's."""
+        """Pad the caller's `[T]` to the length of the plan."""
         padding = self.num_tokens - self.num_given
         return torch.cat([value, value.new_full((padding,), fill)]) if padding else value
 
     def pad_positions(self, rows: Tensor) -> Tensor:
-        """From the caller's positions [..., T] to the plan's; those of the padding count from 0."""
+        """Pad the caller's positions `[..., T]` to the length of the plan; positions of the padding count from 0."""
         padding = torch.arange(self.num_tokens - self.num_given, device=rows.device)
         return torch.cat([rows, padding.expand(*rows.shape[:-1], -1)], dim=-1)
 
     def gather(self, local: Tensor) -> Tensor:
-        """From this rank's part [T / sp, n] to everybody's [T, n], without the padding.
+        """Gather the parts `[T / sp, n]` of all ranks into `[T, n]` on every rank, without the padding.
 
-        Forward: one all-gather. Backward: this rank's part of the gradient, no communication; so a loss that every rank
-        computes from the whole batch is counted once when gradients are summed over the group.
+        Forward: one all-gather. Backward: this rank's part of the gradient, without communication. So a loss that every
+        rank computes from the whole batch counts once when gradients are summed over the group.
         """
         whole = gather_from_sequence_parallel(local, self.group, reduce_gradient=False)
         return whole[: self.num_given]
@@ -87,7 +87,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention function: whose, with what keys and values, and this rank's output [T / sp, Q, D]."""
+    """One call of the attention function: the module, its keys and values, and this rank's output `[T / sp, Q, D]`."""
 
     module: nn.Module
     plan: BatchPlan
@@ -96,11 +96,12 @@ class AttentionCall:
 
 
 class Trace:
-    """What a probe sees. `calls` are those of attention; not itself a list: FSDP2's casts copy the lists in arguments.
+    """The record of a probe.
 
-    `hidden`: what the text backbone returned in each forward pass, this rank's [T / sp, H].
-    `kernel_errors`: for each kernel that ran, its largest difference from what it replaces, in units of the type's
-    epsilon (fp32: TF32's, since products may be in that) times the largest element.
+    `calls`: the calls of attention. The record is an object with a list, because FSDP2's casts copy lists in arguments.
+    `hidden`: the output of the text backbone in each forward pass, this rank's `[T / sp, H]`.
+    `kernel_errors`: the largest difference of each kernel from the code that it replaces, in units of the dtype's
+    epsilon (for fp32 that of TF32, which GEMMs may use) times the largest element.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class Trace:
         self.kernel_errors: dict[object, float] = {}
 
     def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
-        """Hold a kernel's results against those of what it replaces."""
+        """Compare the results of a kernel with those of the code that it replaces."""
         actual, expected = ([x] if isinstance(x, Tensor) else x for x in (actual, expected))
         for ours, own in zip(actual, expected, strict=True):
             unit = max(torch.finfo(own.dtype).eps, _TF32_EPSILON) * own.abs().max().item()
@@ -121,9 +122,9 @@ class Trace:
 def plan_batch(
     packed: PackedSequence, group: ProcessGroup | None, backend: str, trace: "Trace | None" = None
 ) -> BatchPlan:
-    """Plan a batch, with as much padding as makes its tokens divide by the group's size, and gives every rank one.
+    """Return the plan of a batch, padded so that every rank of the group holds the same number of tokens, at least one.
 
-    The padding is one more segment behind the last, so that no real token attends to it.
+    The padding is a segment of its own behind the last, so no real token attends to it.
     """
     cu_seqlens, max_seqlen, num_given = packed.cu_seqlens, packed.max_seqlen, packed.num_tokens
     size = 1 if group is None else group.size()

@@ -1,4 +1,4 @@
-"""One forward pass of a patched model: what it was called with, and what it returns."""
+"""One forward pass of a patched model: its arguments and its output."""
 
 import dataclasses
 import threading
@@ -12,17 +12,18 @@ from torch.distributed import ProcessGroup
 
 from hf_patches.batch import BatchPlan, Trace
 
-# Held for the instant in which a call begins.
+# Guards the begin of a call.
 _BEGINNING = threading.Lock()
 
 
 class PackedOutput(NamedTuple):
-    """What a patched model returns, one entry per token of the packed batch (T, in its order).
+    """The output of a patched model: one entry per token of the packed batch, in its order.
 
-    `log_probs` [T] fp32: of each token's label, 0 where the label is -100. `entropy` [T] fp32: of the distribution at
-    the call's temperature, None when not asked for. `values` [T] fp32: only with a value head. `logits` [T, V]: only
-    without the fused head; with a cache only `logits` [N, V], after the last token of each of the N sequences. For a
-    padded batch (`packed=False`) [B, S] stands where [T] does.
+    `log_probs` `[T]` fp32: log-prob of each token's label, 0 where the label is -100.
+    `entropy` `[T]` fp32: entropy of the distribution at the call's temperature; None with `entropy=False`.
+    `values` `[T]` fp32: with a value head only.
+    `logits` `[T, V]`: without the fused head only. With a cache, the only output is `logits` `[N, V]`, after the last
+    token of each of the N sequences. Padded batches (`packed=False`) have `[B, S]` in place of `[T]`.
     """
 
     log_probs: Tensor | None = None
@@ -33,11 +34,10 @@ class PackedOutput(NamedTuple):
 
 @dataclass
 class Call:
-    """One forward pass in progress: its plan, this rank's labels and temperatures, and what the head computed.
+    """One forward pass in progress: its plan, this rank's labels and temperatures, and the output of the head.
 
-    `plan` is None for a padded batch. `rows` are the hidden states that
-    the head takes (None: all), and `collect` turns its [m, n] into what the caller gets, [..., n]. `decoding`: the head
-    computes logits.
+    `plan` is None for a padded batch. `rows` are the hidden states that the head takes (None: all). `collect` turns the
+    head's `[m, n]` into the caller's `[..., n]`. With `decoding` the head computes logits.
     """
 
     plan: BatchPlan | None
@@ -55,12 +55,12 @@ class Call:
 
 @dataclass
 class CallState:
-    """The forward pass that a patched model is in, shared by its hooks and its head."""
+    """The current forward pass of a patched model, shared by its hooks and its head."""
 
     group: ProcessGroup | None
     backend: str
     current: Call | None = None
-    # Calls of attention, while the probe runs; and whether it has passed.
+    # The record of the probe while it runs, and whether the probe has passed.
     trace: Trace | None = None
     proven: bool = False
     # Whether the head computes columns of our own instead of logits.
@@ -72,10 +72,10 @@ class CallState:
 
     @torch.compiler.disable
     def begin(self, call: Call) -> None:
-        """Make a call the one in progress.
+        """Begin a call.
 
         Raises:
-            ValueError: another thread is inside the model: its numbers would be mixed with this call's.
+            ValueError: Another thread is inside the model; the numbers of the two calls would mix.
         """
         mine = threading.current_thread()
         with _BEGINNING:
@@ -90,7 +90,7 @@ class CallState:
 
     @torch.compiler.disable
     def end(self) -> Call | None:
-        """Leave the call in progress; None where there is none of this thread."""
+        """End and return the current call of this thread, or return None."""
         call = self.current
         if call is None or call.thread is not threading.current_thread():
             return None
@@ -98,15 +98,15 @@ class CallState:
         return call
 
     def require(self) -> Call:
-        """The call in progress; raises when a part of the model is called around the model itself."""
+        """Return the current call; raise if a part of the model is called without the model itself."""
         if self.current is None:
             raise ValueError(
                 "this model is patched for packed batches: call it as model(packed=PackedSequence(...)), "
-                "or take the patch away with Patch.remove()"
+                "or remove the patch with Patch.remove()"
             )
         return self.current
 
     def __deepcopy__(self, memo: dict[int, object]) -> "CallState":
-        # A process group is not copied: a deep copy of a patched model lives in the same group.
+        # Process groups cannot be copied: the deep copy of a patched model uses the same group.
         memo[id(self)] = copied = dataclasses.replace(self, current=None, trace=None)
         return copied

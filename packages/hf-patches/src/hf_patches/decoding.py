@@ -1,6 +1,6 @@
-"""Generation: a call with a cache brings new tokens for its sequences and returns the logits after each one's last.
+"""Generation: a call with a cache takes new tokens of its sequences and returns the logits after each last token.
 
-Such a call is this rank's alone, also in a patch with a sequence-parallel group: ranks may decode different sequences.
+Each rank decodes alone, also with a sequence-parallel group, so ranks may decode different sequences.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ def decoding_call(
     longest: int | None,
     kwargs: dict[str, Any],
 ) -> Call:
-    """The call that continues the N sequences of a cache.
+    """Return the call that continues the N sequences of a cache.
 
     Raises:
-        ValueError: arguments that mean nothing here, another number of sequences, a model without an output embedding,
-            or a cache longer than the rotary embedding allows.
+        ValueError: An argument has no meaning here, the number of sequences differs, the model has no output embedding,
+            or the cache is longer than the rotary embedding allows.
     """
     if not isinstance(batch, PackedSequence) or not isinstance(cache, SequenceCache):
         raise ValueError(f"a cache continues a PackedSequence; got {type(batch).__name__} and {type(cache).__name__}")
@@ -44,15 +44,16 @@ def decoding_call(
         )
     if batch.num_sequences != cache.num_sequences:
         raise ValueError(
-            f"{batch.num_sequences} sequences for a cache of {cache.num_sequences}; give a sequence that has no new "
-            "token an empty one"
+            f"{batch.num_sequences} sequences for a cache of {cache.num_sequences}; give an empty sequence to "
+            "each sequence without new tokens"
         )
     if not state.can_decode:
         raise ValueError("this model has no output embedding, or runs on NPU operators, which do not take a cache")
     if longest is not None and cache.max_length > longest:
         raise ValueError(
             f"a cache of max_length={cache.max_length} is longer than the {longest} tokens of training, and this "
-            "model's rotary embedding (dynamic or longrope) then turns keys that are already in it; make it shorter"
+            "model's rotary embedding (dynamic or longrope) then rotates new keys differently "
+            "from those in the cache; use a shorter cache"
         )
     plan = replace(plan_batch(batch, None, state.backend), cache=cache, replay=replay)
     last = (plan.cu_seqlens[1 : batch.num_sequences + 1].long() - 1).clamp(min=0)
@@ -68,7 +69,7 @@ def decoding_call(
 
 
 def continued_positions(packed: PackedSequence, cache: SequenceCache) -> Tensor:
-    """[T] the places of new tokens in their sequences: behind those in the cache; those of the padding count from 0."""
+    """Return the positions `[T]` of new tokens, which follow those in the cache; positions of padding count from 0."""
     cu_seqlens = packed.cu_seqlens
     token = torch.arange(packed.num_tokens, device=cu_seqlens.device)
     segment = torch.searchsorted(cu_seqlens, token.int(), right=True) - 1

@@ -1,4 +1,4 @@
-"""Where a model computes."""
+"""The device of a model's computation."""
 
 import torch
 from torch import nn
@@ -6,6 +6,6 @@ from torch.distributed.tensor import DTensor
 
 
 def compute_device(module: nn.Module) -> torch.device:
-    """The device of the computation, also when FSDP2 keeps the parameters elsewhere."""
+    """Return the device of the computation, also if FSDP2 keeps the parameters elsewhere."""
     parameter = next(module.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -1,7 +1,7 @@
-"""How a patched model is called: `model(packed=..., labels=..., temperature=..., entropy=..., router_replay=...)`.
+"""The call of a patched model: `model(packed=..., labels=..., temperature=..., entropy=..., router_replay=...)`.
 
-A pre-hook of the model turns that into the arguments transformers knows, a pre-hook of the text backbone adds the
-batch's plan, and a hook of the model returns the numbers that RL needs.
+A pre-hook of the model turns the call into arguments of transformers, a pre-hook of the text backbone adds the plan of
+the batch, and a hook of the model returns a `PackedOutput`.
 """
 
 import inspect
@@ -28,20 +28,20 @@ from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.moe import RouterReplay
 
-# What packing decides itself.
+# Arguments that packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
 
-# What a call brings besides the batch.
+# Arguments of a call besides the batch.
 _OWN = ("labels", "temperature", "entropy")
 
-# What continues or cuts sequences, as generate() does; padded batches are whole.
+# Arguments that continue or cut sequences, as generate() does; padded batches hold whole sequences.
 _WHOLE_ONLY = ("past_key_values", "logits_to_keep")
 
-# What transformers is to return: no cache, and not a tuple.
+# transformers shall return no cache, and no tuple.
 _RETURNS = {"use_cache": False, "return_dict": True}
 
-# Arguments of a text backbone with one entry for each token, and which dim counts the tokens: [1, T], [1, T, H],
-# and positions [1, T] or [rows, 1, T].
+# Arguments of a text backbone with one entry per token, and the dim that counts the tokens: ids [1, T], embeddings
+# [1, T, H], positions [1, T] or [rows, 1, T].
 _TOKEN_DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1}
 
 
@@ -52,7 +52,7 @@ def _refuse_decided(kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], known: Collection[str]) -> None:
-    """Raise for what would change nothing: transformers' models take any keyword, and `PackedOutput` has its fields."""
+    """Refuse keywords without effect: transformers accepts any keyword, and `PackedOutput` has fixed fields."""
     unknown = [
         name
         for name, value in kwargs.items()
@@ -70,7 +70,7 @@ def _is_given(value: object) -> bool:
 
 
 class CallHooks:
-    """The hooks of one patched model; methods, so that a deep copy of the model gets hooks of its own."""
+    """The hooks of one patched model, as methods, so that a deep copy of the model gets its own hooks."""
 
     def __init__(
         self, state: CallState, model: nn.Module, backbone: nn.Module, config: Any, vision: VisionHooks | None
@@ -85,7 +85,7 @@ class CallHooks:
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Pre-hook of the model: from a packed batch to the arguments of transformers."""
+        """Pre-hook of the model: turn a packed batch into arguments of transformers."""
         batch, cache, replay = (kwargs.pop(name, None) for name in ("packed", "cache", "router_replay"))
         if args or not isinstance(batch, (PackedSequence, SharedPrefixes)):
             raise ValueError(
@@ -131,7 +131,7 @@ class CallHooks:
     def _model_inputs(
         self, plan: BatchPlan, packed: PackedSequence, positions: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What transformers is called with: a batch of one row."""
+        """Return the arguments of transformers: a batch of one row."""
         return kwargs | {
             "input_ids": plan.pad(packed.input_ids, 0).unsqueeze(0),
             "position_ids": plan.pad_positions(positions).unsqueeze(-2),
@@ -142,7 +142,7 @@ class CallHooks:
     def _continue(
         self, batch: PackedSequence | SharedPrefixes, cache: Any, replay: RouterReplay | None, kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """The arguments of a call that continues the sequences of a cache."""
+        """Return the arguments of a call that continues the sequences of a cache."""
         call = decoding_call(batch, cache, replay, self.state, self.longest, kwargs)
         _refuse_decided(kwargs)
         assert isinstance(batch, PackedSequence)
@@ -170,7 +170,7 @@ class CallHooks:
     def inject(
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Pre-hook of the text backbone: adds the plan, and cuts what goes by token to this rank's part."""
+        """Pre-hook of the text backbone: add the plan, and cut arguments by token to this rank's part."""
         plan = self.state.require().plan
         assert plan is not None
         if (asked := backbone.config._attn_implementation) != ATTENTION_NAME:
@@ -191,20 +191,20 @@ class CallHooks:
     def enter_padded(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Pre-hook of a model that keeps its padded batches: takes what is the head's out of the arguments."""
+        """Pre-hook of a model with padded batches: take the arguments of the head out of the call."""
         kwargs |= dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise ValueError("call a model patched with packed=False as model(input_ids=[B, S], ...)")
         if mask is not None and mask.shape != ids.shape:
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; give one entry a token, {tuple(ids.shape)}: the head "
-                "takes its labels from it, too"
+                f"attention_mask has shape {tuple(mask.shape)}; give one entry per token, {tuple(ids.shape)}: the head "
+                "makes its labels from the mask"
             )
         if given := [name for name in _WHOLE_ONLY if _is_given(kwargs.get(name))]:
             raise ValueError(
-                f"a patched model scores whole sequences; leave {', '.join(given)} out, and to generate() take the "
-                "patch away with Patch.remove()"
+                f"a patched model scores whole sequences; leave {', '.join(given)} out, and before "
+                "generate() remove the patch with Patch.remove()"
             )
         _refuse_unknown(model, kwargs, self.known | TransformersKwargs.__annotations__.keys())
         labels = kwargs.pop("labels", None)
@@ -226,7 +226,7 @@ class CallHooks:
         return (), kwargs | _RETURNS
 
     def leave(self, model: nn.Module, args: object, kwargs: object, output: Any) -> PackedOutput | None:
-        """Hook of the model, run after an exception as well: ends the call and makes its output."""
+        """Hook of the model, also run after an exception: end the call and return its output."""
         call = self.state.end()
         if call is None or output is None:
             return None
@@ -241,5 +241,5 @@ class CallHooks:
         if call.head_output is None or call.decoding:
             return PackedOutput(logits=call.collect(output.logits.flatten(0, 1)))
         columns = call.collect(call.head_output.flatten(0, -2)).unbind(-1)
-        # No views of each other: FSDP2 hangs hooks on what the root returns.
+        # Clones, because FSDP2 hooks into the tensors that the root returns, which must not be views of each other.
         return PackedOutput(**{name: column.clone() for name, column in zip(call.columns, columns, strict=True)})

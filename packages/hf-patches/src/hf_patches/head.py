@@ -1,4 +1,4 @@
-"""The fused head: the output embedding of one model, computing log-probs, entropy and values instead of logits.
+"""`FusedHead`: the output embedding of one model computes log-probs, entropy and values instead of logits.
 
 Shapes: T tokens, H hidden, V vocabulary.
 """
@@ -15,13 +15,12 @@ from parallel_layers.autocast import without_autocast
 
 
 class FusedHead:
-    """Stands in for the `forward` of one `nn.Linear`: hidden [..., H] -> [..., n], n numbers a token instead of logits.
+    """Replaces the `forward` of one `nn.Linear`: hidden `[..., H]` to `[..., n]`, n numbers per token.
 
-    The n columns are log-prob and (when asked for) entropy, if `scaling` is given, and the value, if `score` is. The
-    module itself stays where it is, so FSDP2 gathers its weight as before (in the root or apart), and what FSDP2 sees
-    as the head's output is the tensor that the loss is computed from. What a family does to its logits after the head
-    (soft-cap, scale) belongs to the distribution and goes into the operation; the same steps, applied by the model to
-    the columns returned here, change only a tensor that nobody reads.
+    The n columns are the log-prob and, on request, the entropy (with `scaling`), and the value (with `score`). The
+    module stays in place, so FSDP2 gathers its weight as before, in the root or apart, and sees the tensor of the loss
+    as the output of the head. The operation includes the family's soft-cap and scale of the logits. The model applies
+    the same steps to the returned columns, but nobody reads that result.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class FusedHead:
         self.keep_probabilities = keep_probabilities
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's columns; they are kept in the call's state for the model's output."""
+        """Compute this rank's columns, and keep them in the call for the output of the model."""
         call = self.state.require()
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         if call.rows is not None:
             hidden_TH = hidden_TH[call.rows]
         if call.decoding:
-            # What the family does to its logits follows in the model itself.
+            # The model itself applies the soft-cap and scale of the family.
             call.head_output = _wide_product(hidden_TH, self.head).unsqueeze(0)
             return call.head_output
         columns: dict[str, Tensor] = {}
@@ -64,21 +63,21 @@ class FusedHead:
             columns["values"] = _wide_product(hidden_TH, self.score).squeeze(-1)
         call.columns = tuple(columns)
         shape = hidden.shape[:-1] if call.rows is None else (1, len(call.rows))
-        # The very tensor that is returned: FSDP2 hangs the gathering of the weight for the backward on it.
+        # Keep the returned tensor itself: FSDP2 hooks the gathering of the weight for the backward into it.
         call.head_output = torch.stack([column.view(shape) for column in columns.values()], dim=-1)
         return call.head_output
 
 
 @without_autocast
 def _wide_product(hidden_TH: Tensor, head: nn.Linear) -> Tensor:
-    """[T, n] in fp32 (fp64 for an fp64 model), whatever the weights are."""
+    """Return hidden @ weight.T + bias `[T, n]` in fp32, or in fp64 for an fp64 model."""
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(dtype)
     return functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
 
 
 def require_plain_head(head: nn.Module | None) -> nn.Linear:
-    """The head, if it is a plain `nn.Linear` without bias; a LoRA or quantised one is refused by name.
+    """Return the head if it is a plain `nn.Linear` without bias; refuse LoRA and quantised heads by name.
 
     Some adapters replace `forward` on the instance instead of the class.
     """
@@ -96,7 +95,7 @@ def require_plain_head(head: nn.Module | None) -> nn.Linear:
 
 
 def require_token_classification(model: nn.Module) -> None:
-    """Raise unless the model gives every token one score, as ...ForTokenClassification with one label does."""
+    """Raise unless the model is a ...ForTokenClassification with one label, which gives every token one score."""
     score = model.__dict__["_modules"].get("score")
     if not type(model).__name__.endswith("ForTokenClassification") or not isinstance(score, nn.Linear):
         raise ValueError(
@@ -108,7 +107,7 @@ def require_token_classification(model: nn.Module) -> None:
 
 
 def new_score(hidden_size: int, like: Tensor) -> nn.Linear:
-    """A value head for a model that has none: deviation 1 / sqrt(H + 1), the same numbers on every rank."""
+    """Return a new value head with deviation 1 / sqrt(H + 1), equal on every rank."""
     if isinstance(like, DTensor):
         raise ValueError("value_head=True adds a parameter to this model: patch it before fully_shard")
     score = nn.Linear(hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)

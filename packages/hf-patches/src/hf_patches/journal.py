@@ -1,8 +1,7 @@
-"""A journal of the changes made to a model: each is written down with what undoes it.
+"""A journal of the changes to a model, each with its undo.
 
-Only three kinds of change exist: an entry of one module's own ``__dict__`` (a config, a replaced ``forward``), a new
-submodule (a value head), and a hook of one module. None touches a class, so another model of the same class never
-notices.
+Three kinds of change exist: an entry in the `__dict__` of one module (a config, a replaced `forward`), a new submodule
+(a value head), and a hook of one module. Classes stay unchanged, and so do other models of the same class.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Change:
-    """One change: the module's name in the model ("" is the model itself), and what was done to it."""
+    """One change: the name of the module in the model ("" for the model itself), and a description of the change."""
 
     where: str
     what: str
@@ -46,13 +45,13 @@ class _Submodule:
 
 @dataclass
 class Journal:
-    """Changes in the order they were made; `undo` takes them back in the opposite order."""
+    """Changes in the order of making; `undo` reverts them in the opposite order."""
 
     changes: list[Change] = field(default_factory=list)
     _undo: list[_Attribute | _Submodule | RemovableHandle] = field(default_factory=list)
 
     def set_attribute(self, owner: nn.Module, name: str, value: object, where: str, what: str) -> None:
-        """Set `name` in `owner`'s own `__dict__`, where it shadows the class and whatever it held before."""
+        """Set `name` in the `__dict__` of `owner`, where it shadows the attribute of the class."""
         before = owner.__dict__.get(name, _ABSENT)
         self._undo.append(_Attribute(owner, name, before is not _ABSENT, before))
         owner.__dict__[name] = value
@@ -65,12 +64,12 @@ class Journal:
         self.changes.append(Change(where, what))
 
     def add_hook(self, handle: RemovableHandle, where: str, what: str) -> None:
-        """Write down a hook that was just registered."""
+        """Record a hook that was just registered."""
         self._undo.append(handle)
         self.changes.append(Change(where, what))
 
     def undo(self) -> None:
-        """Take every change back, the last one first."""
+        """Revert every change, the last change first."""
         while self._undo:
             self._undo.pop().remove()
         self.changes.clear()

@@ -1,19 +1,19 @@
-"""One kernel in place of a chain of small ones: a model's RMSNorm, rotary embedding and SwiGLU on CUDA.
+"""One kernel instead of a chain of small kernels: RMSNorm, rotary embedding and SwiGLU on CUDA.
 
-transformers computes these by plain torch, several passes over memory each; `parallel_layers` has them as one pass each
-way. `patch(model)` puts those in their place, one instance at a time, and they run where Triton takes the tensors: on
-CUDA, in fp32, fp16 and bf16. Everywhere else, and where tensors of different types meet, the model's own code runs.
+transformers computes each by plain torch in several passes over memory; `parallel_layers` has kernels with one pass
+each way. `patch(model)` installs the kernels, one instance at a time. They run where Triton takes the tensors: on CUDA,
+in fp32, fp16 and bf16. Elsewhere, and for tensors of different dtypes, the model's own code runs.
 
-A kernel stays only where it computes what it replaces. First that is proven in fp32 on random numbers, results and
-gradients: of a form (a norm with 1 + weight, neighbouring dims rotated as pairs) the one that agrees is taken, and a
-module that agrees with none keeps its own code, by name in the report. Then, on the model's own weights, numbers and
-tables of angles, the start-up probe computes both.
+A kernel stays only if it computes the same as the code that it replaces. First results and gradients are compared in
+fp32 on random numbers, for each form of a kernel (a norm with 1 + weight, a rotation of neighbouring dims). The form
+that agrees is taken; a module that agrees with no form keeps its own code, and the report names it. Then the start-up
+probe computes both on the model's own weights and angles.
 
-They differ by roundings alone. The kernels compute in fp32 and round once. In bf16, where transformers rounds more than
-once, that is the smaller error: Llama's norm rounds x / rms(x) and then its product with the weight, its rotation both
-products and their sum, its MLP silu(gate) and then the product with up.
+Kernel and own code differ by rounding only. The kernels compute in fp32 and round once, which is the smaller error in
+bf16: Llama's norm rounds x / rms(x) and then the product with the weight, its rotation rounds both products and their
+sum, its MLP rounds silu(gate) and then the product with up.
 
-Not here: adding the residual in the norm's kernel. The sum is made in the decoder layer's own code.
+The decoder layer's own code adds the residual; no kernel fuses that sum with the norm.
 
 Shapes: B batch, S tokens of a row, T = B S; H hidden, Q query and K key heads of D dims, C columns of cos and sin.
 """
@@ -44,9 +44,9 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 
 class _Kernel:
-    """Stands in for `own`: computes `fused` where its kernel runs.
+    """Replaces `own`: computes `fused` if its kernel runs on the inputs.
 
-    While the start-up probe runs it computes both and writes down how far they are apart.
+    During the start-up probe, both are computed and their difference is recorded.
     """
 
     def __init__(self, own: Callable[..., Any], state: CallState) -> None:
@@ -56,15 +56,15 @@ class _Kernel:
         return f"the kernel for {self.own.__qualname__}"
 
     def takes(self, *inputs: Tensor) -> bool:
-        """Whether the kernel runs on these tensors and gives results of the type that `own` gives."""
+        """Return whether the kernel runs on these tensors and returns the dtype of `own`."""
         return use_triton(*inputs) and not any(isinstance(x, DTensor) for x in inputs)
 
     def fused(self, *inputs: Tensor) -> Any:
-        """What the kernel computes."""
+        """Compute the result by the kernel."""
         raise NotImplementedError
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What `own` computes, by the kernel where it runs."""
+        """Compute the result of `own`, by the kernel if it runs on the inputs."""
         if not self.takes(*inputs):
             return self.own(*inputs)
         result = self.fused(*inputs)
@@ -122,10 +122,10 @@ def _gathered(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Form:
-    """A way to rotate: which dims are a pair, and how cos and sin `[..., C]` list the angles of the pairs.
+    """A form of rotation: the dims that make a pair, and the order of the pairs' angles in cos and sin `[..., C]`.
 
-    `table` makes such a row from one number a pair; `halves` makes of it the row that the kernel reads, each number in
-    both halves.
+    `table` turns one number per pair into such a row. `halves` turns such a row into the row that the kernel reads,
+    with each number in both halves.
     """
 
     interleaved: bool
@@ -154,7 +154,7 @@ class _Rotation(_Kernel):
     def __init__(self, own: Callable[..., Any], state: CallState, form: _Form, device: torch.device) -> None:
         super().__init__(own, state)
         self.form = form
-        # Some models keep cos and sin in fp32, and the type of queries and keys all the same.
+        # Some models keep cos and sin in fp32 and still return the dtype of queries and keys.
         narrow = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16, device=device)
         wide = form.table(torch.zeros(1, 1, 2, dtype=torch.float32, device=device))
         self.keeps_dtype: bool = own(narrow, narrow, wide, wide)[0].dtype == torch.bfloat16
@@ -169,16 +169,16 @@ class _Rotation(_Kernel):
 
 @dataclass(frozen=True)
 class Kept:
-    """A module that keeps its own code, and what no kernel computes as it does."""
+    """A module that keeps its own code, and a description of that code."""
 
     module: nn.Module
     what: str
 
 
 def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | Kept]:
-    """For each norm, MLP and rotation of a text backbone: the replacement, or what is left as it is.
+    """Yield a replacement, or the kept code, for each norm, MLP and rotation of a text backbone.
 
-    Nothing is read of the parameters but their shapes, so they may be on the meta device or sharded.
+    Only shapes of parameters are read, so parameters may be sharded or on the meta device.
     """
     proofs = _Proofs(compute_device(backbone))
     for module in backbone.modules():
@@ -213,25 +213,25 @@ def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") ->
     form = None if others or _is_replaced(module) else proofs.rotation(module)
     if form is None:
         return Kept(module, what)
-    # A deep copy of the model shares this object, as it shares the function that it stands for.
+    # A deep copy of the model shares this object, as it shares the function that this object replaces.
     rotation = _Rotation(own_function(module, ROTATE), state, form, proofs.device)
     return Swap(module, rebound(module, ROTATE, rotation.forward), f"{what} in one kernel on CUDA")
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether somebody gave this instance another `forward`."""
+    """Return whether this instance has a `forward` of its own."""
     return "forward" in module.__dict__
 
 
 class _Proofs:
-    """Compares candidates with a module's own code, once for each class of modules with the same numbers in it."""
+    """Compares candidates with a module's own code, once for each class of modules with equal numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cpu") if device.type == "meta" else device
         self.known: dict[tuple[Any, ...], Any] = {}
 
     def unit_offset(self, norm: Any, epsilon: str) -> bool | None:
-        """Whether the norm multiplies by 1 + weight instead of weight; None: it is no RMSNorm."""
+        """Return whether the norm multiplies by 1 + weight instead of weight; None if it is no RMSNorm."""
         eps, shape = getattr(norm, epsilon), norm.weight.shape
         if len(shape) != 1:
             return None
@@ -244,7 +244,7 @@ class _Proofs:
         )
 
     def is_swiglu(self, mlp: Any) -> bool:
-        """Whether the MLP is down(silu(gate(x)) * up(x)), whatever its projections are."""
+        """Return whether the MLP computes down(silu(gate(x)) * up(x)), for any projections."""
         fused = hasattr(mlp, "gate_up_proj")
         if not fused and not (hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj")):
             return False
@@ -258,13 +258,13 @@ class _Proofs:
         return known is not None
 
     def rotation(self, attention: nn.Module) -> _Form | None:
-        """The form of the rotation that an attention calls."""
+        """Return the form of the rotation that an attention calls."""
         own = own_function(attention, ROTATE)
 
         def agrees(form: _Form) -> bool:
             q, k, whole, part = self._random((2, 3, 5, 8), (2, 2, 5, 8), (1, 5, 4), (2, 5, 2))
             whole, part = (form.table(angles) for angles in (whole, part))
-            # Fewer angles than pairs leave the last dims alone, where a model allows it.
+            # With fewer angles than pairs the last dims stay unrotated, in models that allow it.
             return agree(
                 lambda q, k: own(q, k, whole.cos(), whole.sin()),
                 lambda q, k: _rotate(form, q, k, whole.cos(), whole.sin()),
@@ -293,7 +293,7 @@ def _own_norm(norm: nn.Module) -> Callable[..., Any]:
 
 
 def _mlp(mlp: nn.Module, forward: Callable[..., Any], fused: bool) -> Callable[..., Any]:
-    """x, [gate; up] [2I, H] and down [H, I] -> what `forward` makes of an MLP with these projections."""
+    """Return a function of x, [gate; up] `[2I, H]` and down `[H, I]` that runs `forward` with these projections."""
 
     def call(x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
         gate, up = gate_up.chunk(2)
@@ -305,4 +305,4 @@ def _mlp(mlp: nn.Module, forward: Callable[..., Any], fused: bool) -> Callable[.
 
 
 def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: (x.unsqueeze(-2) * weight).sum(-1)  # a matrix product could be in TF32
+    return lambda x: (x.unsqueeze(-2) * weight).sum(-1)  # a GEMM could run in TF32

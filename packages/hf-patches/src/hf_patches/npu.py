@@ -1,10 +1,9 @@
-"""Huawei Ascend: the fused operators of torch_npu in place of a model's own arithmetic, one instance at a time.
+"""Huawei Ascend: fused operators of torch_npu replace a model's own arithmetic, one instance at a time.
 
 `patch(model, npu=True)` swaps RMSNorm (`npu_rms_norm`), the gate of SwiGLU MLPs (`npu_swiglu`), the half-rotation of
 rotary embeddings (`npu_rotary_mul`), the products of routed experts (`npu_grouped_matmul`) and packed attention
-(`npu_fusion_attention`). torch_npu is imported only then. Norms, gates and rotations are held against what they replace
-on random numbers before they stay; what a family computes differently (an interleaved rotation, experts with biases)
-keeps its own code.
+(`npu_fusion_attention`). Only this option imports torch_npu. Norms, gates and rotations are compared with the code that
+they replace on random numbers first. Other forms (an interleaved rotation, experts with biases) keep their own code.
 """
 
 import importlib
@@ -24,29 +23,30 @@ from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 
 EXPERTS_NAME = "hf_patches_npu"
 _OPERATORS = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_grouped_matmul", "npu_fusion_attention")
-# The causal mask that the attention operator wants whatever the lengths are: True above the diagonal is hidden.
+# The causal mask of the attention operator, in one size for all lengths; True hides an entry.
 _MASK_SIZE = 2048
 
 
 def load_torch_npu() -> Any:
-    """The torch_npu module; raises ImportError, naming what is missing, where it is absent or too old."""
+    """Return the torch_npu module; raise ImportError if it is absent or lacks an operator."""
     try:
         module = importlib.import_module("torch_npu")  # only on Ascend machines
     except ImportError as error:
         raise ImportError("npu=True needs the package torch_npu (Huawei Ascend), which is not installed") from error
     if missing := [name for name in _OPERATORS if not hasattr(module, name)]:
-        raise ImportError(f"torch_npu has no {', '.join(missing)}; npu=True needs a newer one")
+        raise ImportError(f"torch_npu has no {', '.join(missing)}; npu=True install a newer torch_npu")
     return module
 
 
 def find_swaps(backbone: nn.Module) -> Iterator[Swap]:
-    """The replacements for one text backbone, whose parameters must have values, on the device of the operators.
+    """Yield the replacements for one text backbone, whose parameters need values on the device of the operators.
 
-    Raises RuntimeError when an operator computes something else than what it is to replace.
+    Raises:
+        RuntimeError: An operator differs from the code that it replaces.
     """
     ops, device = load_torch_npu(), compute_device(backbone)
     if device.type == "meta":
-        raise ValueError("npu=True holds its operators against the model: give its parameters values first")
+        raise ValueError("npu=True compares its operators with the model: give the parameters values first")
     for module in backbone.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), Tensor):
@@ -63,7 +63,7 @@ def find_swaps(backbone: nn.Module) -> Iterator[Swap]:
 
 def _prove(module: nn.Module, swapped: Callable[[Tensor], Tensor]) -> None:
     parameter = next(module.parameters())
-    if isinstance(parameter, DTensor):  # its whole is not here
+    if isinstance(parameter, DTensor):  # this rank has a part only
         return
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, parameter.shape[-1], generator=generator).to(parameter)
@@ -115,7 +115,7 @@ class _SwiGLU:
 
 @dataclass
 class _Rotation:
-    """transformers' `apply_rotary_pos_emb`: rotate the first dims of query and key, as many as cos and sin have."""
+    """Rotate the first dims of query and key, as many as cos and sin have, as `apply_rotary_pos_emb` does."""
 
     ops: Any
 
@@ -130,7 +130,7 @@ class _Rotation:
 
 
 def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[..., Any] | None:
-    """The module's forward with our rotation, if it calls transformers' half-rotation by that name."""
+    """Return the module's forward with the operator's rotation, if it calls the half-rotation of transformers."""
     if ROTATE not in called_names(module):
         return None
     generator = torch.Generator().manual_seed(0)
@@ -145,12 +145,12 @@ def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[...,
 
 
 def register_experts() -> None:
-    """Enter our function for routed experts into transformers' registry, under our own name."""
+    """Enter the function for routed experts into the registry of transformers."""
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)
 
 
 def can_group(experts: nn.Module) -> bool:
-    """Whether routed experts have the form of `experts_forward`: gate and up side by side, no biases, SiLU."""
+    """Return whether routed experts have the form of `experts_forward`: gate and up side by side, no biases, SiLU."""
     flags = {"is_concatenated": True, "has_gate": True, "has_bias": False, "is_transposed": False}
     return all(getattr(experts, name, None) is wanted for name, wanted in flags.items()) and _is_silu(
         getattr(experts, "act_fn", None)
@@ -158,7 +158,7 @@ def can_group(experts: nn.Module) -> bool:
 
 
 def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Routed experts by two grouped products: hidden [T, H], choices and weights [T, k] -> [T, H]."""
+    """Compute routed experts by two grouped GEMMs: hidden `[T, H]`, choices and weights `[T, k]` to `[T, H]`."""
     ops = load_torch_npu()
     count, choices = top_k_index.shape[-1], top_k_index.reshape(-1)
     order = choices.argsort(stable=True)
@@ -170,7 +170,7 @@ def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """y = x W_e for the rows of each group e: x [N, A], W [E, A, B], group sizes [E] -> [N, B]."""
+    """Compute y = x W_e for the rows of each group e: x `[N, A]`, W `[E, A, B]`, group sizes `[E]` to `[N, B]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, ops: Any) -> Tensor:
@@ -182,7 +182,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, sizes = ctx.saved_tensors
         d_x = _grouped(ctx.ops, grads[0], weight.transpose(1, 2), sizes)
-        # group_type 2 groups the summed dim: one product a group, of the transposed rows and the gradient's.
+        # group_type 2 groups the summed dim: one GEMM per group, of the transposed rows and their gradients.
         options = {"group_list": sizes, "group_list_type": 1, "split_item": 3, "group_type": 2}
         d_weight = ctx.ops.npu_grouped_matmul([x.T], [grads[0]], bias=None, **options)[0]
         return d_x, d_weight, None, None
@@ -205,14 +205,14 @@ def npu_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention within the segments of a plan, by `npu_fusion_attention` in its packed layout ("TND")."""
+    """Compute causal attention within the segments of a plan by `npu_fusion_attention` in packed layout ("TND")."""
     if softcap is not None or sinks is not None:
         raise ValueError("npu_fusion_attention has neither soft-cap nor sinks; patch this model with npu=False")
     ops = load_torch_npu()
     size, value_size = q_TQD.shape[-1], v_TKD.shape[-1]
     hidden = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=q_TQD.device).triu(1)
     ends_q, ends_k = plan.segment_ends
-    # Mode 3 aligns the causal mask to the last key; mode 4 adds a band of so many earlier keys.
+    # Mode 3 aligns the causal mask to the last key; mode 4 adds a band of earlier keys.
     band = {"sparse_mode": 3} if window is None else {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
     output: Tensor = ops.npu_fusion_attention(
         q_TQD,

@@ -1,4 +1,4 @@
-"""`patch`: explicit, reversible changes of one Hugging Face model, and the proof that they took effect."""
+"""`patch`: explicit, reversible changes of one Hugging Face model, and a proof that they took effect."""
 
 import copy
 from dataclasses import dataclass
@@ -30,26 +30,26 @@ _MARK = "_hf_patches_patch"
 
 
 class Patch:
-    """The changes made to one model by `patch`; `report` shows them, `remove` takes them back."""
+    """The changes that `patch` made to one model; `report` shows them, `remove` reverts them."""
 
     def __init__(self, model: PreTrainedModel, family: Family, state: CallState, backbone: nn.Module) -> None:
         self.model, self.family, self.state, self.backbone = model, family, state, backbone
         self.config: Any = backbone.config
         self.journal = Journal()
         self.settings = {"head": "logits"}
-        # Layer number -> the router of its experts, where routing can be recorded and replayed.
+        # Routers by layer number, for models whose routing can be recorded and replayed.
         self.routers: dict[int, nn.Module] = {}
-        # The layers that make what a call returns from the hidden states of the backbone.
+        # The layers that turn the hidden states of the backbone into the output of a call.
         self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Patch | None":
-        """The patch of a model, or None; a deep copy of a patched model has a patch of its own."""
+        """Return the patch of a model, or None; a deep copy of a patched model has its own patch."""
         return model.__dict__.get(_MARK)
 
     def report(self) -> Report:
-        """What was changed where, and the probe's result."""
+        """Return the changes with their places, the settings, and the result of the probe."""
         return Report(
             model=type(self.model).__name__,
             model_type=self.model.config.model_type,
@@ -59,7 +59,11 @@ class Patch:
         )
 
     def probe(self) -> ProbeResult:
-        """Run the start-up probe (again); every rank of the group must call it. Raises RuntimeError if it fails."""
+        """Run the start-up probe, or run it again; every rank of the group must call this method.
+
+        Raises:
+            RuntimeError: The patch did not take effect.
+        """
         self._require_applied()
         self.state.proven = False
         self.probe_result = run_probe(
@@ -69,16 +73,15 @@ class Patch:
         return self.probe_result
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
-        """An empty cache of keys and values for N sequences of at most `max_length` tokens each.
+        """Return an empty cache of keys and values for N sequences of at most `max_length` tokens each.
 
-        Under `torch.no_grad()`, `model(packed=PackedSequence, cache=cache)` then continues the N sequences with the new
-        tokens of each (a prompt, one token, none) and returns `PackedOutput.logits` [N, V] fp32 after each one's last;
-        one without new tokens gets an arbitrary row. Positions go on from what the cache holds. The call is this rank's
-        alone, also with a sequence-parallel group: ranks may decode different sequences.
+        Under `torch.no_grad()`, `model(packed=PackedSequence, cache=cache)` continues the N sequences with their new
+        tokens (a prompt, one token, or none) and returns `PackedOutput.logits` `[N, V]` fp32 after the last token of
+        each sequence. The row of a sequence without new tokens is arbitrary. Positions continue those in the cache.
+        Each rank decodes alone, also with a sequence-parallel group, so ranks may decode different sequences.
 
         Raises:
-            ValueError: the model's layers have keys and values of different sizes, or the patch is not proven yet, or
-                was taken away.
+            ValueError: Layers have keys and values of different sizes, or the patch is not proven or was removed.
         """
         self._require_applied()
         kind = None if self.probe_result is None else self.probe_result.key_values
@@ -116,7 +119,7 @@ class Patch:
         self.journal.add_hook(
             self.model.register_forward_pre_hook(enter, with_kwargs=True), "", f"takes {options.batches} batches"
         )
-        # First among the hooks of its kind, so that FSDP2's, on the model as the root, sees what the caller sees.
+        # Prepended, so that FSDP2's hook on the root model sees the output that the caller gets.
         self.journal.add_hook(
             self.model.register_forward_hook(hooks.leave, with_kwargs=True, prepend=True, always_call=True),
             "",
@@ -142,7 +145,7 @@ class Patch:
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
     def _replace_head(self, names: dict[nn.Module, str], options: "_Options") -> None:
-        """Fused log-probs on the output embedding; values from the model's own score, or from a new one."""
+        """Fuse log-probs into the output embedding; return values from the model's own score, or from a new one."""
         head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
         self.heads = [score if head is None else head]
         scaling = self.family.head_scaling(self.config) if options.fused_head else None
@@ -167,7 +170,7 @@ class Patch:
         self.state.fused = True
 
     def _use_kernels(self, names: dict[nn.Module, str]) -> None:
-        """Norms, rotations and SwiGLUs by one kernel each, where a kernel computes the same."""
+        """Replace norms, rotations and SwiGLUs by one kernel each, if a kernel computes the same."""
         kept: dict[str, None] = {}
         for found in find_kernels(self.backbone, self.state):
             if isinstance(found, Kept):
@@ -186,7 +189,7 @@ class Patch:
             self.journal.set_attribute(mlp, "forward", tiled.forward, names[mlp], f"MLP in {tiles} tiles of tokens")
 
     def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
-        """Routers whose choice of experts can be recorded and replayed, told by their layers which batch it is."""
+        """Let the routers record and replay their experts; attention hands each router the plan of the batch."""
         layers = self.backbone.layers
         assert isinstance(layers, nn.ModuleList)
         self.routers = find_routers(layers)
@@ -204,9 +207,9 @@ class Patch:
         self.state.routed_layers = tuple(self.routers)
 
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
-        """Give the backbone's modules configs of their own, which ask for our attention function by name.
+        """Give the modules of the backbone copied configs that ask for packed attention by name.
 
-        A config may be shared with other models, and with the vision tower, so it is never changed in place.
+        Other models and the vision tower may share a config, so configs are never changed in place.
         """
         register_attention()
         if npu:
@@ -229,10 +232,10 @@ class Patch:
 
     def _require_applied(self) -> None:
         if Patch.of(self.model) is not self:
-            raise ValueError(f"this patch of {type(self.model).__name__} was taken away; call patch() again")
+            raise ValueError(f"this patch of {type(self.model).__name__} was removed; call patch() again")
 
     def remove(self) -> None:
-        """Take every change back: the model is what it was, bit for bit. A second call does nothing."""
+        """Revert every change, so that the model is as before, bit for bit. A second call does nothing."""
         self.journal.undo()
 
 
@@ -341,7 +344,7 @@ def patch(
 
 
 def find_backbone(model: PreTrainedModel) -> nn.Module:
-    """The text backbone: the transformers model that owns the input embedding."""
+    """Return the text backbone: the transformers model that owns the input embedding."""
     embedding = model.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.children()):

@@ -1,11 +1,11 @@
-"""Prefix sharing: many responses to one prompt, the prompt computed once (group-relative RL).
+"""Prefix sharing: compute a prompt once for many responses (group-relative RL).
 
     packed:  | prompt a | response a1 | response a2 | prompt b | response b1 | ...
 
-Every piece is a segment of its own. A prompt attends to itself; a response attends to its prompt's keys and its own, so
-it sees what it would see in a sequence alone: the attention's key side lists, for each response, the prompt's rows
-again before its own. What the head computes is one row for each response token: the distribution that the token was
-drawn from, which for a response's first token is that of the prompt's last, used once for every response.
+Every piece is a segment. A prompt attends to itself; a response attends to the keys of its prompt and its own keys. For
+this the key side of attention lists the rows of the prompt again before the rows of each response. The head computes
+one row for each response token: the distribution that predicts the token. The last token of the prompt predicts the
+first token of every response.
 
 Shapes: T tokens of the shared batch, J rows of the key side, R response tokens.
 """
@@ -23,16 +23,16 @@ from parallel_layers.distributed.collectives import gather_from_sequence_paralle
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Prompts and their responses, packed with each prompt once; made by `share_prefixes`.
+    """Prompts and their responses, packed with each prompt once, as `share_prefixes` returns them.
 
     Attributes:
-        packed: the T tokens; positions of a response go on from its prompt's.
-        key_index: [J] rows of the key side, as indices of tokens.
-        cu_seqlens_k: boundaries of the segments among them.
-        max_seqlen_k: the longest prompt with a response.
-        rows: [R] on the CPU: the token whose distribution each response token was drawn from.
-        labels: [R] the response tokens.
-        lengths: of the responses, prompt by prompt.
+        packed: The T tokens; positions of a response continue those of its prompt.
+        key_index: `[J]`, the rows of the key side as indices of tokens.
+        cu_seqlens_k: The boundaries of the segments on the key side.
+        max_seqlen_k: The length of the longest prompt together with a response.
+        rows: `[R]` on the CPU, the token that predicts each response token.
+        labels: `[R]`, the response tokens.
+        lengths: The lengths of the responses, prompt by prompt.
     """
 
     packed: PackedSequence
@@ -44,7 +44,7 @@ class SharedPrefixes:
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> "SharedPrefixes":
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return replace(
             self,
             packed=self.packed.to(device),
@@ -54,19 +54,24 @@ class SharedPrefixes:
         )
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """The rows of `values` [R, ...] of each response, prompt by prompt."""
+        """Split `values` `[R, ...]` into one tensor per response, prompt by prompt."""
         return list(values.split(self.lengths))
 
 
 def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]) -> SharedPrefixes:
-    """Pack prompts (1-D ids, not empty) and the responses to each (1-D ids), the prompts once.
+    """Pack each prompt once with the responses to it.
 
-    Raises ValueError when the counts differ or a prompt is empty.
+    Args:
+        prompts: One-dimensional tensors of ids, not empty.
+        responses: For each prompt, one-dimensional tensors of ids.
+
+    Raises:
+        ValueError: The counts differ, or a prompt is empty.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts but responses to {len(responses)}")
     if any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("a prompt is empty: the first token of a response is drawn from its prompt's last")
+        raise ValueError("a prompt is empty: the last token of a prompt predicts the first token of each response")
     pieces, positions, keys, rows, lengths_k = [], [], [], [], []
     start = 0
     for prompt, group in zip(prompts, responses, strict=True):
@@ -118,18 +123,18 @@ class HeadRows:
         return len(self.order)
 
     def take(self, values_R: Tensor, fill: float) -> Tensor:
-        """This rank's part of something with one entry for each response token."""
+        """Return this rank's part of a tensor with one entry per response token."""
         mine = values_R[self.chosen.to(values_R.device)]
         return torch.cat([mine, mine.new_full((len(self.local) - len(mine),), fill)])
 
     def collect(self, local: Tensor) -> Tensor:
-        """From this rank's [m, n] to everybody's [R, n]. Forward: all-gather; backward: this rank's part."""
+        """Gather `[m, n]` of each rank into `[R, n]` on every rank. Backward: this rank's part of the gradient."""
         whole = gather_from_sequence_parallel(local, self.plan.group, reduce_gradient=False)
         return whole[self.order.to(whole.device)]
 
 
 def shared_plan(shared: SharedPrefixes, plan: BatchPlan) -> BatchPlan:
-    """The plan of the T tokens with the key side of shared prefixes; a padding segment is its own keys."""
+    """Return the plan of the T tokens with the key side of shared prefixes; padding attends to itself."""
     index, bounds = shared.key_index, shared.cu_seqlens_k
     padding = torch.arange(plan.num_given, plan.num_tokens, device=index.device)
     if len(padding):
@@ -139,7 +144,7 @@ def shared_plan(shared: SharedPrefixes, plan: BatchPlan) -> BatchPlan:
 
 
 def head_rows(shared: SharedPrefixes, plan: BatchPlan) -> HeadRows:
-    """Give every row to the rank that holds its token."""
+    """Assign every row to the rank that holds its token."""
     part = plan.num_tokens // plan.world_size
     owner = shared.rows // part
     counts = torch.bincount(owner, minlength=plan.world_size)

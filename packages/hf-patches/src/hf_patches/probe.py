@@ -1,12 +1,13 @@
-"""The start-up probe: proof, on the model at hand, that its segments are apart.
+"""The start-up probe: a proof, on the model at hand, that segments do not influence each other.
 
-Two tiny packed batches that differ in the last tokens of one segment go through the model without gradients. Every
-attention layer must have been called through our function, the perturbed tokens must have moved, and what the model
-returns for every other token must be what it was, exactly. With routed experts it cannot be exact: tokens of all
-sequences meet in one matrix product, and its rounding depends on how many there are. There the first layer's attention,
-before any expert, must be exactly what it was, and the results nearly so. Heads whose weights are all zero, as new
-value heads often are, return the same for any tokens; there what the heads read is compared instead. Where kernels
-stand in for the model's own code, both compute, and may differ by roundings.
+Two tiny packed batches that differ in the last tokens of one segment run through the model without gradients. Every
+attention layer must call the packed attention function, the outputs of the perturbed tokens must change, and the
+outputs of all other tokens must stay exactly equal.
+
+Routed experts cannot be exact: tokens of all sequences share a GEMM, whose rounding depends on their number. There the
+attention of the first layer, before any expert, must be exactly equal, and the outputs nearly equal. Heads with
+all-zero weights (new value heads) return the same for any tokens, so their inputs are compared instead. Kernels run
+beside the code that they replace and may differ by rounding.
 """
 
 from collections.abc import Sequence
@@ -26,19 +27,28 @@ from parallel_layers.moe import RouterReplay
 _LENGTHS = (5, 1, 7, 4)
 # The third segment (tokens 6 to 12) is perturbed from its fourth token on.
 _PERTURBED = slice(9, 13)
-# What a kernel may differ by from the code that it replaces, in units of the type's epsilon times the largest element:
-# both round a few times.
+# The allowed difference between a kernel and the code that it replaces, in units of the dtype's epsilon times the
+# largest element: both round a few times.
 _KERNEL_ROUNDINGS = 16.0
-# What routed experts may move other tokens by, in parts of what the perturbed ones moved.
+# The allowed change of other tokens with routed experts, as a fraction of the change of the perturbed tokens.
 _EXPERT_NOISE = 0.05
 
 
 def run_probe(
     model: nn.Module, state: CallState, backbone: nn.Module, config: Any, *, experts: bool, heads: Sequence[nn.Module]
 ) -> ProbeResult:
-    """Run the probe; raises RuntimeError, naming what leaked, when the patch did not take effect.
+    """Run the probe and return its result.
 
-    `heads` make what the model returns from what its text backbone does.
+    Args:
+        model: The patched model.
+        state: The state of its calls.
+        backbone: The text backbone.
+        config: The config of the text backbone.
+        experts: Whether the model has routed experts.
+        heads: The layers that turn the hidden states of the backbone into the output of the model.
+
+    Raises:
+        RuntimeError: The patch did not take effect; names the part that leaked.
     """
     ids = _ordinary_ids((config, model.config), sum(_LENGTHS))
     changed = ids.clone()
@@ -102,7 +112,7 @@ def run_probe(
 
 
 def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay: RouterReplay | None) -> Tensor:
-    """Every number the model returns for a token, [T, n] fp32."""
+    """Return all outputs of the model for each token, `[T, n]` fp32."""
     packed = PackedSequence.from_sequences(list(input_ids.split(list(lengths))))
     output = model(packed=packed, router_replay=replay)
     columns = [x.reshape(packed.num_tokens, -1).float() for x in output if isinstance(x, Tensor)]
@@ -110,16 +120,16 @@ def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay
 
 
 def _is_zero(head: nn.Module, device: torch.device) -> bool:
-    """Whether all of a head's weight is zero; every rank of its mesh must ask."""
+    """Return whether the weight of a head is all zero; every rank of its mesh must call this function."""
     weight = getattr(head, "weight", None)
     if isinstance(weight, DTensor):
-        # FSDP2 may keep it on the CPU, where the group of a GPU cannot gather it.
+        # FSDP2 may keep the weight on the CPU, and NCCL cannot gather CPU tensors.
         weight = cast(DTensor, weight.detach().to(device)).full_tensor()
     return isinstance(weight, Tensor) and not weight.any()
 
 
 def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -> float:
-    """How far this rank's attention outputs of the kept tokens moved between two calls of one layer."""
+    """Return the largest change of this rank's attention outputs of the kept tokens between two calls of one layer."""
     plan = before.plan
     keep = torch.cat([keep, keep.new_ones(plan.num_tokens - len(keep))])[plan.local_tokens]
     difference = (after.output_TQD - before.output_TQD).abs().flatten(1).amax(dim=1).cpu()[keep]
@@ -127,7 +137,7 @@ def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -
 
 
 def _ordinary_ids(configs: Sequence[Any], count: int) -> Tensor:
-    """Ids that no entry ("..._token_id") of the configs gives a meaning of its own."""
+    """Return ids that are no special tokens ("..._token_id") of the configs."""
     special: set[int] = set()
     for entries in configs:
         for name in (name for name in dir(entries) if name.endswith("_token_id")):

@@ -1,4 +1,4 @@
-"""Proof that two functions compute the same: results and gradients, in fp32 on random numbers."""
+"""Compare two functions on random fp32 numbers: results and gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Differences in parts of the largest element. Functions differ by far more than orders of summation do.
+# In parts of the largest element. Different functions differ by far more than different orders of summation.
 _TOLERANCE = 1e-4
 
 
 class With:
-    """A module as the code of its `forward` sees it, with other numbers in some of its attributes."""
+    """A view of a module with other values in some attributes, to run the code of its `forward` on."""
 
     def __init__(self, module: nn.Module, **attributes: Any) -> None:
         self.__dict__.update(attributes, _module=module)
@@ -21,20 +21,20 @@ class With:
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random numbers in fp32 on the CPU, whatever torch's defaults are."""
+    """Return random fp32 numbers on the CPU, independent of torch's defaults."""
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def agree(
     own: Callable[..., Any], ours: Callable[..., Any], inputs: list[Tensor], *, unless_refused: bool = False
 ) -> bool:
-    """Whether two functions give the same results and the same gradients of their inputs, but for roundings.
+    """Return whether two functions have the same results and gradients of their inputs, up to rounding.
 
-    `unless_refused`: also when the first one does not take the inputs.
+    With `unless_refused`, also return True if the first function raises on the inputs.
     """
     try:
         expected = _results_and_gradients(own, inputs)
-    except Exception:  # another model's code may refuse our numbers in any way: then it keeps its place
+    except Exception:  # a model's code may refuse these numbers with any error; then its code stays in use
         return unless_refused
     actual = _results_and_gradients(ours, inputs)
     return len(actual) == len(expected) and all(

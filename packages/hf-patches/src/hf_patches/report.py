@@ -1,4 +1,4 @@
-"""What a patch says about itself."""
+"""`Report`: the changes, settings and proof of a patch."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from hf_patches.journal import Change
 
 @dataclass(frozen=True)
 class KeyValues:
-    """What one token leaves for later ones in a layer: heads, sizes of a key's and a value's head, and their type."""
+    """The keys and values of one token in a layer: number of heads, head sizes of key and value, and dtype."""
 
     heads: int
     key_dim: int
@@ -19,14 +19,14 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The start-up probe: how far perturbing one segment moved that segment, and everything it must not move.
+    """The result of the start-up probe, which perturbs one segment of a batch.
 
-    `leak` is the largest change of a log-prob (or whatever the model returns; what its heads read, where their weights
-    are all zero) of another segment, or of an earlier token of the same one; `allowed` is what it may be, 0 wherever
-    rows are computed independently of each other.
-    `key_values` are those that every layer's attention saw; None if layers differ. So many `kernels` ran in place of
-    the model's own code; `kernel_error` is the largest difference between the two, in units of the type's epsilon times
-    the largest element.
+    `moved` is the largest change in the perturbed segment. `leak` is the largest change of an output elsewhere: in
+    another segment, or at an earlier token (for heads with all-zero weights, the change of their inputs). `allowed` is
+    the bound on `leak`; it is 0 if rows are computed independently.
+    `key_values` describes the keys and values of every layer, or is None if layers differ.
+    `kernels` counts the kernels that ran in place of the model's own code, and `kernel_error` is the largest difference
+    between the two, in units of the dtype's epsilon times the largest element.
     """
 
     attention_layers: int
@@ -40,7 +40,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Report:
-    """The model, the changes made to it, each with its place, and the result of the probe (None: not yet run)."""
+    """The model, each change with its place, and the result of the probe (None before the probe has run)."""
 
     model: str
     model_type: str

@@ -1,10 +1,10 @@
 """Router replay: record the experts that each layer of a mixture chooses, or send tokens to recorded ones.
 
-What is recorded and replayed is `parallel_layers.moe.RouterReplay`, one object a batch, keyed by layer number, so
-routing recorded on one backend replays on another (arXiv:2510.11370). It travels in the batch's plan, which the layer's
-attention is given and a router is not: so it reaches the recompute of gradient checkpointing. A router of transformers
-chooses by one `topk` over the scores of all E experts; while it runs, that call alone is answered with the recorded
-experts and the router's own scores of them, gradient and all.
+`parallel_layers.moe.RouterReplay` holds the experts of one batch by layer number, so routing of one backend replays on
+another (arXiv:2510.11370). The replay travels in the plan of the batch, which attention receives also in the recompute
+of gradient checkpointing; attention hands the plan to the router of its layer. A router of transformers chooses by one
+`topk` over the scores of all E experts. While the router runs, this `topk` returns the recorded experts with the
+router's own scores of them, so gradients reach the scores.
 
 Shapes: T tokens, E experts, k experts a token.
 """
@@ -24,18 +24,18 @@ _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 
 
 class ReplayedRouter:
-    """Stands in for the `forward` of one router, in layer `number` of the model."""
+    """Replaces the `forward` of one router, in layer `number` of the model."""
 
     def __init__(self, router: nn.Module, number: int) -> None:
         self.router, self.number, self.own = router, number, router.forward
         self.plan: BatchPlan | None = None
 
     def take_plan(self, attention: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-        """Pre-hook of the attention of the same layer, which runs before the router, in a recompute as well."""
+        """Pre-hook of the attention of the same layer, which runs before the router, also in a recompute."""
         self.plan = kwargs.get(PLAN_KEYWORD)
 
     def forward(self, hidden: Tensor) -> Any:
-        """What the router returns, for its own choice or the recorded one."""
+        """Return the output of the router for its own choice or for the recorded choice."""
         plan, self.plan = self.plan, None
         if plan is None or plan.replay is None:
             return self.own(hidden)
@@ -60,13 +60,13 @@ class ReplayedRouter:
 
 
 class _Choosing(TorchFunctionMode):
-    """Answers topk(scores [T, E], k) with `select`'s experts and their scores before groups were masked."""
+    """Answers topk(scores `[T, E]`, k) with the experts of `select` and their scores before groups were masked."""
 
     def __init__(self, select: Callable[[Tensor], Tensor], num_experts: int, top_k: int) -> None:
         super().__init__()
         self.select, self.num_experts, self.top_k = select, num_experts, top_k
         self.choices = 0
-        # id of a masked tensor -> it (to keep its id) and what it was before.
+        # By id of a masked tensor: the tensor itself (which keeps the id taken) and the tensor before the mask.
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,10 +87,10 @@ class _Choosing(TorchFunctionMode):
 
 
 def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
-    """The router of each decoder layer that has routed experts, by the layer's number.
+    """Return the router of each decoder layer with routed experts, by layer number.
 
     Raises:
-        ValueError: a layer has several.
+        ValueError: A layer has several routers.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in enumerate(layers):
@@ -103,7 +103,7 @@ def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
 
 
 def padded_replay(replay: RouterReplay, padding: int) -> RouterReplay:
-    """A replay for a batch with so many more tokens at its end, which the routers send where they like."""
+    """Return the replay for a batch with `padding` more tokens at its end, whose experts the routers choose freely."""
     if replay.recording or not padding:
         return replay
     longer = replay.replaying()

@@ -1,4 +1,4 @@
-"""Replacing what one module computes: its whole `forward`, or one function that its `forward` calls by name."""
+"""Replace the computation of one module: its whole `forward`, or one function that its `forward` calls by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ class Swap:
 
 
 def called_names(module: nn.Module) -> tuple[str, ...]:
-    """The globals and attributes that the code of a module's `forward` names."""
+    """Return the names of globals and attributes in the code of a module's `forward`."""
     forward = type(module).forward
     return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
 
 
 def own_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The global function that the code of a module's `forward` calls `name`."""
+    """Return the global function `name` of the code of a module's `forward`."""
     function: Callable[..., Any] = type(module).forward.__globals__[name]
     return function
 
 
 def rebound(module: nn.Module, name: str, function: Callable[..., Any]) -> MethodType:
-    """The module's `forward`, calling `function` where its code calls `name`.
+    """Return the module's `forward`, which calls `function` where its code calls `name`.
 
-    A global of the model's file is shared by all models of the family. So the code of `forward` is bound to this
-    instance over a copy of those globals in which only the one name differs; and they have no `__name__`, by which
-    torch.compile would look globals up in the file itself.
+    All models of the family share the globals of the model's file. So the code of `forward` is bound to this instance
+    over a copy of the globals with one changed name. The copy has no `__name__`, because torch.compile would use it to
+    look globals up in the file.
     """
     forward = type(module).forward
     copied_globals = {key: value for key, value in forward.__globals__.items() if key != "__name__"}

@@ -1,6 +1,6 @@
-"""Tiny random models of every family, and the numbers that unpatched transformers computes for them.
+"""Tiny random models of every family, and reference numbers of unpatched transformers.
 
-Useful outside, too: a program that patches models can hold its own batches against `one_by_one`.
+Programs that patch models can compare their own batches with `one_by_one`.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """A config of a family, of two layers and a few heads; overrides go to the text config."""
+    """Return a config of a family with two layers and a few heads; overrides go to the text config."""
     text = _SIZES | _OVERRIDES[model_type] | overrides
     if model_type not in _TOWERS:
         return AutoConfig.for_model(model_type, **text)
@@ -102,7 +102,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A language model of a family, a function of the seed: eager attention, fp32, in training mode.
+    """Return a language model of a family that depends on the seed only: eager attention, fp32, in training mode.
 
     The weights are larger than transformers' own initialisation makes them, so that attention and norms matter.
     """
@@ -115,7 +115,7 @@ def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTraine
 
 
 def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Draw every parameter anew: matrices with deviation 0.2, vectors near what they were."""
+    """Draw every parameter again: matrices with deviation 0.2, vectors near their old values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,21 +128,21 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def random_sequences(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[Tensor]:
-    """One tensor of random ids for each length."""
+    """Return one tensor of random ids for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence with images or videos, as transformers takes it alone: its ids and its further inputs."""
+    """One sequence with images or videos: its ids and its other inputs, as transformers takes a single sequence."""
 
     ids: Tensor
     inputs: dict[str, Tensor]
 
 
 def random_sample(model: PreTrainedModel, parts: Sequence[int | tuple[int, int, int]], seed: int = 0) -> Sample:
-    """A sequence of text lengths and image grids (frames, rows, columns), in order."""
+    """Return a sequence made of texts of given lengths and of image grids (frames, rows, columns), in order."""
     generator = torch.Generator().manual_seed(seed)
     vision = family_of(model.config).vision
     assert vision is not None
@@ -164,14 +164,14 @@ def random_sample(model: PreTrainedModel, parts: Sequence[int | tuple[int, int, 
 
 
 def join_inputs(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """The further inputs of all samples, for one packed call."""
+    """Join the other inputs of all samples for one packed call."""
     names = dict.fromkeys(name for sample in samples for name in sample.inputs)
     return {name: torch.cat([s.inputs[name] for s in samples if name in s.inputs]) for name in names}
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs of the next tokens (0 at each sequence's last) and entropies, [T] over all sequences, fp32."""
+    """Log-probs of the next tokens (0 at the end of each sequence) and entropies, `[T]` fp32 over all sequences."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -194,14 +194,14 @@ def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor | Sample], tem
 
 
 def scalar_loss(scores: Any, seed: int = 1) -> Tensor:
-    """A loss that weighs every log-prob and entropy differently, so that no gradient can hide behind a sum."""
+    """Return a loss with a different weight for every log-prob and entropy, so that no wrong gradient cancels."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(2, scores.log_probs.shape[0], generator=generator).to(scores.log_probs.device)
     return (weights[0] * scores.log_probs).sum() + (weights[1] * scores.entropy).sum()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients by parameter name; zeros where there is none."""
+    """Return copies of all gradients by parameter name; zeros for parameters without a gradient."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
@@ -209,7 +209,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_gradients_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Every element within `tolerance` of the largest element of its own parameter's gradient."""
+    """Assert that gradients agree per element, within `tolerance` of the largest element of each gradient."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     for name, wanted in expected.items():
         error = (actual[name] - wanted).abs().max().item()

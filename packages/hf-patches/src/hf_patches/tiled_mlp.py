@@ -1,7 +1,8 @@
-"""Tiled MLPs: the tokens in tiles, each recomputed in the backward, so that one tile's activations live at a time.
+"""Tiled MLPs: compute an MLP in tiles of tokens, and compute each tile again in the backward.
 
-An MLP works on every token alone, so tiling changes no result. For very long sequences its intermediate activations,
-[T, intermediate], are the largest of a layer (arXiv:2506.13996, "sequence tiling").
+An MLP computes every token independently, so tiling changes no result. In very long sequences the intermediate
+activations `[T, intermediate]` are the largest of a layer (arXiv:2506.13996, "sequence tiling"); with tiles only those
+of one tile exist at a time.
 """
 
 from collections.abc import Callable
@@ -12,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 class TiledMLP:
-    """Stands in for the `forward` of one MLP: [..., H] -> [..., H] in `tiles` parts of the tokens.
+    """Replaces the `forward` of one MLP: `[..., H]` to `[..., H]` in `tiles` parts of the tokens.
 
-    Saved for the backward: the input alone. Gradients of the weights are the sum over the tiles. Inside another
-    checkpoint (gradient checkpointing of the layer) it nests.
+    The backward needs the input only. Gradients of the weights are summed over the tiles. Tiles may lie inside another
+    checkpoint (gradient checkpointing of the layer).
     """
 
     def __init__(self, forward: Callable[[Tensor], Tensor], tiles: int) -> None:
         self.untiled, self.tiles = forward, tiles
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The MLP's output; tiles are as even as the count allows, and there are never more of them than tokens."""
+        """Return the output of the MLP, in tiles as even as the count allows, at most one per token."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         parts = tokens.tensor_split(min(self.tiles, max(len(tokens), 1)))
         outputs = [checkpoint(self.untiled, part, use_reentrant=False) for part in parts]
@@ -30,7 +31,7 @@ class TiledMLP:
 
 
 def find_mlps(backbone: nn.Module) -> list[nn.Module]:
-    """The dense MLPs of a text backbone; an MLP of routed experts is none, its tokens are not alone."""
+    """Return the dense MLPs of a text backbone, without routed experts."""
     return [
         module
         for module in backbone.modules()

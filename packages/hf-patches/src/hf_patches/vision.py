@@ -1,6 +1,6 @@
-"""Vision-language models: positions of several sections, rows of images, and a vision tower that always takes part.
+"""Vision-language models: positions of several sections, rows of images, and a vision tower that always runs.
 
-The vision tower runs as it is, whole on every rank, before the text backbone; a rank's part of the tokens is cut behind
+The vision tower runs unchanged and whole on every rank, before the text backbone; the tokens are cut into parts behind
 it. Shapes: T tokens of the packed batch, N sequences.
 """
 
@@ -22,13 +22,13 @@ VISUAL_INPUTS = (*_GRIDS, *_PIXELS)
 
 
 class VisionHooks:
-    """What a patch adds to one vision-language model."""
+    """The hooks that a patch adds to one vision-language model."""
 
     def __init__(self, state: CallState, inner: Any, vision: Vision) -> None:
         self.state, self.inner, self.vision = state, inner, vision
 
     def positions(self, packed: PackedSequence, kwargs: dict[str, Any]) -> Tensor | None:
-        """The positions that text positions alone do not say: [4, T] (text, time, height, width), or None.
+        """Return positions `[4, T]` (text, time, height, width), or None if text positions suffice.
 
         The caller may give them as `position_ids` [4, T]; otherwise the model's own `get_rope_index` computes them,
         sequence by sequence. Takes what only they need out of `kwargs`.
@@ -64,7 +64,7 @@ class VisionHooks:
         return rows
 
     def touch_tower(self, embedding: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        """Hook of the input embedding: without images, adds zero times a smallest image's features.
+        """Hook of the input embedding: in a batch without images, add zero times the features of a smallest image.
 
         So the tower's parameters get (zero) gradients from a text-only batch, and FSDP2 gathers them on this rank when
         another rank has images. The embedding is where transformers itself would next run the tower.
@@ -85,12 +85,12 @@ class VisionHooks:
 
 
 def has_images(kwargs: dict[str, Any]) -> bool:
-    """Whether a call brings images or videos."""
+    """Return whether a call brings images or videos."""
     return any(kwargs.get(name) is not None for name in _PIXELS)
 
 
 def cut_visual_rows(kwargs: dict[str, Any], plan: BatchPlan) -> None:
-    """DeepStack: cut the mask of visual tokens [1, T] and the rows that belong to them to this rank's part."""
+    """DeepStack: cut the mask `[1, T]` of visual tokens and their rows to this rank's part."""
     mask, rows = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if plan.group is None or not isinstance(mask, Tensor):
         return

@@ -1,4 +1,4 @@
-"""What each family needs beyond the general mechanism, and which models are refused."""
+"""Families of models: their entries in the table, and the models that are refused."""
 
 from typing import Any
 
@@ -10,15 +10,16 @@ __all__ = ["FAMILIES", "Family", "HeadScaling", "family_of", "supported_model_ty
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """The `config.model_type`s that `patch` accepts."""
+    """Return the `config.model_type`s that `patch` accepts."""
     return tuple(sorted(FAMILIES))
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model by its config.
+    """Return the family of a model by its config.
 
-    Raises ValueError for one whose layers cannot be packed, by name and with the reason, and for an unknown one, with
-    the list of those known.
+    Raises:
+        ValueError: The layers of the model cannot be packed (with the reason), or the family is unknown (with the list
+            of known families).
     """
     refuse(config)
     family = FAMILIES.get(config.model_type)

@@ -1,4 +1,4 @@
-"""The form of a family's entry."""
+"""The dataclasses of an entry in the table of families."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """What a model does to the logits z of its head: softcap * tanh(factor * z / softcap), or factor * z."""
+    """The transform of the logits z of the head: softcap * tanh(factor * z / softcap), or factor * z."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -15,9 +15,9 @@ class HeadScaling:
 
 @dataclass(frozen=True)
 class Vision:
-    """What a family's vision tower takes: the shape of one patch's pixels and the patches merged into one token.
+    """The input of a vision tower: the shape of one patch of pixels, and the patches merged into one token.
 
-    `multi_section`: text positions have three further rows (time, height, width), and `get_rope_index` computes them.
+    `multi_section`: positions have three more rows (time, height, width), which `get_rope_index` computes.
     """
 
     multi_section: bool
@@ -27,19 +27,19 @@ class Vision:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. Fields that name something name an attribute of the text config."""
+    """One family of models. Fields with a string hold the name of an attribute of the text config."""
 
     model_types: tuple[str, ...]
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
-    # Routed experts: tokens of different sequences meet in one matrix product, whose rounding depends on all of them.
+    # Routed experts: tokens of different sequences share a GEMM, whose rounding depends on all of them.
     experts: bool = False
     # A vision tower besides the text backbone.
     vision: Vision | None = None
 
     def head_scaling(self, config: Any) -> HeadScaling:
-        """The numbers of one config."""
+        """Return the factor and soft-cap of one config."""
         factor = 1.0
         if self.logits_multiplier is not None:
             factor *= getattr(config, self.logits_multiplier)

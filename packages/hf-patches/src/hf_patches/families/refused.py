@@ -1,4 +1,4 @@
-"""What cannot be packed, refused by name before the first step."""
+"""Models that cannot be packed: refused by name before the first step."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def refuse(config: Any) -> None:
-    """Raise ValueError if a config asks for something that packing would compute wrongly."""
+    """Raise ValueError if packing would compute a model of this config wrongly."""
     name = config.model_type
     if reason := REFUSED_MODEL_TYPES.get(name):
         raise ValueError(f"model_type={name!r} {reason}")
@@ -46,10 +46,10 @@ def refuse(config: Any) -> None:
 
 
 def longest_exact_sequence(config: Any) -> int | None:
-    """The longest sequence whose rotary embedding does not depend on what else is in the batch; None: any.
+    """Return the longest sequence whose rotary embedding is independent of the rest of the batch; None means any.
 
-    The types "dynamic" and "longrope" choose their frequencies by the longest sequence of the batch once it exceeds
-    the trained length, so a packed batch, and each rank's part of one, would differ from its sequences one by one.
+    Beyond the trained length, the types "dynamic" and "longrope" choose frequencies by the longest sequence of the
+    batch. Then a packed batch would differ from its sequences one by one.
     """
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
