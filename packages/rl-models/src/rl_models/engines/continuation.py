@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import PackedSequence
 from rl_models.engines.padding import pad_to
+from rl_models.grid import Grid
 
 
 def continue_sequences(tokens: Sequence[Tensor], lengths: Sequence[int], multiple_of: int) -> PackedSequence:
@@ -25,3 +27,22 @@ def continue_sequences(tokens: Sequence[Tensor], lengths: Sequence[int], multipl
     return PackedSequence(
         packed.input_ids, packed.position_ids + shift, packed.cu_seqlens, packed.max_seqlen, packed.padding
     )
+
+
+def on_all_ranks(logits: Tensor | None, shape: tuple[int, int], grid: Grid) -> Tensor:
+    """Return the logits of the last pipeline stage on every rank.
+
+    They are those of its first context-parallel rank: each of these ranks has computed all logits, and may have met
+    its tokens in another order at the experts.
+
+    Args:
+        logits: `[N, V]` on the last stage; None elsewhere.
+        shape: (N, V).
+        grid: Where the model stands.
+    """
+    result = torch.empty(shape, device=grid.device) if logits is None else logits.contiguous()
+    if (context := grid.group("cp")) is not None:
+        dist.broadcast(result, group=context, group_src=0)
+    if (stages := grid.group("pp")) is not None:
+        dist.broadcast(result, group=stages, group_src=stages.size() - 1)
+    return result

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ckpt
-from megatron_utils import MegatronGrid, megatron_device
+from megatron_utils import MegatronGrid
 from megatron_utils.gpt import PackedGPTModel
-from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
 from parallel_layers import LogProbs, next_token_labels
-from parallel_layers.memory import HostOffload
 from rl_models.engines.engine import Loss, NextLogits, Outputs
 from rl_models.engines.megatron.chunks import stored_tensors
 from rl_models.engines.megatron.decoding import decoding
+from rl_models.engines.megatron.model import MegatronModel
 from rl_models.engines.megatron.optimizer import MegatronOptimizer
 from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import OptimizerOptions
@@ -33,9 +32,8 @@ class MegatronEngine:
     """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
 
     Attributes:
-        chunks: this rank's pipeline chunks.
+        model: this rank's pipeline chunks, in Megatron's global state.
         layout, places: where they stand in a checkpoint; a place for each chunk.
-        distributed_optimizer: whether masters and moments are divided over the ranks that hold the same parameters.
         routed_layers: the numbers of the layers with routed experts; none in a dense model.
         num_experts: of each of these layers.
     """
@@ -50,40 +48,19 @@ class MegatronEngine:
         source: str,
         options: MegatronOptions,
     ) -> None:
-        self.module: nn.Module = nn.ModuleList(chunks)
-        self.chunks, self.layout, self.places = list(chunks), layout, list(places)
-        self.grid, self.source, self._enter = grid, source, enter
-        self.distributed_optimizer = options.distributed_optimizer and grid.dims.dp * grid.dims.cp > 1
+        self.model = MegatronModel(chunks, grid, enter, options)
+        self.module, self.chunks = self.model.module, self.model.chunks
+        self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
         self.routed_layers = moe_layers(chunks[0].config)
         self.num_experts = int(chunks[0].config.num_moe_experts or 0)
         self._scale_loss: Callable[[Tensor], Tensor] | None = None
-        self._trained: list[Any] | None = None
-        self._gradient_memory = HostOffload()
-
-    @contextmanager
-    def entered(self) -> Iterator[MegatronGrid]:
-        """Megatron's global state for this grid.
-
-        Raises:
-            ValueError: the device is not the current one, or a CPU without the stand-in.
-            RuntimeError: inside another `megatron_grid`.
-        """
-        check_device(self.grid.device)
-        with self._enter() as megatron:
-            yield megatron
-
-    def trained(self, megatron: MegatronGrid) -> list[Any]:
-        """The chunks with buffers for their gradients, made when they are first needed: a reference model has none."""
-        if self._trained is None:
-            self._trained = wrap_data_parallel(self.chunks, megatron, distributed=self.distributed_optimizer)
-        return self._trained
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch, on every rank, without a graph."""
-        with self.entered() as megatron, torch.no_grad():
+        with self.model.entered() as megatron, torch.no_grad():
             outputs = self._run(self.chunks, micro_batches, megatron)
         return [_outputs(output) for output in outputs]
 
@@ -94,9 +71,8 @@ class MegatronEngine:
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
             return loss(micro_batches[number], _outputs(output)) * self.grid.dims.dp
 
-        with self.entered() as megatron:
-            chunks = self.trained(megatron)
-            self._gradient_memory.onload()
+        with self.model.entered() as megatron:
+            chunks = self.model.with_gradients(megatron)
             self._run(chunks, micro_batches, megatron, loss=total, grad_scale=self._scale_loss, broadcast=False)
 
     def _run(
@@ -116,16 +92,13 @@ class MegatronEngine:
 
     def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
         """Megatron's AdamW; from now on gradients are multiplied by its loss scale, where it has one."""
-        optimizer = MegatronOptimizer(self, options)
+        optimizer = MegatronOptimizer(self.model, options)
         self._scale_loss = None if optimizer.loss_scale is None else optimizer.inner.scale_loss
         return optimizer
 
     def drop_gradients(self) -> None:
-        """What the next `forward_backward` adds to is zero; until then their memory is given up."""
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        if not self._gradient_memory.offloaded:
-            self._gradient_memory.offload([], discard=gradient_buffers(self._trained or []))
+        """Drop the gradients, and give up their memory until the next `forward_backward`."""
+        self.model.drop_gradients()
 
     def shards(self) -> Shards:
         """The parameters of this rank, and the biases by which its routers choose."""
@@ -134,24 +107,19 @@ class MegatronEngine:
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
         """Decode with a KV cache, on every tp and cp rank alike."""
-        return decoding(self, num_sequences, max_length)
+        return decoding(
+            self.model,
+            num_sequences,
+            max_length,
+            vocab_size=self.vocab_size,
+            tokens_multiple_of=self.tokens_multiple_of,
+            micro_batches_multiple_of=self.micro_batches_multiple_of,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
         tensors = [{name: x.detach() for name, x in part.items()} for _, part in self.shards().chunks]
         ckpt.save_hf(path, tensors, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ValueError unless `device` is the one that Megatron-Core computes on."""
-    current = megatron_device()
-    if current is None or device.type != current.type:
-        raise ValueError(
-            f"backend='megatron' does not compute on device={str(device)!r}; use a GPU, or, for tests and "
-            "demonstrations on a CPU, enter megatron_utils.testing.cpu_stand_in() around everything"
-        )
-    if device.index not in (None, current.index):
-        raise ValueError(f"{device} is not the current device; call torch.cuda.set_device({device.index}) first")
 
 
 def _outputs(output: LogProbs | Tensor) -> Outputs:

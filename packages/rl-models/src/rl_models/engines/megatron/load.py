@@ -18,7 +18,8 @@ from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
 from rl_models.engines.engine import EngineOptions, Role
 from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
-from rl_models.engines.megatron.engine import MegatronEngine, check_device
+from rl_models.engines.megatron.engine import MegatronEngine
+from rl_models.engines.megatron.model import check_device
 from rl_models.engines.megatron.optimizer import PRECISIONS
 from rl_models.engines.options import RouterLosses
 from rl_models.engines.stored import stored_dtype

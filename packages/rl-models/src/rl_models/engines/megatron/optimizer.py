@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_utils.optimizer import Optimizer, OptimizerConfig, ParameterStates
+from rl_models.engines.megatron.model import MegatronModel
 from rl_models.engines.optimizer import OptimizerOptions
-
-if TYPE_CHECKING:
-    from rl_models.engines.megatron.engine import MegatronEngine
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -26,19 +23,19 @@ class MegatronOptimizer:
     and biases.
     """
 
-    def __init__(self, engine: MegatronEngine, options: OptimizerOptions) -> None:
-        self.engine = engine
+    def __init__(self, model: MegatronModel, options: OptimizerOptions) -> None:
+        self.model = model
         config = OptimizerConfig(
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
             weight_decay=options.weight_decay,
             clip_grad=options.max_grad_norm if math.isfinite(options.max_grad_norm) else None,
-            precision=PRECISIONS[next(engine.module.parameters()).dtype],  # type: ignore[arg-type]
-            distributed=engine.distributed_optimizer,
+            precision=PRECISIONS[next(model.module.parameters()).dtype],  # type: ignore[arg-type]
+            distributed=model.distributed_optimizer,
         )
-        with engine.entered() as megatron:
-            self.inner = Optimizer(engine.trained(megatron), megatron, config)
+        with model.entered() as megatron:
+            self.inner = Optimizer(model.trained(megatron), megatron, config)
         self._states = ParameterStates(self.inner)
 
     @property
@@ -57,14 +54,14 @@ class MegatronOptimizer:
 
     def step(self, learning_rate: float) -> float:
         """Clip, step, and drop the gradients; returns the norm before clipping, infinity where fp16 overflowed."""
-        with self.engine.entered():
+        with self.model.entered():
             result = self.inner.step(learning_rate)
         self.zero_grad()
         return math.inf if result.grad_norm is None else result.grad_norm
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.engine.drop_gradients()
+        self.model.drop_gradients()
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """`step`, `exp_avg`, `exp_avg_sq`, and of a bf16 or fp16 parameter `master`; in DTensors where divided."""

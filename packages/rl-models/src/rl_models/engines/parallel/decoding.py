@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import PackedSequence
-from rl_models.engines.continuation import continue_sequences
+from rl_models.engines.continuation import continue_sequences, on_all_ranks
 from rl_models.engines.engine import NextLogits
 from rl_models.engines.fsdp import gathered
 from rl_models.engines.parallel.pipeline import Pipeline
@@ -61,17 +60,6 @@ def decode(
                 logits = run(packed, stages[0], None)
             else:
                 logits = pipeline.relay(hidden_shape(packed.num_tokens), partial(run, packed))
-            return _same_on_all_ranks(logits, (len(tokens), model.config.vocab_size), grid)
+            return on_all_ranks(logits, (len(tokens), model.config.vocab_size), grid)
 
         yield next_logits
-
-
-def _same_on_all_ranks(logits: Tensor | None, shape: tuple[int, int], grid: Grid) -> Tensor:
-    """The logits of the last pipeline stage, those of its first context-parallel rank bit for bit: each of them has
-    computed all, and may have met its tokens in another order at the experts."""
-    result = torch.empty(shape, device=grid.device) if logits is None else logits.contiguous()
-    if (context := grid.group("cp")) is not None:
-        dist.broadcast(result, group=context, group_src=0)
-    if (stages := grid.group("pp")) is not None:
-        dist.broadcast(result, group=stages, group_src=stages.size() - 1)
-    return result
