@@ -59,11 +59,9 @@ def read_dtype(text: str | None) -> torch.dtype | None:
     """
     if text is None:
         return None
-    import torch
+    from ckpt.files.dtypes import dtype_of_name
 
-    from ckpt.files.dtypes import DTYPES
-
-    dtype = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values() or not dtype.is_floating_point:
+    dtype = dtype_of_name(text)
+    if dtype is None or not dtype.is_floating_point:
         raise ValueError(f"--dtype={text!r} is no type of weights; use one such as bfloat16 or float32")
     return dtype

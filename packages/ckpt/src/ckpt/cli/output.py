@@ -1,4 +1,4 @@
-"""What the commands share: tables and progress for people, JSON for programs, one line for a mistake."""
+"""Output of the commands: tables and progress for people, JSON for programs, one line for a mistake."""
 
 import contextlib
 import functools

@@ -176,7 +176,7 @@ def _bytes_to_compare(slot: str, a: Source, b: Source) -> int:
 
 
 class _Comparison:
-    """How tensors are compared, and the files that are open for it; what is compared is counted in a report."""
+    """Compares tensors through open files, and counts the tensors and elements in a report."""
 
     def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
         self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
@@ -196,7 +196,7 @@ class _Comparison:
             reader.close()
 
     def canonical(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
-        """What differs between two checkpoints' tensors of one name, and between the copies that each has of it."""
+        """Yield the differences between two checkpoints' tensors of one name, and between each one's copies of it."""
         if name in a.scalars.get(slot, {}) and name in b.scalars.get(slot, {}):
             yield from self._scalars(shown, slot, name, a, b)
             return
@@ -216,7 +216,7 @@ class _Comparison:
             yield from self.copies(shown, slot, name, source)
 
     def copies(self, shown: str, slot: str, name: str, source: Source) -> Iterator[Difference]:
-        """What differs between a checkpoint's tensor and the copies of it that further ranks hold."""
+        """Yield the differences between a checkpoint's tensor and the copies of it that further ranks hold."""
         part = source.slots[slot][name]
         reference = (source, part, source.tensors[part[0][0]][1].dtype)
         for key, piece in source.copies.get(slot, {}).get(name, ()):
@@ -250,7 +250,7 @@ class _Comparison:
             yield difference
 
     def local(self, name: str, block: Block, tensor: Tensor, source: Source) -> Iterator[Difference]:
-        """What differs between a live model's tensor, or the part of it that a rank has, and a checkpoint."""
+        """Yield the differences between a checkpoint and a live model's tensor, or the part of it that a rank has."""
         if not block.names:
             return
         stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype

@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""The differences that a comparison finds."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         tensors: how many were compared.

@@ -236,7 +236,7 @@ def _escape(name: str) -> str:
 
 
 def _is_in_use(leftover: Path) -> bool:
-    """Whether the process that made a temporary folder still holds its lock."""
+    """Return whether the process that made a temporary folder still holds its lock."""
     try:
         fd = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -35,7 +35,7 @@ class BoxOf:
 
 @dataclass
 class IOCounter:
-    """What has been read or written so far.
+    """Counts the bytes and calls of reads and writes.
 
     Attributes:
         data_bytes: bytes of tensors.
@@ -108,7 +108,7 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 def _run_dims(sides: Shape, strides: Shape) -> int:
-    """How many trailing dimensions of a strided box lie contiguously in memory, given its strides in elements."""
+    """Return how many trailing dimensions of a box lie contiguously in memory; strides count elements."""
     expected = 1
     dims = 0
     for side, stride in zip(reversed(sides), reversed(strides), strict=True):
@@ -161,7 +161,7 @@ def _is_direct(view: Tensor, info: TensorInfo) -> bool:
     return view.device.type == "cpu" and view.dtype == info.dtype
 
 
-def _part(view: Tensor, chunk: Box, box: Box) -> Tensor:
+def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
     """The part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
     side."""
     inside = relative(chunk, box)
@@ -187,7 +187,7 @@ def read_box(
         _move(os.preadv, fd, info, box, destination, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
-        part = _part(destination, chunk, box)
+        part = part_of(destination, chunk, box)
         buffer = staging.view(extents(chunk), info.dtype)
         _move(os.preadv, fd, info, chunk, buffer, counter)
         refuse_overflow(name, buffer, part.dtype)
@@ -204,7 +204,7 @@ def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Stag
         _move(os.pwritev, fd, info, box, source, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
-        part = _part(source, chunk, box)
+        part = part_of(source, chunk, box)
         buffer = staging.view(extents(chunk), info.dtype)
         buffer.view(part.shape).copy_(part)
         _move(os.pwritev, fd, info, chunk, buffer, counter)

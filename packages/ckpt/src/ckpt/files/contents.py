@@ -108,7 +108,7 @@ def entries(folder: Path) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether an entry has the name of a file that some kind of checkpoint has."""
+    """Return whether an entry has the name of a file that some kind of checkpoint has."""
     return _matches(name, _KNOWN)
 
 

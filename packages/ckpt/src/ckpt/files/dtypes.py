@@ -34,6 +34,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
+def dtype_of_name(name: str) -> torch.dtype | None:
+    """Return the dtype that a text such as "torch.bfloat16" names; None where files have no such dtype."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype in NAMES else None
+
+
+def joined_dtype(name: str, stored: set[torch.dtype], cast: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a local tensor that joins tensors of the dtypes `stored`.
+
+    Args:
+        name: The local tensor.
+        stored: The dtypes of the tensors it joins.
+        cast: The dtype that floating-point tensors are cast to; None: they keep theirs.
+
+    Raises:
+        ValueError: The dtypes differ, and they are not cast.
+    """
+    if cast is not None and all(dtype.is_floating_point for dtype in stored):
+        return cast
+    if len(stored) > 1:
+        raise ValueError(
+            f"{name} joins tensors of types {sorted(map(str, stored))}; pass dtype= to cast them to one, or save them "
+            "in one type"
+        )
+    return next(iter(stored))
+
+
 def check_cast(dtype: torch.dtype | None) -> None:
     """Refuse to cast weights to a type that has no fractions.
 

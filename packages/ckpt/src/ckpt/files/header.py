@@ -43,7 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a file before its tensors are read.
+    """A file's header: where each tensor lies.
 
     Attributes:
         tensors: in the order of their bytes.

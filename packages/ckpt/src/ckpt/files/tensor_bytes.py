@@ -35,7 +35,7 @@ def crc32(path: Path, info: TensorInfo) -> str:
 
 
 def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Whether two tensors of files, as long as each other, have the same bytes."""
+    """Return whether two tensors of files, as long as each other, have the same bytes."""
     return all(one == other for one, other in zip(_chunks(*a), _chunks(*b), strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Which rectangle of which Hugging Face tensor every rank of a grid holds."""
+"""Layouts: the rectangles of Hugging Face tensors that every rank of a grid holds."""

@@ -1,4 +1,4 @@
-"""From one row of a family's table to the local tensors of a place."""
+"""Make the local tensors of a place from one row of a family's table."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -11,7 +11,7 @@ from ckpt.layout.sizes import Dim, DoesNotDivide, divisors, full_shape, parse_sh
 
 
 class Model(Protocol):
-    """What a row needs to know of the layout it belongs to."""
+    """The facts of a layout that its rows need."""
 
     @property
     def family(self) -> Family:
@@ -35,7 +35,7 @@ class Model(Protocol):
 
     @property
     def vocab_multiple(self) -> int:
-        """What a rank's vocabulary rows are padded to."""
+        """The multiple that a rank's vocabulary rows are padded to."""
         ...
 
 
@@ -83,7 +83,7 @@ def _for_expert(piece: Piece, expert: int, index: int | None = None) -> Piece:
 
 
 def _parts(sources: dict[str, tuple[Dim, ...]], place: Place, vocab_multiple: int) -> tuple[Shape, tuple[Piece, ...]]:
-    """Each source's shard after the one before, along dimension 0."""
+    """Concatenate the sources' shards along dimension 0."""
     pieces: list[Piece] = []
     offset = 0
     rest_shape: Shape = ()

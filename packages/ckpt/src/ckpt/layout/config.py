@@ -62,7 +62,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def classifies_sequences(config: Mapping[str, Any]) -> bool:
-    """Whether its class is transformers' for sequence classification, a reward model's, whose head has no bias."""
+    """Return whether the config's class is one for sequence classification (a reward model); its head has no bias."""
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
@@ -77,7 +77,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def is_weights(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a safetensors file."""
+    """Return whether a path is that of a safetensors file."""
     return Path(path).suffix == ".safetensors" and Path(path).is_file()
 
 

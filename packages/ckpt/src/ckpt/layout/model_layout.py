@@ -137,7 +137,7 @@ class Layout:
         return any(part.get("tie_word_embeddings") for part in parts if isinstance(part, Mapping))
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         text = self._text
         if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
             return False
@@ -147,7 +147,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """What ranks that act together must agree on, as a short text."""
+        """Return a short text that is the same on ranks with the same layout."""
         shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())
         # A subclass for models without a table has no target.
         options = {name: getattr(self, name, None) for name in ("target", "role", "layers", "vocab_multiple")}
@@ -169,15 +169,15 @@ class Layout:
         return place_layers(self.num_layers, grid.chunks, self.layers)
 
     def is_optional(self, block: Block) -> bool:
-        """Whether a rank and a file may lack a local tensor, with all that it is made of."""
+        """Return whether a rank and a file may lack a local tensor, with all that it is made of."""
         return all(self.canonical[name].optional for name in block.names)
 
     def is_carried(self, block: Block) -> bool:
-        """Whether a local tensor is carried whole, of no known structure and type."""
+        """Return whether a local tensor is carried whole, of no known structure and type."""
         return any(self.canonical[name].carried for name in block.names)
 
     def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
-        """The same layout with the tensors that are carried whole."""
+        """Return this layout with the tensors that are carried whole."""
         return dataclasses.replace(self, carried=dict(shapes))
 
     def missing_carried(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What data parallelism leaves on a rank: of a DTensor, as FSDP2 makes of a place's tensors, one box."""
+"""Find the box of a DTensor that a rank holds; FSDP2 makes DTensors of a place's tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Whoever has one has imported them; to import them here would take over a second."""
+    """Return whether a tensor is a DTensor, without importing DTensors, which takes over a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

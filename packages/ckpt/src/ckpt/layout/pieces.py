@@ -38,7 +38,7 @@ def relative(part: Box, box: Box) -> Box:
 
 
 def carried_over(part: Box, copy: "Copy") -> Box:
-    """Where a part of a copy's source box lands in its destination."""
+    """Return the box of the destination that a part of a copy's source box fills."""
     inside = relative(part, copy.source_range)
     # The destination may lack, or have more, leading dimensions of 1.
     extra = len(copy.destination_range) - len(inside)
@@ -101,7 +101,7 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, shape: Shape) -> "Piece":
-        """All of the canonical tensor, unchanged."""
+        """Return the piece that is all of a canonical tensor."""
         return cls(name, full_box(shape), full_box(shape))
 
     @property
@@ -164,7 +164,7 @@ class Block:
 
 
 def cover_problem(boxes: Sequence[Box], shape: Shape) -> str | None:
-    """Why `boxes` do not cover every element of `shape` exactly once, or None when they do.
+    """Return why `boxes` do not cover every element of `shape` exactly once, or None when they do.
 
     Sweeps over the first dimension: between two neighbouring cuts the set of boxes is constant, and their remaining
     dimensions must cover the remaining shape.
@@ -206,7 +206,7 @@ class Copy:
 
 
 def intersect(source: Piece, destination: Piece) -> Copy | None:
-    """What `source` can give to `destination`, both pieces of one canonical tensor; None when they share nothing."""
+    """Return the copy of what two pieces of one canonical tensor share; None when they share nothing."""
     assert source.canonical_range is not None
     assert destination.canonical_range is not None
     source_range = list(source.local_range)
@@ -226,23 +226,12 @@ def intersect(source: Piece, destination: Piece) -> Copy | None:
 
 
 def distinct_cover_problem(boxes: Iterable[Box], shape: Shape) -> str | None:
-    """Why the *distinct* boxes do not partition `shape`, or None: replicas are equal boxes, shards never half
-    overlap."""
+    """Return why the *distinct* boxes do not partition `shape`, or None. Replicas are equal boxes."""
     return cover_problem(sorted(set(boxes)), shape)
 
 
-def pieces_by_name(blocks: Iterable[tuple[str, Block]]) -> dict[str, list[tuple[str, Piece]]]:
-    """Index pieces by canonical name: name -> [(tensor that holds it, piece), ...]; padding is left out."""
-    index: dict[str, list[tuple[str, Piece]]] = {}
-    for tensor, block in blocks:
-        for piece in block.pieces:
-            if not piece.is_padding:
-                index.setdefault(piece.name, []).append((tensor, piece))
-    return index
-
-
 def shared(destination: Block, sources: dict[str, list[tuple[str, Piece]]]) -> Iterator[tuple[str, Copy]]:
-    """Every copy that fills `destination` from the indexed sources: (source tensor, copy), padding excepted.
+    """Yield every copy that fills `destination` from the indexed sources: (source tensor, copy), padding excepted.
 
     Replicas in the index are all yielded; the caller passes an index without replicas when it wants each element once.
     """

@@ -1,4 +1,4 @@
-"""Where a rank stands (`Place`), the grid it stands in (`Grid`), and which layers each pipeline chunk holds."""
+"""A rank's place (`Place`), its grid (`Grid`), and the layers of each pipeline chunk."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class Grid:
         return self.tp * self.pp * self.vpp * self.ep * (self.etp or 1)
 
     def places(self) -> Iterator[Place]:
-        """Every place of the grid; pp outermost, then vpp, ep, etp, and tp innermost."""
+        """Yield every place of the grid; pp outermost, then vpp, ep, etp, and tp innermost."""
 
         def axis(size: int) -> list[Axis]:
             return [(rank, size) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""From a table's shapes in symbols to numbers: how long each dimension is and which part of it a rank holds."""
+"""Turn a table's shapes in symbols into numbers: each dimension's length, and the part of it that a rank holds."""
 
 import math
 from dataclasses import dataclass

@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def group_device(group: ProcessGroup) -> torch.device:
-    """Where a tensor must lie for a collective of this group."""
+    """Return the device on which a collective of this group takes tensors."""
     return (
         torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda", torch.cuda.current_device())
     )
 
 
 def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's message, in rank order. JSON values only, so nothing is pickled; without a group the message
+    """Return every rank's message in rank order. JSON values only, so nothing is pickled; without a group the message
     alone."""
     if group is None or group.size() == 1:
         return [message]

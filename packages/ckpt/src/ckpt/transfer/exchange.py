@@ -175,7 +175,7 @@ def _all_to_all(bucket: Bucket, holdings: Holdings, group: ProcessGroup | None, 
 
 
 def _segments(sides: list[list[_Move]], buffer: Tensor) -> Iterator[tuple[_Move, Tensor]]:
-    """Each move's flat part of a buffer, as its own type."""
+    """Yield each move with its flat part of the buffer, as the move's dtype."""
     position = 0
     for moves in sides:
         for move in moves:

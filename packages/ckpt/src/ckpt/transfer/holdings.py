@@ -1,4 +1,4 @@
-"""What a group of ranks holds together: every rank's pieces, and the type of every canonical tensor."""
+"""Learn what a group of ranks holds together: every rank's pieces, and the dtype of every canonical tensor."""
 
 import dataclasses
 import hashlib
@@ -57,7 +57,7 @@ class Holdings:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """This rank's own."""
+        """This rank's chunks."""
         return self.ranks[self.rank]
 
     def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -151,7 +151,7 @@ def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
 
 
 def _describe(place: Place, held: Held) -> dict[str, Any]:
-    """What the other ranks need to know of a chunk: its place, the type of every tensor, and which box of it is
+    """Describe a chunk to the other ranks: its place, the type of every tensor, and which box of it is
     there."""
     return {
         "place": place.to_json(),

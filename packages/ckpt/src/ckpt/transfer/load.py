@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import IOCounter, view_of
-from ckpt.files.dtypes import check_cast
+from ckpt.files.dtypes import check_cast, joined_dtype
 from ckpt.files.folder import Checkpoint, open_checkpoint
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
@@ -118,12 +118,8 @@ def _allocate(
     for name, block in blocks.items():
         stored = {checkpoint.tensors[tensor][1].dtype for source in block.names for tensor, _ in sources[source]}
         kept = any(layout.canonical[source].keep_dtype for source in block.names)
-        if len(stored) > 1 and (kept or dtype is None):
-            raise ValueError(
-                f"{name} joins tensors of types {sorted(map(str, stored))}; pass dtype= to cast them to one"
-            )
-        of = stored.pop() if kept or dtype is None else dtype
-        tensors[name] = torch.empty(block.shape, dtype=of, device=device)
+        chosen = joined_dtype(name, stored, None if kept else dtype)
+        tensors[name] = torch.empty(block.shape, dtype=chosen, device=device)
     return tensors
 
 

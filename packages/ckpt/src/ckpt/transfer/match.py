@@ -1,4 +1,4 @@
-"""Which file tensors hold which canonical tensors: names compared, shapes checked, nothing missing, nothing
+"""Match a checkpoint's tensors with the canonical tensors of a layout, by name and shape; nothing may be missing or
 unexpected."""
 
 import dataclasses
@@ -81,8 +81,7 @@ def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
-    """What files hold as the head beside the embedding that it is tied to must be that embedding, bit for bit; their
-    bytes are read for it."""
+    """Refuse a stored head that differs in any bit from the embedding that it is tied to; reads the bytes of both."""
     (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[HEAD]
     alike = (info.dtype, info.shape) == (head.dtype, head.shape)
     if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
@@ -140,19 +139,18 @@ def _ignored(name: str, layout: Layout) -> bool:
 
 
 def _is_causal_lm(layout: Layout) -> bool:
-    """Whether the configuration names a causal language model's class."""
+    """Return whether the configuration names a causal language model's class."""
     return any(str(name).endswith("ForCausalLM") for name in layout.config.get("architectures") or ())
 
 
 def _value_heads(family: Family) -> set[str]:
-    """All names of tensors that a value model has and a causal language model has not."""
+    """Return the names of tensors that a value model has and a causal language model has not."""
     rows = [row for row in family.rows if "causal_lm" not in row.roles]
     return {name for row in rows for name in (*row.sources, *row.aliases)}
 
 
 def is_prediction_layer(name: str, layout: Layout) -> bool:
-    """Whether a tensor belongs to the multi-token-prediction layers, stored behind the decoder's and read by no model
-    here."""
+    """Return whether a tensor belongs to the multi-token-prediction layers, which lie behind the decoder's layers."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     extra = count_or_zero(layout.text, PREDICTION_LAYERS)
     return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
@@ -185,8 +183,11 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
 
 
 def detect_role(checkpoint: Checkpoint) -> Role:
-    """What a checkpoint is: a value model where it has a value head, by any of its names; both where it has a
-    language-model head beside it and its configuration names a causal language model; else that alone."""
+    """Return the role that a checkpoint's heads and configuration show.
+
+    A value head makes a value model, or a model of both roles where there is a language-model head, too, and the
+    configuration names a causal language model.
+    """
     layout = layout_for(checkpoint.config, role="causal_lm_with_value")
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     score = layout.canonical["score.weight"]

@@ -1,4 +1,4 @@
-"""What each place of a grid holds, in bytes, from a configuration alone."""
+"""Count the bytes that each place of a grid holds, from a configuration alone."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.files.dtypes import DTYPES
+from ckpt.files.dtypes import dtype_of_name
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.place import Grid, Place
 from ckpt.transfer.shards import WEIGHTS
@@ -45,7 +45,7 @@ def component(name: str) -> str:
 
 
 def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
-    """Each canonical tensor's type in a checkpoint, whatever its files call it or hold it in."""
+    """Return the stored dtype of each canonical tensor of a checkpoint."""
     return {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.slots[WEIGHTS].items()}
 
 
@@ -56,8 +56,8 @@ def config_dtype(config: Mapping[str, object]) -> torch.dtype:
         ValueError: the name is not a type of torch.
     """
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+    dtype = dtype_of_name(str(name))
+    if dtype is None:
         raise ValueError(f"the config's dtype={name!r} is not a type of torch")
     return dtype
 

@@ -173,7 +173,7 @@ class _Entry:
 def _contents(
     source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None, slots: Sequence[str] | None = None
 ) -> dict[str, _Entry]:
-    """What a file of these blocks holds: `SLOT/LOCAL` -> entry, for all that the source has."""
+    """Return the contents of a file of these blocks: `SLOT/LOCAL` -> entry, for all that the source has."""
     entries: dict[str, _Entry] = {}
     for slot in slots or sorted({*source.slots, *source.scalars}, key=lambda slot: (slot != WEIGHTS, slot)):
         for local, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Which rank writes what: every box of every canonical tensor once, replicas spread over the ranks that hold them."""
+"""Assign every box of every canonical tensor to one of the ranks that hold it; replicas spread the work."""
 
 from dataclasses import dataclass
 

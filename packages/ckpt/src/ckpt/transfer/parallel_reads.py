@@ -13,9 +13,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ckpt.files.boxio import IOCounter, StagingPool, read_box, view_of
+from ckpt.files.boxio import IOCounter, StagingPool, part_of, read_box
 from ckpt.files.header import TensorInfo
-from ckpt.layout.pieces import Box, relative, split_box, volume
+from ckpt.layout.pieces import Box, split_box, volume
 
 # What one thread reads at a time: enough to make its file and its place in the queue cheap.
 BATCH_BYTES = 32 << 20
@@ -38,11 +38,8 @@ class Read:
 
     def cut(self) -> Iterator["Read"]:
         """The read in parts of at most a batch."""
-        extra = self.destination.dim() - len(self.box)
         for part in split_box(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
-            inside = relative(part, self.box)
-            view = view_of(self.destination, ((0, 1),) * extra + inside[max(0, -extra) :])
-            yield replace(self, box=part, destination=view)
+            yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
 
 
 def read_all(
@@ -98,7 +95,7 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
 
 
 class _Worker:
-    """What a thread does with a batch; CUDA copies go onto the caller's streams, whatever the thread's would be.
+    """Reads batches in a thread; CUDA copies run on the caller's streams.
 
     Attributes:
         ended: whether what is still to be read is wanted no more.

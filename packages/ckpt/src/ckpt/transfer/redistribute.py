@@ -1,4 +1,4 @@
-"""From one grid to another while both live in one process group: no file, no gather."""
+"""Move a model and its optimizer state from one grid to another inside one process group, without files or gathers."""
 
 from collections.abc import Mapping, Sequence
 from typing import overload
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import view_of
+from ckpt.files.dtypes import joined_dtype
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box
 from ckpt.layout.place import Place
@@ -99,7 +100,11 @@ def redistribute(
         types = holdings.stored_dtypes(dtype)
         chunks = [
             {
-                name: torch.empty(block.shape, dtype=_one_dtype(name, block, types), device=device)
+                name: torch.empty(
+                    block.shape,
+                    dtype=joined_dtype(name, {types[source] for source in block.names}, None),
+                    device=device,
+                )
                 for name, block in _held_blocks(to_layout, at, holdings).items()
             }
             for at in mine
@@ -201,7 +206,7 @@ def redistribute_optimizer(
 
 
 def _slots(state: Sequence[OptimizerState], blocks: Sequence[Blocks]) -> dict[str, tuple[bool, str]]:
-    """Each slot's kind: whether it is one element for a whole parameter, and its type."""
+    """Return each slot's kind: whether it is one element for a whole parameter, and its dtype."""
     slots: dict[str, tuple[bool, str]] = {}
     for chunk, local in zip(state, blocks, strict=True):
         for name, entries in chunk.items():
@@ -263,13 +268,6 @@ def _held_blocks(layout: Layout, place: Place, holdings: Holdings) -> dict[str, 
         for name, block in layout.at(place).items()
         if all(source in holdings.dtypes for source in block.names)
     }
-
-
-def _one_dtype(name: str, block: Block, types: Mapping[str, torch.dtype]) -> torch.dtype:
-    found = {types[source] for source in block.names}
-    if len(found) > 1:
-        raise ValueError(f"{name} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one")
-    return found.pop()
 
 
 def _check_same_model(layout: Layout, to_layout: Layout) -> None:

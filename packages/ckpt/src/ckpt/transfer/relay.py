@@ -32,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def reaches(folder: Path) -> bool:
-    """Whether this rank sees a folder that another has just created, and may write in it."""
+    """Return whether this rank sees a folder that another has just created, and may write in it."""
     return os.access(folder, os.W_OK | os.X_OK)
 
 

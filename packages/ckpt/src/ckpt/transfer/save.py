@@ -139,7 +139,7 @@ def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group:
 
 
 def _can_write(folder: Path, plan: FilePlan) -> bool:
-    """Whether this rank sees the files that rank 0 has created."""
+    """Return whether this rank sees the files that rank 0 has created."""
     return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
 
 

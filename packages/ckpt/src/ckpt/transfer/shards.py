@@ -86,7 +86,7 @@ def shard_name(index: int, count: int) -> str:
 
 
 def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
-    """What `layout.json` records beside the configuration."""
+    """Return the content of `layout.json`."""
     return {
         "version": _VERSION,
         "target": layout.target,
@@ -99,7 +99,7 @@ def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a sharded checkpoint."""
+    """Return whether a folder is a sharded checkpoint."""
     return (Path(path) / LAYOUT).is_file()
 
 
@@ -217,8 +217,7 @@ def _check_place(shards: Shards, index: int, place: Place) -> None:
 
 
 def _check_whole(shards: Shards, slot: str) -> None:
-    """What some places hold of a canonical tensor, all together hold all of, and in one type: a moment, say, that one
-    has not saved."""
+    """Refuse a slot of which the places together hold a part only (one place lacks a moment), or several dtypes."""
     boxes: dict[str, set[Box]] = {}
     types: dict[str, dict[torch.dtype, Path]] = {}
     for index, place in enumerate(shards.grid.places()):

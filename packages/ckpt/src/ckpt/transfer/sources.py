@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ckpt.files.dtypes import joined_dtype
 from ckpt.files.folder import open_checkpoint
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
@@ -23,7 +24,7 @@ Index = dict[str, list[tuple[str, Piece]]]
 
 @dataclass
 class Source:
-    """What files hold.
+    """The tensors that files hold, as pieces of canonical tensors.
 
     Attributes:
         layout: of the model.
@@ -46,7 +47,7 @@ class Source:
     grid: Grid | None = None
 
     def holds(self, slot: str, name: str) -> bool:
-        """Whether there is a canonical tensor in a slot."""
+        """Return whether there is a canonical tensor in a slot."""
         return name in self.slots.get(slot, {}) or name in self.scalars.get(slot, {})
 
     def shape(self, slot: str, name: str) -> Shape:
@@ -62,12 +63,7 @@ class Source:
         """
         found = {self.tensors[key][1].dtype for name in names for key, _ in self.slots[slot][name]}
         kept = slot != WEIGHTS or any(self.layout.canonical[name].keep_dtype for name in names)
-        if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
-            return cast
-        if len(found) > 1:
-            fix = f"save {slot} in one type" if kept else "pass dtype= to cast them to one"
-            raise ValueError(f"{local} joins tensors of types {sorted(map(str, found))}; {fix}")
-        return found.pop()
+        return joined_dtype(local, found, None if kept else cast)
 
 
 def open_source(path: str | os.PathLike[str], role: Role | None = None, *, check: bool = False) -> Source:
@@ -95,7 +91,7 @@ def _hugging_face(path: str | os.PathLike[str], role: Role | None) -> Source:
 
 
 def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
-    """The same with the tensors of multi-token-prediction layers, which no model here reads and no save has."""
+    """Open a source with the tensors of multi-token-prediction layers, which `open_source` leaves out."""
     source = open_source(path, role)
     infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
     shapes = {name: info.shape for name, info in infos.items() if info.nbytes}

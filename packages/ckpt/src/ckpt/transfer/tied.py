@@ -46,7 +46,7 @@ def require_equal_copies(holdings: Holdings, group: ProcessGroup | None) -> None
 def require_equal_boxes(
     boxes: Sequence[BoxOf], layout: Layout, places: Sequence[Place], group: ProcessGroup | None
 ) -> None:
-    """The same for boxes of canonical tensors, of an optimizer's moments and counts, too.
+    """Refuse boxes of canonical tensors, moments and step counts that differ between pipeline chunks.
 
     Args:
         boxes: this rank's; the canonical tensor's name is the last part of a box's.
@@ -96,7 +96,7 @@ def _listed(wheres: list[str]) -> str:
 
 
 def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
-    """This rank's pieces of the named tensors."""
+    """Return this rank's pieces of the named tensors, with their checksums."""
     stagings = StagingPool()
     return [
         (

@@ -1,4 +1,4 @@
-"""What a family's table is made of.
+"""The parts of a family's table.
 
 A table is a tuple of `Row`s. A row says which canonical (Hugging Face) tensors exist, what their shapes are in the
 config's symbols and how each is split, and what the fused local tensor is called on each target:
@@ -142,7 +142,7 @@ class Family:
         return frozenset(read)
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Whether a flag holds under `config`."""
+        """Return whether a flag holds under `config`."""
         value = self.flags[name]
         if isinstance(value, bool):
             return value
@@ -154,7 +154,7 @@ class Family:
         return (prefix or self.prefix) + template.removeprefix("model.") if template.startswith("model.") else template
 
     def carried_names(self, name: str) -> tuple[str, ...]:
-        """What files may call a tensor that is carried whole; the first is its canonical name."""
+        """Return the names that files may give a tensor that is carried whole; the first is the canonical name."""
         rest = next((name.removeprefix(prefix) for prefix in self.carried if name.startswith(prefix)), None)
         return (name,) if rest is None else tuple(prefix + rest for prefix in self.carried)
 
