@@ -1,4 +1,4 @@
-"""What everything public sends, counted, is what the README's table says that it sends."""
+"""What everything public sends, counted, is what docs/communication.md says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel_layers.linear import Placement
 from parallel_layers.memory.random_states import checkpoint
 from parallel_layers.testing import RankPool
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/communication.md").read_text()
 TOKENS, HIDDEN, VOCAB = 8, 32, 12
 LATENT = pl.LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
 DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
@@ -270,13 +270,13 @@ Cells = tuple[dict[str, str], dict[str, str]]
 
 
 def rows() -> Iterator[tuple[list[str], Cells]]:
-    """The README's table: the names of each row, and its cells for forward and backward by the labels of their cases.
+    """The table: the names of each row, and its cells for forward and backward by the labels of their cases.
 
     A name that has been before is another module's, which stands in the section's heading.
     """
     before: set[str] = set()
     module = ""
-    for line in README[README.index("| name | forward | backward |") :].splitlines()[2:]:
+    for line in PAGE[PAGE.index("| name | forward | backward |") :].splitlines()[2:]:
         if not line.startswith("|"):
             return
         names, *cells = (cell.strip() for cell in line.split("|")[1:4])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_peer_memory import peer_memory_on_cpu
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +21,7 @@ from parallel_layers import (
 from parallel_layers.inference import available_linear_backends, for_inference
 from parallel_layers.linear import Execution, Placement, symmetric_memory
 from parallel_layers.linear.symmetric_memory import why_not_peers, why_not_symmetric_memory
-from parallel_layers.testing import RankPool, peer_memory_on_cpu
+from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(
     hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=24, attention_bias=True, output_bias=True

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_peer_memory import peer_memory_on_cpu
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -23,7 +24,7 @@ from parallel_layers import (
 from parallel_layers.linear import Execution, Overlap, Placement, transports
 from parallel_layers.linear.transports import choose_overlap
 from parallel_layers.sharding import load_full_
-from parallel_layers.testing import RankPool, peer_memory_on_cpu
+from parallel_layers.testing import RankPool
 
 IN, OUT = 8, 12
 

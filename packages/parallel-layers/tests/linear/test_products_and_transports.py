@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from cpu_peer_memory import peer_memory_on_cpu
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ from parallel_layers.linear import Execution, Overlap, Placement, transports
 from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.linear.products import PLAIN, Product
 from parallel_layers.sharding import blocks_of, load_full_
-from parallel_layers.testing import RankPool, peer_memory_on_cpu
+from parallel_layers.testing import RankPool
 
 IN, OUT, TOKENS = 16, 32, 12
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_peer_memory import peer_memory_on_cpu
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,7 +23,7 @@ from parallel_layers.linear.symmetric_memory import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_beside_gather,
 )
-from parallel_layers.testing import RankPool, peer_memory_on_cpu
+from parallel_layers.testing import RankPool
 
 IN, OUT = 24, 20
 on_gpus = [pytest.param(world, marks=pytest.mark.gpu(gpus)) for world, gpus in ((2, 2), (3, 4), (4, 4))]

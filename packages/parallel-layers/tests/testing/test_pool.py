@@ -291,6 +291,14 @@ def loaded(group: ProcessGroup, name: str) -> bool:
     return name in sys.modules
 
 
+def test_a_package_to_preload_is_imported_as_far_as_the_caller_has_imported_it() -> None:
+    importlib.import_module("xml.dom.minidom")
+    with RankPool(1) as plain, RankPool(1, preload=["xml.dom"]) as preloaded:
+        assert plain.run(loaded, "xml.dom.minidom") == [False]
+        assert preloaded.run(loaded, "xml.dom.minidom") == [True]
+        assert preloaded.run(loaded, "xml.dom.pulldom") == [False]
+
+
 def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() -> None:
     server = fork_server("gloo").process
     importlib.import_module("hypothesis")

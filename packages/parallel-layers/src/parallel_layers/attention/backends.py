@@ -63,7 +63,7 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-# In the order of preference of `auto`: the fastest first (measured: see the README's table).
+# In the order of preference of `auto`: the fastest first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {
     "flash-attn-4": Backend(
         "the flash-attn-4 package (extra parallel-layers[flash-attn-4]) and a Hopper or Blackwell GPU",

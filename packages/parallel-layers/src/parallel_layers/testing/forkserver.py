@@ -19,24 +19,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel_layers.testing import worker
 
-# What takes long to import: the ranks have of these packages what the caller has imported. For ranks that compute on
-# CUDA devices the large ones, which may touch CUDA when imported, are left out: a fork of CUDA does not work.
-_LIGHT = (
-    "hypothesis.",
-    "pytest.",
-    "torch.distributed.checkpoint.",
-    "torch.distributed.fsdp.",
-    "torch.distributed.pipelining.",
-    "torch.distributed.tensor.",
+# Slow imports of test files, which every fork of the server shares.
+_PRELOAD = (
+    "hypothesis",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
 )
-_PRELOAD = {"gloo": (*_LIGHT, "megatron.core.", "transformers."), "nccl": _LIGHT}
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,16 @@ class ForkServer:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, settings: worker.Settings) -> tuple[tuple[int, ...], list[Connection[Any, Any]]]:
-        """Fork the ranks that `settings` describe; returns their process ids and a connection to each."""
+    def fork(
+        self, settings: worker.Settings, preload: Iterable[str]
+    ) -> tuple[tuple[int, ...], list[Connection[Any, Any]]]:
+        """Fork the ranks that `settings` describe; return their process ids and a connection to each.
+
+        Before the fork, the server imports the modules of `preload` (names of packages) that this process has imported.
+        """
+        prefixes = tuple(f"{package}." for package in (*_PRELOAD, *preload))
         pairs = [socket.socketpair() for _ in range(settings.world_size)]
-        loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(_PRELOAD[self._backend]))
+        loaded = tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(prefixes))
         request = _Fork(settings, loaded, tuple(sys.path), _environment(self._backend), os.getcwd())
         processes = self._ask(request, [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:

@@ -14,7 +14,7 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -64,13 +64,17 @@ class RankPool:
     Args:
         world_size: Number of ranks; each call may use the first few of them.
         backend: `"gloo"` (CPU) or `"nccl"` (rank r computes on CUDA device r).
-        timeout: Seconds a call may take unless it says otherwise.
+        timeout: Time limit of a call in seconds, unless the call has its own.
+        preload: Packages that are slow to import. What the caller has imported of them when the ranks start, the ranks
+            have, too. For `"nccl"` no package whose import touches CUDA: CUDA does not work after a fork.
 
     The processes start with the first call. After a hang or a death they are killed, and the next call starts
     new ones. Use it as a context manager, or call `close`; what is still open when Python exits is closed then.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 120.0) -> None:
+    def __init__(
+        self, world_size: int, *, backend: str = "gloo", timeout: float = 120.0, preload: Iterable[str] = ()
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
         if backend not in worker.BACKENDS:
@@ -83,6 +87,7 @@ class RankPool:
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
+        self.preload = frozenset(preload)
         self._ranks: _Ranks | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -146,7 +151,7 @@ class RankPool:
 
     def _started(self) -> _Ranks:
         if self._ranks is None:
-            self._ranks = _start(self.world_size, self.backend)
+            self._ranks = _start(self.world_size, self.backend, self.preload)
             self._finalizer = weakref.finalize(self, self._ranks.kill)
             for rank, answer in _receive(self._ranks, range(self.world_size), _START_SECONDS).items():
                 if answer.kind != "ready":
@@ -187,19 +192,30 @@ def run_ranks(
         return pool.run(fn, *args, **kwargs)
 
 
+def shared_pool(preload: Iterable[str] = ()) -> RankPool:
+    """Return the one pool of 4 gloo ranks of this process, which is closed when the process exits.
+
+    The packages of `preload` are added to the pool's; new packages replace its ranks by new ones.
+    """
+    pool = _shared_pool()
+    if not pool.preload.issuperset(preload):
+        pool.close()
+        pool.preload |= frozenset(preload)
+    return pool
+
+
 @functools.cache
-def shared_pool() -> RankPool:
-    """One pool of 4 gloo ranks for this process, started by its first call and closed when the process exits."""
+def _shared_pool() -> RankPool:
     pool = RankPool(4)
     atexit.register(pool.close)
     return pool
 
 
-def _start(world_size: int, backend: str) -> _Ranks:
+def _start(world_size: int, backend: str, preload: Iterable[str]) -> _Ranks:
     folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
     server = fork_server(backend)
     settings = worker.Settings(world_size, backend, store=os.path.join(folder.name, "store"))
-    return _Ranks(server, *server.fork(settings), folder)
+    return _Ranks(server, *server.fork(settings, preload), folder)
 
 
 def _receive(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_peer_memory import peer_memory_on_cpu
+from cpu_streams import CurrentStream, OtherStream
 from torch import Tensor
 
 from parallel_layers.linear import symmetric_memory
-from parallel_layers.testing import peer_memory_on_cpu
-from parallel_layers.testing.streams import CurrentStream, OtherStream
 
 AT_ONCE: Any = SimpleNamespace(random=lambda: 0.0)
 LATE: Any = SimpleNamespace(random=lambda: 1.0)

@@ -1,4 +1,4 @@
-"""The README's programs of the model layers run as written, and its table of attention backends is the code's."""
+"""The guide's programs print what their comments say, and its table of attention backends is the code's."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import torch
 
 from parallel_layers.attention.backends import ANY_FLOAT, BACKENDS, HALF, Backend
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GUIDE = (Path(__file__).parents[4] / "docs/parallel-layers.md").read_text()
 DTYPES = {HALF: "fp16, bf16", HALF | {torch.float32}: "fp16, bf16, fp32", ANY_FLOAT: "any float"}
 
 
@@ -23,7 +23,7 @@ def expected_cells(backend: Backend) -> list[str]:
 
 
 def test_backend_table() -> None:
-    section = README.split("## Attention backends")[1].split("\n## ")[0]
+    section = GUIDE.split("## Attention backends")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     table = {row[0]: row[2:] for row in rows[2:]}
     assert list(table) == list(BACKENDS)  # the order is that of preference
@@ -33,7 +33,7 @@ def test_backend_table() -> None:
 
 def test_programs(tmp_path: Path) -> None:
     """They are one program: the second goes on with the layers of the first. Each prints what its comment says."""
-    program = "\n".join(re.findall(r"```py\n(.*?)```", README, re.DOTALL))
+    program = "\n".join(re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL))
     script = tmp_path / "program.py"
     script.write_text(program)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)

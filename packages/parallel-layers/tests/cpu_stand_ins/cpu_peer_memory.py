@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from cpu_streams import CurrentStream, OtherStream
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.inference import linear as inference
 from parallel_layers.linear import symmetric_memory, transports
-from parallel_layers.testing.streams import CurrentStream, OtherStream
 
 
 class _FileMemory:
