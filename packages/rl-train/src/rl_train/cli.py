@@ -84,7 +84,7 @@ def score(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Log-probability, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
+    """Write log-prob, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with _mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
         from rl_train.data.prompts import read_prompts
@@ -145,7 +145,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The memory that training needs on every rank of a grid, from the config alone."""
+    """Plan the memory that training needs on every rank of a grid, from the config alone."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
         from rl_models.engines import PipelineOptions

@@ -1,4 +1,4 @@
-"""What a run tells: metrics as JSON lines, TensorBoard's events, and progress on a terminal."""
+"""The reports of a run: metrics as JSON lines, TensorBoard's events, and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl`, of which a run that has not begun has none.
+    """Return the lines of a `metrics.jsonl`; without the file there are none.
 
     Raises:
         ValueError: a line is not of a run; names the file and the line.
@@ -79,7 +79,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def summary_writer() -> Any:
-    """The class that writes TensorBoard's events, which only the extra `rl-train[tensorboard]` brings.
+    """Return the class that writes TensorBoard's events, of the extra `rl-train[tensorboard]`.
 
     Raises:
         ValueError: it is not installed.
@@ -118,7 +118,7 @@ class Display:
         self._bar.stop()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """A message, or the metrics of a step."""
+        """Show a message, or the metrics of a step."""
         if "message" in event:
             self.console.print(event["message"], highlight=False, soft_wrap=True, markup=False)
             return
@@ -136,7 +136,7 @@ def _short(sample: str) -> str:
 
 
 def plan_table(values: Mapping[str, Any], title: str) -> Table:
-    """Names and values in two columns."""
+    """Return a table of names and values in two columns."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")

@@ -30,7 +30,7 @@ _TOKENS_PER_GROUP = 65536
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What to score with.
+    """The models, the grid and the numerics of a score.
 
     Attributes:
         model: checkpoint folder of a causal language model.

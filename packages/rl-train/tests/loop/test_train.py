@@ -160,7 +160,7 @@ def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -
 
 
 def launch(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "rl_models", *command]
+    program = [sys.executable, "-m", "rl_train", *command]
     return subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

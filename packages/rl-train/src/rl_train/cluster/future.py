@@ -37,7 +37,7 @@ class RankDied(RankFailed):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on the ranks.
+    """The end of a call on all ranks.
 
     Attributes:
         method: its name.
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Future(Generic[T]):
-    """The result of `RayModelGroup.submit`; `result()` waits for it."""
+    """A call that `RayModelGroup.submit` has begun; `result()` waits for its result."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Future(Generic[T]):
         self._over = False
 
     def done(self) -> bool:
-        """Whether `result()` would return, or raise, without waiting for the ranks."""
+        """Say whether `result()` would return or raise without waiting for the ranks."""
         self._receive(0.0)
         return self._over
 

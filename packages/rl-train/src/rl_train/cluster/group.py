@@ -99,7 +99,7 @@ class RayModelGroup:
 
     @property
     def seats(self) -> list[Seat]:
-        """Where each rank is, in order of rank."""
+        """Return the node, address and device of each rank, in order of rank."""
         return self._running().seats
 
     def ready(self, timeout: float | None = None) -> None:
@@ -248,6 +248,6 @@ class RayModelGroup:
 
 
 def _place(dims: ParallelDims, rank: int) -> tuple[int, int, int]:
-    """The coordinates of a rank of `dims.build_mesh`: pp, dp, and its number inside cp * tp."""
+    """Return the coordinates of a rank of `dims.build_mesh`: pp, dp, and its number inside cp * tp."""
     stage, inner = divmod(rank, dims.cp * dims.tp)
     return (*divmod(stage, dims.dp), inner)

@@ -15,7 +15,7 @@ from rl_train.cluster.resources import import_ray
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank's process sits.
+    """The node, address, device and port of a rank's process.
 
     Attributes:
         node: Ray's id of the node.
@@ -34,7 +34,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a call raised on one rank.
+    """An exception that a call raised on one rank.
 
     Attributes:
         number: of the call that raised; a later call that was refused because of it carries the same.
@@ -49,7 +49,7 @@ class Raised:
     text: str
 
     def exception(self) -> Exception:
-        """The exception itself; not every one survives pickling, its text always does."""
+        """Return the exception; where pickling has lost it, a RuntimeError with the last line of its text."""
         try:
             error = pickle.loads(self.error)
         except Exception:
@@ -59,7 +59,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How a rank joins the others. `address`, `port`: of rank 0's store; `timeout`: of collectives, in seconds."""
+    """The place where a rank joins the others: rank 0's store. `timeout` is that of collectives, in seconds."""
 
     rank: int
     world_size: int
@@ -80,7 +80,7 @@ class RankHost:
         self._listener = listen_on(self._address)
 
     def seat(self) -> Seat:
-        """Where this process sits."""
+        """Return the node, address, device and port of this process."""
         context = import_ray().get_runtime_context()
         devices = context.get_accelerator_ids().get(self._accelerator, [])
         port = self._listener.getsockname()[1]
@@ -191,7 +191,7 @@ def listen_on(address: str) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address (Linux); gloo needs its name where host names do not resolve."""
+    """Return the network interface of an IPv4 address (Linux); gloo needs its name where host names do not resolve."""
     try:
         import fcntl
 
@@ -211,7 +211,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Nothing for one that can not be pickled: `Raised.exception` makes do with its text, which travels beside it."""
+    """Pickle an error; an error that cannot be pickled gives b"", and `Raised.exception` uses the text instead."""
     try:
         return pickle.dumps(error)
     except Exception:

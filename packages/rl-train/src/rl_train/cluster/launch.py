@@ -41,7 +41,7 @@ _OF_THE_DISK = (None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 @dataclass(frozen=True)
 class Devices:
-    """Where ranks run.
+    """The devices that ranks run on.
 
     Attributes:
         type: torch's name: "cpu", "cuda" or another accelerator's.
@@ -55,7 +55,7 @@ class Devices:
 
     @classmethod
     def find(cls, device: str | None = None) -> Devices:
-        """The accelerator that torch finds, with its own collectives, else the CPU with gloo; `device` asks for one.
+        """Return the accelerator that torch finds, with its own collectives, else the CPU; `device` asks for one.
 
         Raises:
             ValueError: `device` is neither the CPU nor an accelerator that is here.
@@ -94,7 +94,7 @@ class Devices:
 
     @property
     def current(self) -> torch.device:
-        """The device of this process: the CPU, or the one that `take` has made the current one."""
+        """Return the device of this process: the CPU, or the device that `take` has made the current one."""
         if self.type == "cpu":
             return torch.device("cpu")
         return torch.device(self.type, torch.accelerator.current_device_index())
@@ -120,7 +120,7 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a rank is started with: its place, the file that it meets the others by, and where it reports to."""
+    """The start of a rank: its place, the file by which it meets the others, and the pipe to the launcher."""
 
     rank: int
     world_size: int
@@ -132,7 +132,7 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank says of its end; `mistake` as in `RankFailed`."""
+    """A rank's report of its failure; `mistake` as in `RankFailed`."""
 
     rank: int
     text: str
@@ -245,7 +245,7 @@ def _collect(
 
 
 def _cause(failures: list[_Failure]) -> RankFailed:
-    """The first failure to arrive, but a death or a caller's mistake before what they made other ranks run into."""
+    """Return the failure to show: a death, else a caller's mistake, else the first to arrive."""
     cause = min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return RankFailed(f"rank {cause.rank} failed:\n{cause.text}", cause.mistake)
 
@@ -280,7 +280,7 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _tells_the_user(error: BaseException) -> bool:
-    """Whether the message of an error is all that a user needs: a ValueError, or a disk that takes no file."""
+    """Say whether the message of an error is all that a user needs: a ValueError, or a disk that takes no file."""
     # An error that explains itself, such as ckpt's of a full disk, has no number.
     if isinstance(error, OSError):
         return type(error) in (OSError, PermissionError) and error.errno in _OF_THE_DISK

@@ -59,7 +59,7 @@ class Placement:
         return len(self.free)
 
     def share(self, fraction: float) -> Share:
-        """A part of each device, for one group.
+        """Return a part of each device, for one group.
 
         Raises:
             ValueError: the fraction is not in (0, 1].
@@ -118,7 +118,7 @@ class Placement:
             self.free[bundle] += fraction
 
     def options(self, bundle: int, fraction: float) -> dict[str, Any]:
-        """The options of a Ray actor that is to have a fraction of a bundle."""
+        """Return the options of a Ray actor that gets a fraction of a bundle."""
         ray = import_ray()
         amounts = {name: int(amount * fraction * 10_000) / 10_000 for name, amount in self.bundle.items()}
         return {
@@ -148,7 +148,7 @@ class Share:
 
 
 def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
-    """In which order devices become ranks, so that as many tensor-parallel groups as possible lie inside a node.
+    """Order devices as ranks, so that as many tensor-parallel groups as possible lie inside a node.
 
     Ranks of a node are neighbours, sorted by device, and tp groups are runs of tp ranks. Nodes that hold a whole number
     of tp groups come first, the larger ones before the smaller; one that does not would displace those behind it.

@@ -20,7 +20,7 @@ _INCARNATIONS = itertools.count()
 
 @dataclass(frozen=True)
 class Stand:
-    """Where the ranks of a group stand: a fraction of some bundles of a placement, sorted for tp groups of `tp`."""
+    """The place of a group's ranks: a fraction of some bundles of a placement, sorted for tp groups of `tp`."""
 
     placement: Placement
     bundles: Sequence[int]
@@ -174,7 +174,7 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
 
 
 def _process_environment(name: str, stand: Stand) -> dict[str, str]:
-    """What is set before the processes start. One variable is like no other's: so Ray starts new processes."""
+    """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
     # A process that Ray has kept from a task may have imported torch with another environment.
     own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
     threads = {"OMP_NUM_THREADS": str(max(1, int(stand.placement.resources.cpus * stand.fraction)))}

@@ -1,4 +1,4 @@
-"""What a rank takes of a Ray cluster."""
+"""The resources of a Ray cluster that a rank takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RAY_RESOURCE = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "cpu": 
 
 @dataclass(frozen=True)
 class Resources:
-    """What each rank takes of the cluster, and how the ranks are spread over its nodes.
+    """The resources that each rank takes of the cluster, and the spread of the ranks over its nodes.
 
     Attributes:
         device: torch's name of the device type, a key of `RAY_RESOURCE`; None: an accelerator where the cluster has
@@ -47,13 +47,13 @@ class Resources:
                 raise ValueError(f"{name}={amount} must be greater than 0")
 
     def accelerator(self, cluster: Mapping[str, float]) -> str:
-        """The Ray resource that a rank has one of: that of `device`, or the first that the cluster has."""
+        """Return the Ray resource of a rank's device: that of `device`, or the first that the cluster has."""
         if self.device is not None:
             return RAY_RESOURCE[self.device]
         return next(name for name in RAY_RESOURCE.values() if cluster.get(name) or name == "CPU")
 
     def bundle(self, accelerator: str) -> dict[str, float]:
-        """What one rank takes."""
+        """Return the amounts of Ray's resources that one rank takes."""
         device = {} if accelerator == "CPU" else {accelerator: 1.0}
         return {"CPU": float(self.cpus), **device, **self.extra}
 

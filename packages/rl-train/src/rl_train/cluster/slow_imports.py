@@ -1,4 +1,4 @@
-"""What of torch takes a second or more to import, and who needs it."""
+"""The parts of torch that take a second or more to import, and the grids that need them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from parallel_layers import ParallelDims
 
 
 def slow_imports(dims: ParallelDims, *, saves: bool = False) -> list[str]:
-    """The modules that ranks of a grid will import, so that the server that forks them can do so once for all.
+    """Return the modules that ranks of a grid will import; the server that forks the ranks imports them once for all.
 
     `saves`: they write training checkpoints.
     """

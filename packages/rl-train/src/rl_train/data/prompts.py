@@ -34,7 +34,7 @@ class TextCodec:
 
     @property
     def available(self) -> bool:
-        """Whether the folder has one."""
+        """Say whether the folder has a tokenizer."""
         return self.file.is_file()
 
     def encode(self, text: str) -> list[int]:
@@ -64,7 +64,7 @@ class TextCodec:
         return before + own + after
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text without special tokens."""
+        """Return the text of token ids, without special tokens."""
         text: str = self._loaded().decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -119,7 +119,7 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
 
 
 def read_json(file: Path) -> Any:
-    """What a file holds.
+    """Return the value of a JSON file.
 
     Raises:
         ValueError: it is not valid JSON; names it.
@@ -147,7 +147,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Of a checkpoint, of whatever family: some run on one backend alone.
+    """Return the vocabulary size of a checkpoint of any family.
 
     Raises:
         ValueError: the folder has no `config.json`, or that states none.

@@ -1,4 +1,4 @@
-"""The algorithms, as a table: how scores become advantages, and which loss learns from them."""
+"""The algorithms as a table: the estimate of advantages from scores, and the loss that learns from them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ SURROGATES: dict[str, Callable[[Rules, Tensor, Batch], LossTerms]] = {"ppo": _pp
 
 
 def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    """The surrogate, the penalty for leaving the reference, and the entropy bonus."""
+    """Add up the surrogate, the penalty for leaving the reference, and the entropy bonus."""
     terms = SURROGATES[rules.surrogate](rules, log_probs, batch)
     if rules.importance_cap is not None:
         # `log_probs` of a batch are those of the engine that drew it.
@@ -211,12 +211,12 @@ def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) 
 
 
 def value_loss(rules: Rules, values: Tensor, batch: Batch) -> LossTerms:
-    """The critic's."""
+    """Return the critic's clipped loss."""
     return losses.value_clip(values, batch["old_values"], batch["returns"], clip=rules.value_clip)
 
 
 def joint_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
-    """The policy's and the critic's on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
+    """Add up the losses of policy and critic on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
     of_critic = value_loss(rules, values, batch)
     metrics = {f"critic_{name}": metric for name, metric in of_critic.metrics.items()}
     metrics["critic_loss"] = of_critic.loss.detach()

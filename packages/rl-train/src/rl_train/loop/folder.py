@@ -1,4 +1,4 @@
-"""The folder of a run, `--out`: what is written there, what may be there already, and where a run goes on."""
+"""The folder of a run, `--out`: its files, its checks, and the step at which a run goes on."""
 
 from __future__ import annotations
 

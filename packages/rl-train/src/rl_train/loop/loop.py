@@ -1,4 +1,4 @@
-"""The loop: generate, score, estimate, learn; evaluate and save now and then; go on where a kill has ended it."""
+"""The loop: generate, score, estimate, learn; evaluate and save at intervals; resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Loop:
     _sample: str = field(default="", init=False)
 
     def run(self) -> dict[str, float]:
-        """All steps that are left, and the result's checkpoint; returns the last step's metrics.
+        """Run all steps that are left, save the result, and return the last step's metrics.
 
         Raises:
             ValueError: a step has a number that is not finite, the reward made a mistake, or a step has nothing to
@@ -273,7 +273,7 @@ class Loop:
         return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
 
     def _next(self, count: int) -> list[int]:
-        """Prompts in an order of their own for each pass through the file, which the position alone decides."""
+        """Return the next prompts; each pass through the file has its own order, which the position decides."""
         total = len(self.prompts)
         places = [divmod(position, total) for position in range(self._position, self._position + count)]
         self._position += count
@@ -311,11 +311,11 @@ class Loop:
         return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
 
     def _truncated(self, response: Tensor) -> bool:
-        """It has the longest length without having come to an end."""
+        """Say whether a response has the longest length and no stop token at its end."""
         return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.stop_ids
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
-        """The epochs over mini-batches; the means of their metrics."""
+        """Learn from a step's responses, and return the means of the metrics of all updates."""
         options, models, rules = self.options, self.models, loss_rules(self.options)
         sums: dict[str, float] = {}
         updates = 0
@@ -331,7 +331,7 @@ class Loop:
         return {name: total / updates for name, total in sums.items()}
 
     def _evaluate(self) -> dict[str, float]:
-        """The mean score of greedy responses."""
+        """Return the mean score and length of greedy responses to the evaluation prompts."""
         options = self.options
         batch = self.models.actor.generate(
             [prompt.tokens for prompt in self.eval_prompts],
@@ -347,12 +347,12 @@ class Loop:
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, total: int) -> list[int]:
-    """Of the prompts in one pass through their file."""
+    """Return the order of the prompts in one pass through their file."""
     return random.Random(f"{seed}/{epoch}").sample(range(total), total)
 
 
 def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
-    """Where each mini-batch of a step begins and ends: `size` responses of the `wanted`.
+    """Return the begin and the end of each mini-batch of a step: `size` responses of the `wanted`.
 
     A step of dynamic sampling may have found fewer. Its mini-batches are smaller in proportion and as many, so that the
     schedule of the learning rate, which counts optimizer steps, ends with the run.
@@ -366,6 +366,6 @@ def _text(codec: TextCodec, prompt: Prompt) -> str:
 
 
 def _informative(drawn: _Experience) -> _Experience:
-    """The responses to prompts whose responses do not all score the same (DAPO, section 3.2)."""
+    """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
     keep = (drawn.spread[drawn.groups] > 0).nonzero().flatten()
     return _Experience(drawn.batch.select(keep), drawn.scores[keep], drawn.groups[keep])

@@ -28,12 +28,12 @@ class Models:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """Those with a training checkpoint, by the name of its folder."""
+        """Return the models that learn, by the name of their folder."""
         named = {"actor": self.actor, "critic": self.critic}
         return {name: model for name, model in named.items() if model is not None}
 
     def estimate(self, batch: Batch, *, temperature: float, record_routing: bool) -> Batch:
-        """The batch with `old_log_probs`, `old_values` where there is a critic, and on request `routing`."""
+        """Return the batch with `old_log_probs`, with a critic `old_values`, and on request `routing`."""
         options: dict[str, Any] = {"temperature": temperature}
         if record_routing:
             options["record_routing"] = True

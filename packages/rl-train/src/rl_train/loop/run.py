@@ -59,7 +59,7 @@ class Plan:
     positions: int | None
 
     def describe(self) -> dict[str, Any]:
-        """What would run, as JSON values: every option as resolved, and what follows from them."""
+        """Return the plan as JSON values: every option as resolved, and the values that follow from them."""
         options = self.options
         rule = options.rule
         rules = loss_rules(options)
@@ -155,7 +155,7 @@ def _policy(options: TrainOptions) -> type[Policy]:
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
-    """The model's own end of text, from its generation config or its config.
+    """Return the model's own end-of-text ids, from its generation config or its config.
 
     Raises:
         ValueError: a file is broken, or has something else as the end of text; names it.
@@ -193,7 +193,7 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
 
 
 def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
-    """The loop on ranks of this machine."""
+    """Run the loop on ranks of this machine."""
     options = planned.options
     prepare(__name__, *slow_imports(options.grid, saves=options.save_every > 0))
     devices = Devices.find(options.device)
@@ -236,7 +236,7 @@ def _loop(planned: Plan, models: Models, **how: Any) -> Loop:
 
 
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
-    """The loop on one of the ranks that all run it."""
+    """Run the loop on one of the ranks that all run it."""
 
     first = dist.get_rank() == 0
     # Before the models: a mistake in its module is told while the others still load theirs.
@@ -253,7 +253,7 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
 
 
 def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
-    """The loop in this process, its models on the same devices of a Ray cluster."""
+    """Run the loop in this process, with all models on the same devices of a Ray cluster."""
     from rl_train.cluster.group import RayModelGroup
     from rl_train.cluster.placement import Placement
     from rl_train.cluster.resources import Resources

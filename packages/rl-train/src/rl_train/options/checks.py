@@ -1,4 +1,4 @@
-"""Which options of a run go together; each by itself is checked where it is declared."""
+"""The checks of options together; each option by itself is checked where it is declared."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def parse_recompute(text: str | None) -> Recompute:
-    """What `Actor.from_pretrained(recompute=...)` takes, from "full", "selective" or numbers of layers with commas.
+    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`.
 
     Raises:
         ValueError: it is none of them.
@@ -20,7 +20,7 @@ def parse_recompute(text: str | None) -> Recompute:
 
 
 def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
-    """The numbers of a text such as "2,7"; `otherwise` is what else the option `name` may be.
+    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values.
 
     Raises:
         ValueError: they are no numbers.

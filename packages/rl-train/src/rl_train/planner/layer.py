@@ -1,4 +1,4 @@
-"""What one decoder layer saves for its backward, from its config alone.
+"""The memory that one decoder layer saves for its backward, from its config alone.
 
 Counted is what torch's own kernels save; the fused kernels on a GPU save less. All numbers are bytes for each token of
 a rank. H is the hidden size.
@@ -16,7 +16,7 @@ from rl_models.models.decoder import Recompute
 
 @dataclass(frozen=True)
 class Division:
-    """How a layer stands on a grid.
+    """The division of a layer over a grid.
 
     Attributes:
         tp: tensor-parallel size.
@@ -35,7 +35,7 @@ class Division:
         return -(-config.hidden_size // (self.tp if self.sequence_parallel else 1))
 
     def norm(self, width: int) -> int:
-        """A norm's input and its normalised form, both in fp32, and its output."""
+        """Return the bytes of a norm's input, its normalised form (both fp32) and its output."""
         return (2 * 4 + self.size) * width
 
 
@@ -56,7 +56,7 @@ class LayerBytes:
     backward: int
 
     def saved(self, number: int, recompute: Recompute) -> int:
-        """From the forward of layer `number` until its backward."""
+        """Return the bytes held from the forward of layer `number` until its backward."""
         if recompute == "full" or _listed(number, recompute):
             return self.entry
         return self.attention + (0 if recompute == "selective" else self.mlp)
@@ -68,7 +68,7 @@ class LayerBytes:
 
 
 def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
-    """The bytes of one layer."""
+    """Return the bytes that one layer saves."""
     hidden, size = division.hidden(config), division.size
     norms = sum(name is not None for name in NORM_PLACEMENTS[config.norm_placement])
     attention = norms * division.norm(hidden)
@@ -112,7 +112,7 @@ def _statistics(config: DecoderConfig, division: Division) -> int:
 
 
 def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple[int, int]:
-    """The width of a token's experts, and the elements saved: rows go to as many experts, and come back."""
+    """Return the width of a token's experts and the elements saved: rows go to each of its experts, and come back."""
     # Experts that are whole see 1/tp of the tokens on each rank; divided ones see all of them.
     width = -(-moe.top_k * moe.intermediate_size // division.tp)
     rows = moe.top_k * config.hidden_size // (division.tp // division.expert_tp)

@@ -57,7 +57,7 @@ class Memory:
 
     @property
     def resting(self) -> int:
-        """Between two calls."""
+        """Return the bytes held between two calls."""
         return self.weights + self.optimizer
 
     @property
@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What to plan for.
+    """The training step to plan for.
 
     Attributes:
         dims: the grid.
@@ -102,7 +102,7 @@ class MemoryOptions:
 
 
 def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, role: Role, trained: bool) -> list[Memory]:
-    """The memory of one model on the ranks of each pipeline stage, the largest of the stage.
+    """Return the memory of one model for each pipeline stage: that of the stage's fullest rank.
 
     Args:
         config: of the model, or its folder.
@@ -301,7 +301,7 @@ def plan_models(
 def fitting(
     model: Path, options: MemoryOptions, limit: int, most_ranks: int = 1024, **models: bool
 ) -> Iterator[Planned]:
-    """The grids of the fewest ranks whose peak is at most `limit` bytes, the fastest links used the least first."""
+    """Return the grids of the fewest ranks whose peak is at most `limit` bytes, those with the least traffic first."""
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(ModelConfig.from_hf(model).moe) else (1,)
     for ranks in (2**power for power in range(most_ranks.bit_length())):
         found = []
@@ -325,13 +325,13 @@ def _links(dims: ParallelDims) -> tuple[int, ...]:
 
 
 def dims_text(dims: ParallelDims) -> str:
-    """As `ParallelDims.parse` reads it."""
+    """Return the grid as text that `ParallelDims.parse` reads."""
     sizes = {name: getattr(dims, name) for name in ("dp", "pp", "cp", "tp", "ep")}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """The type of a name on the command line.
+    """Return the dtype of a name on the command line.
 
     Raises:
         ValueError: it is neither float32 nor bfloat16.

@@ -1,4 +1,4 @@
-"""What can be known of a model on a grid before any rank is started."""
+"""Checks of models and output folders before any rank is started."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def remove_leftovers(*folders: Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something has this name, if only a link to nothing; raises OSError for a name that nothing can have."""
+    """Say whether something has this name, a dangling link included; raise OSError for an impossible name."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -19,7 +19,7 @@ HEADINGS = {
 
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
-    """What each model needs on a rank of each stage, the peak of all, and with a limit in bytes what fits.
+    """Yield the tables of memory: each model on each stage, the peak of all, and with a limit the grids that fit.
 
     Args:
         planned: the grid that was asked for.

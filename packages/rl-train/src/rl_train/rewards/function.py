@@ -46,7 +46,7 @@ def load_reward(name: str) -> Reward:
 
 
 def _ask(name: str, ask: Callable[[str], T]) -> T:
-    """What `ask` gives for the name of the module."""
+    """Return the result of `ask` for the name of the module; raise ValueError for whatever it raises."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"reward {name!r} must be module:function, such as rewards:length")
