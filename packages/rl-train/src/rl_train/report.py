@@ -24,8 +24,8 @@ class Metrics:
     will run again.
 
     Attributes:
-        path: of the lines.
-        last: the metrics of the last step before; empty where there is none.
+        path: Of the lines.
+        last: The metrics of the last step before; empty where there is none.
     """
 
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
@@ -60,7 +60,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of a `metrics.jsonl`; without the file there are none.
 
     Raises:
-        ValueError: a line is not of a run; names the file and the line.
+        ValueError: A line is not of a run; names the file and the line.
     """
     if not path.is_file():
         return []
@@ -82,7 +82,7 @@ def summary_writer() -> Any:
     """Return the class that writes TensorBoard's events, of the extra `rl-train[tensorboard]`.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: It is not installed.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -24,7 +24,7 @@ from rl_train.cluster.slow_imports import slow_imports
 from rl_train.data.prompts import parse_json
 from rl_train.planner.preflight import check_native_model
 
-# Sequences are sent to the ranks and come back in groups of about so many tokens.
+# Sequences travel to the ranks and back in groups of about this number of tokens.
 _TOKENS_PER_GROUP = 65536
 
 
@@ -33,15 +33,15 @@ class ScoreOptions:
     """The models, the grid and the numerics of a score.
 
     Attributes:
-        model: checkpoint folder of a causal language model.
-        critic: of a value model; None: no values.
-        dims: the grid.
-        temperature: the logits are divided by it.
-        max_tokens: the most tokens of one forward pass.
+        model: Checkpoint folder of a causal language model.
+        critic: Of a value model; None: no values.
+        dims: The grid.
+        temperature: The logits are divided by it.
+        max_tokens: The most tokens of one forward pass.
         device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
-        tp_invariant: the same bits at every tp and in every batch; see `Actor.from_pretrained`.
-        deterministic: the same bits at every run on the same grid; likewise.
-        dtype: of the weights; None: as stored.
+        tp_invariant: The same bits at every tp and in every batch; see `Actor.from_pretrained`.
+        deterministic: The same bits at every run on the same grid; likewise.
+        dtype: Of the weights; None: as stored.
     """
 
     model: Path
@@ -64,8 +64,8 @@ def score(
     length, each number belonging to the token at its place, 0 for the first token, which follows nothing.
 
     Raises:
-        RankFailed: a rank failed.
-        ValueError: there are fewer devices than ranks, or a model does not fit the grid.
+        RankFailed: A rank failed.
+        ValueError: There are fewer devices than ranks, or a model does not fit the grid.
     """
     devices = Devices.find(options.device)
     engine = EngineOptions(dtype=options.dtype, tp_invariant=options.tp_invariant, deterministic=options.deterministic)

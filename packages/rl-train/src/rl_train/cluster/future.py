@@ -23,9 +23,9 @@ class RankDied(RankFailed):
     """The process of a rank ended, or its node did, while a call ran.
 
     Attributes:
-        rank: of the group.
-        node: its node's IP address.
-        method: the call that ran.
+        rank: The rank in the group.
+        node: The IP address of the rank's node.
+        method: The call that ran.
     """
 
     def __init__(self, message: str, rank: int, node: str, method: str) -> None:
@@ -40,10 +40,10 @@ class Outcome:
     """The end of a call on all ranks.
 
     Attributes:
-        method: its name.
-        raised: what ranks raised, by rank.
+        method: The name of the method.
+        raised: The exceptions of the ranks, by rank.
         waiting: Ray's references to the answers of ranks that had none when the call was given up.
-        died: the error of the first rank that died.
+        died: The error of the first rank that died.
     """
 
     method: str
@@ -83,14 +83,14 @@ class Future(Generic[T]):
         """Wait for all ranks; returns the joined result.
 
         Args:
-            timeout: seconds; None: as long as it takes. The call goes on after a TimeoutError, and may be waited for
-                again.
+            timeout: Seconds to wait; None waits without a limit. After a TimeoutError the call goes on; call
+                `result` again.
 
         Raises:
-            Exception: what the lowest failing rank raised, of the same type, with each failing rank's number, node and
-                traceback as notes.
-            RankDied: a rank's process or node ended; the group needs a `restart`.
-            TimeoutError: names the ranks that have not answered.
+            Exception: The exception of the lowest failing rank, with each failing rank's number, node and traceback as
+                notes.
+            RankDied: A rank's process or node ended; the group needs a `restart`.
+            TimeoutError: Names the ranks that have not answered.
         """
         self._receive(timeout)
         if not self._over:

@@ -34,15 +34,15 @@ class RayModelGroup:
 
     Args:
         kind: `Actor`, `Critic` or a subclass.
-        dims: the sizes of the grid.
-        path: the checkpoint folder; every node must see it, as it must the folders of later saves.
-        resources: what each rank takes of the cluster; or `Placement.share(...)`, to stand on the devices of a
+        dims: The sizes of the grid.
+        path: The checkpoint folder; every node must see it, as it must the folders of later saves.
+        resources: What each rank takes of the cluster; or `Placement.share(...)`, to stand on the devices of a
             placement that other groups use, too. Default `Resources()`.
-        name: in error messages; default the kind's.
-        wait: whether to return only when the model is loaded. With False it loads meanwhile, `ready()` waits, and so
+        name: The name in error messages (default: the kind's).
+        wait: Whether to return only when the model is loaded. With False it loads meanwhile, `ready()` waits, and so
             does the first call.
-        collective_timeout: seconds after which a collective that not all ranks have reached fails.
-        **options: further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
+        collective_timeout: Seconds after which a collective that not all ranks have reached fails.
+        **options: Further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
 
     Methods take the whole batch: it is split over dp in parts of about equal work, all ranks of a part's tp, pp and cp
     groups get the same part, and the results are returned on the CPU, joined in the batch's order. Each is
@@ -54,7 +54,7 @@ class RayModelGroup:
     Raises:
         ValueError: Ray is not installed, an option is wrong, or the cluster has no room; or what `from_pretrained`
             raises on the ranks.
-        RankFailed: the processes do not start.
+        RankFailed: The processes do not start.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class RayModelGroup:
         """Wait until the model is loaded.
 
         Raises:
-            Exception: what `from_pretrained` raised on the ranks.
-            TimeoutError: it takes longer than `timeout` seconds.
+            Exception: What `from_pretrained` raised on the ranks.
+            TimeoutError: It takes longer than `timeout` seconds.
         """
         self._running()
         loaded = self._loading.result(timeout)
@@ -120,13 +120,13 @@ class RayModelGroup:
         """Begin a method of the actor or critic; the calls of one group run one after the other.
 
         Args:
-            method: its name: "apply", or a method of the kind that is declared by `dispatched`.
-            *args: its arguments; the whole batch, or all prompts, where it takes them.
-            **kwargs: its keyword arguments.
+            method: The name of the method: "apply", or a method of the kind that is declared by `dispatched`.
+            *args: The arguments of the method; the whole batch, or all prompts, where it takes them.
+            **kwargs: The keyword arguments of the method.
 
         Raises:
-            ValueError: the kind has no such method, or the batch is none that it can take.
-            RankFailed: after an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
+            ValueError: The kind has no such method, or the batch is none that it can take.
+            RankFailed: After an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
         """
         offered = methods_of(self.kind) | {"apply": OWN["apply"]}
         if method not in offered:
@@ -166,14 +166,14 @@ class RayModelGroup:
         Where a node is gone, Ray finds another for its part of the placement. Futures of the old ranks fail.
 
         Args:
-            checkpoint: the folder of `save_training`; default the last that this group saved to or loaded from. One
+            checkpoint: The folder of `save_training`; default the last that this group saved to or loaded from. One
                 that was never updated needs none.
 
         Returns:
             What `load_training` returned; None without a checkpoint.
 
         Raises:
-            ValueError: the group has been updated and there is no training checkpoint: a new group would start over. Or
+            ValueError: The group has been updated and there is no training checkpoint: a new group would start over. Or
                 the cluster has had no room for `Resources.timeout` seconds.
         """
         checkpoint = checkpoint or self._checkpoint

@@ -19,10 +19,10 @@ class Seat:
 
     Attributes:
         node: Ray's id of the node.
-        address: the node's IP address.
-        device: the id of its device on that node; "" on the CPU.
-        port: where it listens, in case it becomes rank 0.
-        pid: of the process.
+        address: The node's IP address.
+        device: The id of its device on that node; "" on the CPU.
+        port: The port on which the process listens, in case it becomes rank 0.
+        pid: The id of the process.
     """
 
     node: str
@@ -37,10 +37,10 @@ class Raised:
     """An exception that a call raised on one rank.
 
     Attributes:
-        number: of the call that raised; a later call that was refused because of it carries the same.
-        method: of that call.
-        error: the exception, pickled.
-        text: the exception with its traceback.
+        number: The number of the call that raised; a later call that was refused because of it has the same.
+        method: The method of that call.
+        error: The exception, pickled.
+        text: The exception with its traceback.
     """
 
     number: int
@@ -99,13 +99,13 @@ class RankHost:
         """Call a method of the actor or critic; returns its result on the CPU, or what it raised.
 
         Args:
-            number: of the call.
-            settled: calls up to this number that failed are over on all ranks. After any other failure the ranks are
+            number: The number of the call.
+            settled: Calls up to this number that failed are over on all ranks. After any other failure the ranks are
                 out of step, and collectives of different calls would meet: the call is refused.
-            method: its name; "load" makes the worker, "apply" calls a function with it.
+            method: The name of the method; "load" makes the worker, "apply" calls a function with it.
             payload: `(args, kwargs)`, pickled: unpickling may import torch or fail, which is then reported.
-            part: this rank's part of the batch, which goes before the arguments.
-            reply: whether the result is wanted.
+            part: This rank's part of the batch, which goes before the arguments.
+            reply: Return the result, not None.
         """
         if self._failure is not None and self._failure.number > settled:
             return self._failure
@@ -178,7 +178,7 @@ def listen_on(address: str) -> socket.socket:
     """Listen on a free port of one address of this machine, and on no other interface: the store trusts who connects.
 
     Raises:
-        ValueError: the address is not of this machine.
+        ValueError: The address is not of this machine.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -45,8 +45,8 @@ class Devices:
 
     Attributes:
         type: torch's name: "cpu", "cuda" or another accelerator's.
-        backend: of the process groups: "gloo", "nccl" or the accelerator's own.
-        count: accelerators that torch sees; 0 on the CPU.
+        backend: Backend of the process groups: "gloo", "nccl" or the accelerator's own.
+        count: Accelerators that torch sees; 0 on the CPU.
     """
 
     type: str
@@ -79,10 +79,10 @@ class Devices:
         """Make one device the current one of this process.
 
         Args:
-            device: its id where all devices of the machine are numbered. A process that sees one device takes that one.
+            device: The id of the device among all devices of the machine. A process that sees one device takes it.
 
         Raises:
-            ValueError: several devices are visible, and this is none of them.
+            ValueError: Several devices are visible, and this is none of them.
         """
         if self.type == "cpu":
             return torch.device("cpu")
@@ -177,23 +177,23 @@ def run_on_ranks(
     """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; returns rank 0's result.
 
     Args:
-        fn: a function at the top level of a module. `send(value)` brings a picklable value to `on_event`, in this
+        fn: A function at the top level of a module. `send(value)` brings a picklable value to `on_event`, in this
             process, while the ranks run.
-        world_size: number of ranks; rank r has CUDA device r or shares the CPU.
-        *args: picklable arguments.
-        devices: default `Devices.find()`.
-        on_event: called with what the ranks send.
-        collective_timeout: seconds after which a collective that not all ranks have reached fails.
+        world_size: Number of ranks; rank r has CUDA device r or shares the CPU.
+        *args: Picklable arguments.
+        devices: Default `Devices.find()`.
+        on_event: Is called with each value that a rank sends.
+        collective_timeout: Seconds after which a collective that not all ranks have reached fails.
 
     Raises:
-        RankFailed: a rank raised or died. The others are ended within seconds.
-        ValueError: there are fewer CUDA devices than ranks.
+        RankFailed: A rank raised or died. The others are ended within seconds.
+        ValueError: There are fewer CUDA devices than ranks.
     """
     devices = devices or Devices.find()
     devices.require(world_size)
     prepare(fn.__module__)
     context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory(prefix="rl-models-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rl-train-") as folder:
         processes: list[ForkServerProcess] = []
         connections: dict[Connection, int] = {}
         try:

@@ -20,8 +20,8 @@ class Placement:
     """A Ray placement group of one bundle a device.
 
     Args:
-        devices: how many.
-        resources: what each bundle holds, and how the bundles are spread; default `Resources()`.
+        devices: The number of devices.
+        resources: The amounts of each bundle, and the spread of the bundles (default: `Resources()`).
 
     Groups stand on it by `RayModelGroup(..., resources=placement.share(0.5))`: groups with shares that add up to 1 are
     on the same devices, each in processes of its own. `group` is Ray's own handle. Use it as a context manager, or call
@@ -62,7 +62,7 @@ class Placement:
         """Return a part of each device, for one group.
 
         Raises:
-            ValueError: the fraction is not in (0, 1].
+            ValueError: The fraction is not in (0, 1].
         """
         return Share(self, fraction)
 
@@ -73,7 +73,7 @@ class Placement:
             The id of each bundle's node.
 
         Raises:
-            ValueError: the cluster has had no room for `resources.timeout` seconds; says what it has.
+            ValueError: The cluster has had no room for `resources.timeout` seconds; says what it has.
         """
         ray = import_ray()
         deadline = time.monotonic() + self.resources.timeout
@@ -97,7 +97,7 @@ class Placement:
         """Reserve a fraction of `count` devices; returns their bundles, those of a node next to each other.
 
         Raises:
-            ValueError: not so many devices have so much left.
+            ValueError: Fewer devices than `count` have that fraction left.
         """
         nodes = self.wait()
         room = [bundle for bundle, free in enumerate(self.free) if free + _PRECISION >= fraction]
@@ -154,8 +154,8 @@ def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
     of tp groups come first, the larger ones before the smaller; one that does not would displace those behind it.
 
     Args:
-        seats: the node and the device of each.
-        tp: the size of a tensor-parallel group.
+        seats: The node and the device of each.
+        tp: The size of a tensor-parallel group.
 
     Returns:
         The indices of the seats, rank 0 first.

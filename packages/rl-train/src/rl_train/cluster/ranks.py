@@ -32,13 +32,13 @@ class Ranks:
     """One Ray actor for each bundle, numbered by node and device.
 
     Args:
-        name: of the group.
-        stand: where.
-        collective_timeout: in seconds.
-        methods: how each method is spread over the ranks.
+        name: The name of the group.
+        stand: The place of the ranks.
+        collective_timeout: Seconds after which a collective fails that not all ranks have reached.
+        methods: The spread of each method over the ranks, by name.
 
     Raises:
-        RankFailed: a process did not start; none is left.
+        RankFailed: A process did not start; none is left.
     """
 
     def __init__(self, name: str, stand: Stand, collective_timeout: float, methods: Mapping[str, Method]) -> None:
@@ -84,13 +84,13 @@ class Ranks:
         """Begin a call on every rank.
 
         Args:
-            method, payload: see `RankHost.call`.
-            parts: for each rank its part, or Ray's reference to it.
-            replies: the ranks whose results are wanted.
-            join: makes the result of what all ranks answered; of the others that is None.
+            method, payload: See `RankHost.call`.
+            parts: The part of each rank, or Ray's reference to it.
+            replies: The ranks that return their results.
+            join: Makes the result from the answers of all ranks, None for ranks without a reply.
 
         Raises:
-            RankFailed: after an earlier failure the ranks are dead, waiting or out of step.
+            RankFailed: After an earlier failure the ranks are dead, waiting or out of step.
         """
         self._require_in_step(method)
         number, self._calls = self._calls, self._calls + 1

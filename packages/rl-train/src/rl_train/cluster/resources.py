@@ -22,12 +22,12 @@ class Resources:
         cpus: CPU cores of each rank; on the CPU they are its threads.
         strategy: Ray's placement strategy. "PACK": as few nodes as possible; "STRICT_PACK": one node, or an error;
             "SPREAD": as many nodes as possible; "STRICT_SPREAD": a node of its own for each rank, or an error.
-        extra: further Ray resources of each rank, such as `{"accelerator_type:H100": 0.001}`.
-        env: environment variables that are set before the processes of the ranks start, such as `NCCL_DEBUG`.
-        timeout: seconds to wait until the cluster has room and the ranks' processes have started.
+        extra: Further Ray resources of each rank, such as `{"accelerator_type:H100": 0.001}`.
+        env: Environment variables that are set before the processes of the ranks start, such as `NCCL_DEBUG`.
+        timeout: Seconds to wait until the cluster has room and the ranks' processes have started.
 
     Raises:
-        ValueError: an unknown device type or strategy, or an amount that is not positive.
+        ValueError: An unknown device type or strategy, or an amount that is not positive.
     """
 
     device: str | None = None
@@ -62,7 +62,7 @@ def import_ray() -> ModuleType:
     """Ray, which only the extra `rl-train[ray]` brings.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: It is not installed.
     """
     try:
         import ray

@@ -15,9 +15,9 @@ class Prompt:
     """One line of a file.
 
     Attributes:
-        tokens: at least one.
-        row: the whole object, with whatever else it has.
-        line: its number, from 1.
+        tokens: Token ids, at least one.
+        row: The whole object of the line.
+        line: The number of the line, from 1.
     """
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class TextCodec:
         The text of a rendered chat template begins with the beginning-of-text token; a second one is not added.
 
         Raises:
-            ValueError: there is no tokenizer, its file is broken, or the text is not valid Unicode.
+            ValueError: There is no tokenizer, its file is broken, or the text is not valid Unicode.
         """
         tokenizer = self._loaded()
         try:
@@ -85,12 +85,12 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
     """Read JSON lines; blank ones are left out.
 
     Args:
-        path: the file.
-        model: the checkpoint folder, for its vocabulary and tokenizer.
-        max_tokens: the most that a line may have; `limit` is what an error calls it.
+        path: The file.
+        model: The checkpoint folder, for its vocabulary and tokenizer.
+        max_tokens: The most that a line may have; `limit` is what an error calls it.
 
     Raises:
-        ValueError: the file cannot be read or has no lines; or a line is no such object, or has ids outside the
+        ValueError: The file cannot be read or has no lines; or a line is no such object, or has ids outside the
             vocabulary or too many: names the line.
     """
     vocab_size = vocabulary_size(model)
@@ -122,7 +122,7 @@ def read_json(file: Path) -> Any:
     """Return the value of a JSON file.
 
     Raises:
-        ValueError: it is not valid JSON; names it.
+        ValueError: The file is not valid JSON; names it.
     """
     try:
         return parse_json(file.read_bytes())
@@ -134,7 +134,7 @@ def parse_json(text: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not UTF-8 or not valid JSON, or its lists and objects are nested too deeply for Python.
+        ValueError: The text is not UTF-8 or not valid JSON, or its lists and objects are nested too deeply for Python.
     """
     try:
         return json.loads(text.decode("utf-8-sig"))
@@ -150,7 +150,7 @@ def vocabulary_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint of any family.
 
     Raises:
-        ValueError: the folder has no `config.json`, or that states none.
+        ValueError: The folder has no `config.json`, or that states none.
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -20,21 +20,21 @@ class Rules:
     """The numbers of one run that the advantages and the losses read.
 
     Attributes:
-        surrogate: a key of `SURROGATES`.
-        clip_low, clip_high: the trust interval.
-        kl_in_loss: coefficient of the penalty in the loss.
-        kl_in_reward: coefficient of the penalty in the reward.
-        kl_estimator: of the penalty, a key of `losses.KL_ESTIMATORS`.
-        entropy: coefficient of the bonus.
-        dual_clip: see `losses.ppo_clip`; None: none.
-        value_clip: of the critic's loss; None: none.
-        value_coefficient: of the critic's loss beside the policy's, where they share a backbone.
-        importance_cap: of `losses.importance_weights`, the policy against the engine that drew; None: no weights.
-        aggregation: how the policy's terms are averaged, a key of `rl_models.losses.aggregation.AGGREGATIONS`.
-        gamma, lam: of the advantages over time.
+        surrogate: A key of `SURROGATES`.
+        clip_low, clip_high: The trust interval.
+        kl_in_loss: Coefficient of the penalty in the loss.
+        kl_in_reward: Coefficient of the penalty in the reward.
+        kl_estimator: Estimator of the penalty, a key of `losses.KL_ESTIMATORS`.
+        entropy: Coefficient of the bonus.
+        dual_clip: See `losses.ppo_clip`; None: off.
+        value_clip: Clip of the critic's loss; None: off.
+        value_coefficient: Coefficient of the critic's loss where it shares a backbone with the policy.
+        importance_cap: Cap of `losses.importance_weights`, p_train / p_rollout; None: no weights.
+        aggregation: Average of the policy's terms, a key of `rl_models.losses.aggregation.AGGREGATIONS`.
+        gamma, lam: Discount and lambda of the advantages over time.
 
     Raises:
-        ValueError: a name is unknown, or a number outside its range.
+        ValueError: A name is unknown, or a number outside its range.
     """
 
     surrogate: str
@@ -79,15 +79,15 @@ class Algorithm:
     """One row of `ALGORITHMS`.
 
     Attributes:
-        estimate: from the scores of responses to what the losses learn from.
-        source: the paper.
-        surrogate: the policy's loss, a key of `SURROGATES`.
-        aggregation: how its terms are averaged (`rl_models.losses.aggregation`).
-        clip_low, clip_high: its trust interval, unless the user gives another.
-        kl: where a penalty for leaving the reference goes: into the reward (as k1) or the loss (as k3).
-        critic: it needs one.
-        samples: responses to each prompt, unless the user says otherwise; `groups` compare them: at least two.
-        dynamic_sampling: prompts whose responses all score the same are replaced by others.
+        estimate: Turns the scores of responses into the fields that the losses read.
+        source: The paper.
+        surrogate: The policy's loss, a key of `SURROGATES`.
+        aggregation: Average of the loss's terms (`rl_models.losses.aggregation`).
+        clip_low, clip_high: The trust interval, unless the user gives another.
+        kl: Place of the penalty for leaving the reference: in the reward (as k1) or the loss (as k3).
+        critic: The algorithm needs a critic.
+        samples: Responses to each prompt, unless the user says otherwise; `groups` compare them: at least two.
+        dynamic_sampling: Prompts whose responses all score the same are replaced by others.
     """
 
     estimate: Estimate

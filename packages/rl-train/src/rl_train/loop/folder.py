@@ -23,7 +23,7 @@ def check_folder(options: TrainOptions) -> None:
     """Refuse a folder that cannot take the results, that the inputs stand in, or that holds another run or other files.
 
     Raises:
-        ValueError: names what is in the way.
+        ValueError: Something is in the way; names it.
     """
     trained = _trained(options)
     check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
@@ -95,7 +95,7 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
     Checkpoints after the one that `latest` names are left out: they belong to a line that the run has gone back from.
 
     Raises:
-        ValueError: a model's `latest` is damaged; names it.
+        ValueError: A model's `latest` is damaged; names it.
     """
     common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
     return max(common, default=0)

@@ -25,7 +25,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Reward, score
 
-# A step of dynamic sampling gives up the search for prompts with something to learn after so many batches.
+# Dynamic sampling draws at most this number of batches in a step.
 _MOST_BATCHES = 10
 
 
@@ -57,14 +57,14 @@ class Loop:
     """One run; every rank of a program of ranks has one, and takes the same steps.
 
     Attributes:
-        options: of the run.
-        prompts, eval_prompts: read from their files.
-        stop_ids: that end a response.
-        models: what is trained.
-        reward: the user's function; None where `once` calls nothing.
-        once: calls a function on one rank and gives all its result (`rl_models.workers.whole_batches.from_first`).
-        writes: this process writes the metrics.
-        tell: is told of every step, and in words of what else happens.
+        options: The options of the run.
+        prompts, eval_prompts: Read from their files.
+        stop_ids: The ids of tokens that end a response.
+        models: The models that learn, and the reference.
+        reward: The user's function; None where `once` calls nothing.
+        once: Calls a function on one rank and returns its result on all (`rl_models.workers.whole_batches.from_first`).
+        writes: This process writes the metrics.
+        tell: Is called with the metrics of every step, and with messages.
     """
 
     options: TrainOptions
@@ -85,7 +85,7 @@ class Loop:
         """Run all steps that are left, save the result, and return the last step's metrics.
 
         Raises:
-            ValueError: a step has a number that is not finite, the reward made a mistake, or a step has nothing to
+            ValueError: A step has a number that is not finite, the reward made a mistake, or a step has nothing to
                 learn; in the last case what was learned before is saved.
         """
         options, training = self.options, self.options.out / "training"

@@ -15,10 +15,10 @@ class Models:
     """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
 
     Attributes:
-        actor: the policy; an `ActorCritic` where the backbone is shared.
-        critic: where the algorithm has one of its own.
-        reference: where there is a KL penalty.
-        share_backbone: the actor has the values, too.
+        actor: The policy; an `ActorCritic` where the backbone is shared.
+        critic: The critic, where it is a model of its own; else None.
+        reference: The reference of the KL penalty; None without a penalty.
+        share_backbone: The actor has the value head, too.
     """
 
     actor: Any

@@ -46,10 +46,10 @@ class Plan:
     """A run that has been checked.
 
     Attributes:
-        options: as resolved.
-        prompts, eval_prompts: read from their files.
-        stop_ids: that end a response.
-        positions: the model's number of positions; None where its config does not say.
+        options: The options as resolved.
+        prompts, eval_prompts: Read from their files.
+        stop_ids: The ids of tokens that end a response.
+        positions: The model's number of positions; None where its config does not say.
     """
 
     options: TrainOptions
@@ -94,7 +94,7 @@ def plan(options: TrainOptions) -> Plan:
     """Check the options against the files, the reward and the devices, and read the prompts.
 
     Raises:
-        ValueError: something does not fit; names it.
+        ValueError: Something does not fit; names it.
     """
     check(options)
     check_folder(options)
@@ -158,7 +158,7 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
     """Return the model's own end-of-text ids, from its generation config or its config.
 
     Raises:
-        ValueError: a file is broken, or has something else as the end of text; names it.
+        ValueError: A file is broken, or has something else as the end of text; names it.
     """
     for file in (folder / name for name in ("generation_config.json", "config.json")):
         values = read_json(file) if file.is_file() else {}
@@ -182,8 +182,8 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
     training checkpoint when it is started again.
 
     Raises:
-        RankFailed: a rank failed.
-        ValueError: what `plan` did not see: a mistake in the reward's module or of the reward, a model that a backend
+        RankFailed: A rank failed.
+        ValueError: A mistake that `plan` cannot see: in the reward's module or of the reward, a model that a backend
             does not offer. Or there is nothing to learn any more; what was learned before is saved.
     """
     options = planned.options

@@ -17,7 +17,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
     """Return how a model is loaded on the policy's grid, or on the critic's own.
 
     Raises:
-        ValueError: a value that no engine takes.
+        ValueError: A value that no engine takes.
     """
     if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
@@ -48,7 +48,7 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
     """Return the optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: A value outside its range.
     """
     every = options.updates_per_step
     schedule = Schedule(
@@ -72,7 +72,7 @@ def loss_rules(options: TrainOptions) -> Rules:
     """Return what the advantages and the losses read: the given values, else the algorithm's own.
 
     Raises:
-        ValueError: a name is unknown, or a number outside its range.
+        ValueError: A name is unknown, or a number outside its range.
     """
     rule = options.rule
     return Rules(

@@ -17,7 +17,7 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
     """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
 
     Raises:
-        ValueError: a name is unknown (the nearest known one is named), a value has the wrong type or is out of range,
+        ValueError: A name is unknown (the nearest known one is named), a value has the wrong type or is out of range,
             or something required is missing; names every such option and where it was given.
     """
     known = TrainOptions.model_fields

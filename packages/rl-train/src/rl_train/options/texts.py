@@ -12,7 +12,7 @@ def parse_recompute(text: str | None) -> Recompute:
     """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: The text is none of these.
     """
     if text is None or text in ("full", "selective"):
         return cast("Recompute", text)
@@ -23,7 +23,7 @@ def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
     """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values.
 
     Raises:
-        ValueError: they are no numbers.
+        ValueError: The text holds something other than numbers.
     """
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())

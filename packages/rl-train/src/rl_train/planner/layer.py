@@ -19,10 +19,10 @@ class Division:
     """The division of a layer over a grid.
 
     Attributes:
-        tp: tensor-parallel size.
-        sequence_parallel: between blocks a rank has 1/tp of the tokens.
-        expert_tp: over how many of the tp ranks each expert is divided: tp or 1.
-        size: bytes of an element.
+        tp: Tensor-parallel size.
+        sequence_parallel: Between blocks a rank has 1/tp of the tokens.
+        expert_tp: Over how many of the tp ranks each expert is divided: tp or 1.
+        size: Bytes of an element.
     """
 
     tp: int
@@ -44,10 +44,10 @@ class LayerBytes:
     """Bytes for each token.
 
     Attributes:
-        entry: the layer's input, which is all that "full" recomputation saves.
-        attention: saved by the norms and the attention.
-        mlp: saved inside the MLP or the experts; their input is a norm's output.
-        backward: needed beside all that while the MLP runs backward.
+        entry: The layer's input, which is all that "full" recomputation saves.
+        attention: Saved by the norms and the attention.
+        mlp: Saved inside the MLP or the experts; their input is a norm's output.
+        backward: Needed beside all that while the MLP runs backward.
     """
 
     entry: int

@@ -37,14 +37,14 @@ class Memory:
     """Bytes of one model on one rank.
 
     Attributes:
-        weights: this rank's part.
-        optimizer: moments and fp32 masters.
-        gradients: of all weights, as they are kept between micro-batches, and the largest one as it arrives. FSDP2
+        weights: Bytes of this rank's weights.
+        optimizer: Moments and fp32 masters.
+        gradients: Gradients of all weights as kept between micro-batches, and the largest one as it arrives. FSDP2
             divides them after the last micro-batch alone.
-        gathered: what FSDP2 makes whole at once: the ends of the model, and two layers; in a pipeline all of it.
-        activations: what the forward saves for the backward.
-        layer: what one layer needs beside it while it runs, backward if it is trained.
-        logits: the tile of the head, and the hidden states in fp32 where it makes a copy; of two heads the larger.
+        gathered: Weights that FSDP2 gathers at once: the ends of the model, and two layers; in a pipeline all of it.
+        activations: What the forward saves for the backward.
+        layer: What one layer needs beside it while it runs, backward if it is trained.
+        logits: The tile of the head, and the hidden states in fp32 where it makes a copy; of two heads the larger.
     """
 
     weights: int
@@ -71,13 +71,13 @@ class MemoryOptions:
     """The training step to plan for.
 
     Attributes:
-        dims: the grid.
-        tokens: of a micro-batch.
-        dtype: of the weights; None: as the config says.
-        sequence_parallel: default where tp > 1.
-        recompute: what runs again backward, as `Actor.from_pretrained` takes it.
-        pipeline: virtual stages and the split of the layers, as well.
-        micro_batches: of an update, for the pipeline; None: two for each stage.
+        dims: The grid.
+        tokens: Of a micro-batch.
+        dtype: Of the weights; None: as the config says.
+        sequence_parallel: Default where tp > 1.
+        recompute: What runs again backward, as `Actor.from_pretrained` takes it.
+        pipeline: Virtual stages and the split of the layers, as well.
+        micro_batches: Of an update, for the pipeline; None: two for each stage.
         device: "cuda" or "cpu": their heads work on tiles of another size.
     """
 
@@ -105,13 +105,13 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     """Return the memory of one model for each pipeline stage: that of the stage's fullest rank.
 
     Args:
-        config: of the model, or its folder.
-        options: the grid and the tokens.
-        role: a key of `rl_models.engines.OUTPUTS`.
+        config: Of the model, or its folder.
+        options: The grid and the tokens.
+        role: A key of `rl_models.engines.OUTPUTS`.
         trained: False for a reference, which has neither gradients nor optimizer and saves nothing.
 
     Raises:
-        ValueError: the family is unknown, or the grid does not divide the model.
+        ValueError: The family is unknown, or the grid does not divide the model.
     """
     dims, pipeline = options.dims, options.pipeline
     pipeline.require_pipeline(dims.pp)
@@ -228,9 +228,9 @@ class Planned:
     """An actor with what stands beside it on the same devices.
 
     Attributes:
-        options: what was planned for.
-        models: name -> its memory on each stage.
-        offload: each model is on the host while another works.
+        options: What was planned for.
+        models: Name -> its memory on each stage.
+        offload: Each model is on the host while another works.
     """
 
     options: MemoryOptions
@@ -280,7 +280,7 @@ def plan_models(
     With `share_backbone` actor and critic are one model, an `ActorCritic`.
 
     Raises:
-        ValueError: two critics are asked for; or as `plan_memory`.
+        ValueError: Two critics are asked for; or as `plan_memory`.
     """
     if critic and share_backbone:
         raise ValueError(
@@ -334,7 +334,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name on the command line.
 
     Raises:
-        ValueError: it is neither float32 nor bfloat16.
+        ValueError: It is neither float32 nor bfloat16.
     """
     known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in known:

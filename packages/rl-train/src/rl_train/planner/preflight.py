@@ -23,7 +23,7 @@ def check_native_model(path: Path, role: Role, dims: ParallelDims, options: Engi
     """Refuse now what the ranks would refuse when they load a checkpoint on the native backend; reads headers alone.
 
     Raises:
-        ValueError: there is no checkpoint folder, its family is unknown, an option means nothing on this grid, heads,
+        ValueError: There is no checkpoint folder, its family is unknown, an option means nothing on this grid, heads,
             layers or experts do not divide over it, a file is broken or has other tensors than the config says; names
             the values and what would do.
     """
@@ -44,7 +44,7 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
         checkpoints: Names that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
 
     Raises:
-        ValueError: something cannot be written, or something else is in its place; names it.
+        ValueError: Something cannot be written, or something else is in its place; names it.
     """
     check_writable(folder)
     for file in (folder / name for name in files):

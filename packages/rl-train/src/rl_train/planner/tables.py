@@ -22,9 +22,9 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     """Yield the tables of memory: each model on each stage, the peak of all, and with a limit the grids that fit.
 
     Args:
-        planned: the grid that was asked for.
-        limit: of a device; None: unknown.
-        fits: the grids of the fewest ranks that fit the limit.
+        planned: The grid that was asked for.
+        limit: Of a device; None: unknown.
+        fits: The grids of the fewest ranks that fit the limit.
     """
     columns = [entry.name for entry in fields(Memory)]
     title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"

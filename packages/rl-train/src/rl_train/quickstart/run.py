@@ -57,8 +57,8 @@ def quickstart(options: QuickstartOptions, tell: Callable[[Mapping[str, Any]], N
         What is printed at the end.
 
     Raises:
-        RankFailed: a rank failed.
-        ValueError: an option is out of its range.
+        RankFailed: A rank failed.
+        ValueError: An option is out of its range.
     """
     began = time.monotonic()
     prepare("rl_train.score", "rl_train.loop.run")

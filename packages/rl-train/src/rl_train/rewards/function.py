@@ -27,7 +27,7 @@ def check_reward(name: str) -> None:
     """Look for the module of `module:function`, and do not import it: what it loads is for the process that calls it.
 
     Raises:
-        ValueError: there is no such module.
+        ValueError: There is no such module.
     """
     _ask(name, _find)
 
@@ -36,7 +36,7 @@ def load_reward(name: str) -> Reward:
     """Import `module:function`; modules of the working directory are found, as by `python -m`.
 
     Raises:
-        ValueError: there is no such module or function.
+        ValueError: There is no such module or function.
     """
     found = _ask(name, importlib.import_module)
     reward = getattr(found, name.partition(":")[2], None)
@@ -67,7 +67,7 @@ def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, respons
     """Call the reward for one response.
 
     Raises:
-        ValueError: it raised, or returned no finite number; names the file and the line of the prompt.
+        ValueError: It raised, or returned no finite number; names the file and the line of the prompt.
     """
     where = f"{file}, line {prompt.line}: the reward"
     try:
