@@ -1,4 +1,4 @@
-"""Megatron-Core behind a clean door: optimizer, schedules, memory, checkpoints, router replay."""
+"""Megatron-Core without its global state: models, optimizer, schedules, checkpoints, router replay."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,8 @@
 """`megatron_grid`: Megatron-Core's global state, entered and left.
 
-Megatron-Core keeps its process groups in module globals. Here they are set for the time of a `with` block, from a
-`ParallelDims`, and put back to what they were when it ends, whatever happened inside. The grid may lie on any
-increasing set of ranks of the default group; Megatron's own initialiser always takes all of them.
+Megatron-Core keeps its process groups in module globals. `megatron_grid` sets them from a `ParallelDims` for one `with`
+block and restores them when the block ends, also after an error. The grid may lie on any increasing set of ranks of the
+default group; Megatron's own initialiser always takes all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers import ParallelDims
 from parallel_layers.distributed.parallel_dims import default_timeout
 
-# Which axes vary inside each group. Both grids have the order of Megatron's "tp-cp-ep-dp-pp", here outermost first.
+# The axes that vary inside each group, outermost first; Megatron writes this order as "tp-cp-ep-dp-pp".
 _DENSE_AXES = ("pp", "dp", "cp", "tp")
 _EXPERT_AXES = ("pp", "expert_dp", "ep", "expert_tp")
 _DENSE_GROUPS: dict[str, tuple[str, ...]] = {
@@ -45,15 +45,15 @@ _EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": ("pp", "ep", "expert_tp"),
     "_EXPERT_DATA_PARALLEL": ("expert_dp",),
 }
-# What `ParallelDims.build_mesh` forms anyway.
+# Groups that `ParallelDims.build_mesh` forms.
 _MESH_GROUPS = {
     "pp": "_PIPELINE_MODEL_PARALLEL",
     "dp": "_DATA_PARALLEL",
     "cp": "_CONTEXT_PARALLEL",
     "tp": "_TENSOR_MODEL_PARALLEL",
 }
-# Groups whose traffic overlaps with others' have a communicator of their own. The rest, which reduce a few numbers once
-# a step, share one with a group of the same members: forming them all takes seconds.
+# Groups whose traffic overlaps with that of other groups have their own communicator. The other groups reduce a few
+# numbers per step and share the communicator of a group with the same members, because forming all takes seconds.
 _BUSY_GROUPS = {
     "_DATA_PARALLEL_WITH_CP",
     "_EXPERT_MODEL_PARALLEL",
@@ -61,7 +61,7 @@ _BUSY_GROUPS = {
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL",
     "_EXPERT_DATA_PARALLEL",
 }
-# Megatron's globals whose group another name already describes, and where the ranks of a group are kept.
+# Globals of Megatron that hold the group of another name, and globals that hold the ranks of a group.
 _ALIASES = {
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_WITH_CP",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL",
@@ -77,44 +77,44 @@ _RANKS = {
     "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING",
     "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING",
 }
-# Process groups live as long as the default group: communicators are costly, and grids come back. No longer: gloo's
-# threads, once their groups are destroyed, can abort the interpreter as it ends.
+# Process groups live as long as the default group: communicators are costly, and grids are entered again. They must not
+# live longer: gloo's threads can abort the interpreter at its end if their groups are still there.
 _Groups = dict[str, ProcessGroup | None]
 _FORMED: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], _Groups]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class MegatronGrid:
-    """A grid that is entered: its sizes and the process groups of this rank."""
+    """An active grid: its sizes and the process groups of this rank."""
 
     dims: ParallelDims
     virtual_stages: int | None
-    """Model chunks a rank holds under the interleaved schedule; None without interleaving."""
+    """Number of model chunks per rank under the interleaved schedule; None without interleaving."""
     expert_tp: int
-    """Tensor parallelism inside an expert."""
+    """Number of tensor-parallel shards of each expert."""
     groups: ProcessGroupCollection
     """Megatron's own record: `groups.tp`, `groups.pp`, `groups.dp`, `groups.cp`, `groups.ep`, ..."""
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding (with virtual stages: its first chunk does)."""
+        """Return whether this rank holds the embedding; with virtual stages its first chunk does."""
         return bool(self.groups.pp.rank() == 0)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head (with virtual stages: its last chunk does)."""
+        """Return whether this rank holds the head; with virtual stages its last chunk does."""
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
     @property
     def tp(self) -> ProcessGroup | None:
-        """The tensor-parallel group as parallel-layers' functions take it: None when nothing is sharded."""
+        """Return the tensor-parallel group as parallel-layers takes it: None if nothing is sharded."""
         return self.groups.tp if self.dims.tp > 1 else None
 
     def check_first_ranks(self, operation: str) -> None:
-        """Refuse an operation that takes the numbers of ranks for their places in this grid.
+        """Refuse an operation that needs the grid on the first ranks of the default group.
 
         Raises:
-            ValueError: the grid is not the first ranks of the default group; names `operation`.
+            ValueError: The grid lies on other ranks; names `operation`.
         """
         members = dist.get_process_group_ranks(self.groups.intra_dist_opt)
         if members[-1] != len(members) - 1:
@@ -125,9 +125,9 @@ class MegatronGrid:
 
     @contextlib.contextmanager
     def as_world(self) -> Iterator[None]:
-        """Make this grid's ranks the default group for a while, for the parts of Megatron-Core that know no other.
+        """Make the ranks of this grid the default group, for parts of Megatron-Core that use no other group.
 
-        Ranks are counted from 0 inside: see `check_first_ranks` for what does not stand that.
+        Ranks count from 0 inside the block; operations that cannot bear this call `check_first_ranks`.
         """
         world = self.groups.intra_dist_opt
         if world.size() == dist.get_world_size():
@@ -162,23 +162,26 @@ def megatron_grid(
     expert_tp: int | None = None,
     seed: int | None = None,
 ) -> Iterator[MegatronGrid]:
-    """Enter Megatron-Core's global state for a grid, and leave it.
+    """Enter Megatron-Core's global state for a grid, and leave it at the end of the block.
 
-    All ranks of the grid enter it together. Process groups are formed the first time and used again afterwards.
-    Megatron-Core wants a GPU; without one, enter `megatron_utils.testing.cpu_stand_in` first.
+    All ranks of the grid enter it together. The first entry forms the process groups; later entries use them again.
+    Megatron-Core needs a GPU; on a CPU enter `megatron_utils.testing.cpu_stand_in` first.
 
     Args:
-        dims: the grid. `dims.ep` regroups the `dp * cp * tp` ranks of a stage.
-        ranks: increasing global ranks of the grid; default all ranks of the default group. Checkpoints are saved and
-            loaded on ranks 0 to n - 1 alone.
-        virtual_stages: model chunks a rank holds, for the interleaved schedule; needs `dims.pp > 1`.
-        expert_tp: tensor parallelism inside an expert. Default: `dims.tp` where the ranks suffice, else 1.
-        seed: seeds torch, until the grid is left, and Megatron's random streams (the tensor-parallel and the expert
-            stream differ by rank). None leaves torch's own state alone and starts the streams from 0.
+        dims: The grid. `dims.ep` regroups the `dp * cp * tp` ranks of a stage.
+        ranks: The global ranks of the grid, increasing; default: all ranks of the default group. Checkpoints need ranks
+            0 to n - 1.
+        virtual_stages: The number of model chunks per rank, for the interleaved schedule; needs `dims.pp > 1`.
+        expert_tp: The number of shards of each expert; default: `dims.tp` if the ranks suffice, else 1.
+        seed: Seeds torch until the grid is left, and Megatron's random streams (the tensor-parallel and the expert
+            stream differ by rank). None keeps torch's own state and starts the streams from 0.
+
+    Yields:
+        The active grid.
 
     Raises:
-        ValueError: the sizes do not fit the ranks, or `virtual_stages` needs a pipeline.
-        RuntimeError: a grid is active already (its state is global, so one at a time), or there is no default group.
+        ValueError: The sizes do not fit the ranks, or `virtual_stages` needs a pipeline.
+        RuntimeError: Another grid is active (the state is global), or there is no default group.
     """
     if not isinstance(dims, ParallelDims):
         raise ValueError(f"dims={dims!r} must be sizes of a grid, such as ParallelDims(tp=2)")
@@ -218,13 +221,13 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
 
 
 def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> _Groups:
-    """Every group this rank is in, by the stem of its Megatron global. All members form equally many groups."""
-    # Checks the members, and brings them to the same number of groups, so that the names of new ones agree.
+    """Return every group of this rank by the stem of its Megatron global. All members form equally many groups."""
+    # Checks the members and brings them to the same number of groups, so that the names of new groups agree.
     mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
     expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
     dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
     expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)
-    # For each group, the line of every member: what follows is decided alike on all of them.
+    # The line of every member in each group, so that all members decide alike.
     lines = {stem: [_line(dense, _DENSE_AXES, axes, rank) for rank in members] for stem, axes in _DENSE_GROUPS.items()}
     lines |= {
         stem: [_line(expert, _EXPERT_AXES, axes, rank) for rank in members] for stem, axes in _EXPERT_GROUPS.items()
@@ -237,7 +240,7 @@ def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -
     groups: _Groups = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
     by_members = {tuple(lines[stem]): group for stem, group in groups.items()}
     for stem in sorted(lines.keys() - groups.keys()):
-        # A rank that is not in a group (a middle stage: no embedding) is alone in one instead.
+        # A rank outside a group (a middle stage has no embedding) forms a group of its own.
         formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[stem], strict=True))
         group = by_members.get(formed)
         if group is None or (stem in _BUSY_GROUPS and max(map(len, formed)) > 1):
@@ -248,7 +251,7 @@ def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -
 
 
 def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along the `varying` axes only."""
+    """Return the ranks that differ from `rank` along the `varying` axes only."""
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if axis in varying else i for axis, i in zip(axes, place, strict=True))
     return tuple(int(other) for other in grid[index].flatten())
@@ -256,9 +259,9 @@ def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], r
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Start Megatron's random streams; parts of its layers run inside one of them, whether or not they draw.
+    """Start Megatron's random streams, inside which parts of its layers run.
 
-    torch's own start from `seed` and are put back at the end; without a seed they go on as if nothing had happened.
+    With a seed, torch's own streams start from it and are restored at the end; without a seed they stay unchanged.
     """
     device = torch.cuda.current_device()
     states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
@@ -291,13 +294,13 @@ def _set_globals(groups: Mapping[str, ProcessGroup | None]) -> None:
     unknown = sorted(name for name in values if not hasattr(parallel_state, name))
     assert not unknown, f"megatron-core's parallel_state has no {unknown}"
     vars(parallel_state).update(values)
-    # Where Megatron looks for groups to give a new timeout; None stands for the default group.
+    # Megatron changes the timeout of the groups in this list; None stands for the default group.
     parallel_state._global_process_group_list = [None, *dict.fromkeys(filter(None, groups.values()))]
 
 
 @contextlib.contextmanager
 def _restored(module: Any) -> Iterator[None]:
-    """Put the module's private state back to what it is now."""
+    """Restore the current private state of a module at the end of the block."""
     state = {name: value for name, value in vars(module).items() if name[0] == "_" and name.isupper()}
     if "_global_process_group_list" in vars(module):
         state["_global_process_group_list"] = module._global_process_group_list

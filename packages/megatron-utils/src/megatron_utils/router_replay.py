@@ -1,12 +1,11 @@
-"""Router replay on Megatron-Core: record where tokens went, send them there again, forward and under recompute.
+"""Router replay on Megatron-Core: record the experts of tokens and use them again, forward and under recompute.
 
-What is recorded and replayed is `parallel_layers.moe.RouterReplay`, an object for one micro-batch, keyed by global
-layer number; so routing recorded on one backend replays on another (https://arxiv.org/abs/2510.11370). Megatron-Core's
-own `RouterReplay` lists every router of the process in a class variable, without layer numbers; here a router's hook is
-set for the time of a `with` block and nothing is global.
+`parallel_layers.moe.RouterReplay` holds the experts of one micro-batch by global layer number, so routing of one
+backend replays on another (arXiv:2510.11370). Megatron-Core's own `RouterReplay` lists every router of the process in a
+class variable; here each router has a hook for the time of a `with` block, and nothing is global.
 
-Between backends and grids, routing travels per sequence, in the caller's order: `[L_i, M, k]` int16 for the M layers of
-the model that are mixtures, k experts a token.
+Between backends and grids, routing travels per sequence in the caller's order: `[L_i, M, k]` int16, for the M mixture
+layers of the model and k experts per token.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RoutingSession:
-    """The hooks of one model's routers, while `router_replay` is entered."""
+    """The hooks of one model's routers inside `router_replay`."""
 
     def __init__(self) -> None:
         self._current: RouterReplay | None = None
@@ -40,12 +39,15 @@ class RoutingSession:
 
     @contextlib.contextmanager
     def micro_batch(self, replay: RouterReplay, *, backward: bool = False) -> Iterator[None]:
-        """Within this, the model's forward records into `replay`, or replays it.
+        """Let the forward inside the block record into `replay`, or replay it.
 
         Args:
-            replay: of the micro-batch whose forward runs inside.
-            backward: a backward will follow, later and maybe after other micro-batches' forwards. What it recomputes
-                is routed by the same `replay`, for the backwards of a stage come in the order of its forwards.
+            replay: The replay of the micro-batch whose forward runs inside.
+            backward: Whether a backward follows, perhaps after the forwards of other micro-batches. Its recomputation
+                uses the same `replay`, because the backwards of a stage come in the order of its forwards.
+
+        Raises:
+            RuntimeError: The forward of another micro-batch is running.
         """
         if self._current is not None:
             raise RuntimeError("a micro-batch's forward is already running; leave it before entering another")
@@ -57,7 +59,7 @@ class RoutingSession:
 
 
 class _Hook:
-    """What a Megatron router asks for its experts, in the place of its own `RouterReplay`."""
+    """Replaces Megatron's own `RouterReplay`: a router asks it for experts."""
 
     def __init__(self, session: RoutingSession, router: TopKRouter) -> None:
         self._session = session
@@ -65,7 +67,7 @@ class _Hook:
         self._layer = router.layer_number - 1
         self._tp: ProcessGroup | None = router.tp_group if router.config.sequence_parallel else None
         self._cp: ProcessGroup = router.cp_group
-        # Those among whom the tokens of a pack are divided.
+        # The ranks that share the tokens of a pack.
         self._everyone: ProcessGroup = router.tp_cp_group
         self._layout = CONTEXT_PARALLEL[router.config.cp_comm_type][1]
         self._to_recompute: deque[RouterReplay] = deque()
@@ -73,10 +75,10 @@ class _Hook:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts `[T', k]` of this rank's tokens; the scores are the router's own, gradient and all."""
+        """Return scores and experts `[T', k]` of this rank's tokens; gradients reach the router's own scores."""
         replay = self._session._current
         if replay is not None:
-            # A checkpointed region runs without a graph first; its recomputation comes in the backward.
+            # A checkpointed region runs without a graph first, and again in the backward.
             if self._session._recomputes and not torch.is_grad_enabled():
                 self._to_recompute.append(replay)
         elif self._to_recompute:
@@ -96,16 +98,16 @@ class _Hook:
         return scores.gather(1, experts), experts
 
     def _places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens stand in the pack: `[T']` int64."""
+        """Return the places of this rank's tokens in the pack: `[T']` int64."""
         places = split_sequence(torch.arange(num_tokens, device=device), self._cp, layout=self._layout)
         return places if self._tp is None else places.chunk(self._tp.size())[self._tp.rank()]
 
 
 @contextlib.contextmanager
 def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
-    """Put hooks on the routers of a model's chunks, and take them off again, whatever happens inside.
+    """Put hooks on the routers of a model's chunks for one block; yield the session.
 
-    A pipeline stage may have none of the model's routers.
+    A pipeline stage may hold no routers of the model.
 
     Raises:
         ValueError: The model has no routers, or a router that chooses its experts in code of its own and never asks
@@ -137,7 +139,7 @@ _WITHOUT_HOOK = {"moe_router_fusion": True, "moe_router_load_balancing_type": "s
 
 
 def moe_layers(config: Any) -> list[int]:
-    """The global numbers, from 0, of a model's layers that are mixtures (`config` is Megatron's)."""
+    """Return the global numbers, from 0, of the mixture layers; `config` is Megatron's."""
     if not config.num_moe_experts:
         return []
     pattern = config.moe_layer_freq
@@ -149,7 +151,7 @@ def moe_layers(config: Any) -> list[int]:
 def complete_recordings(
     replays: Sequence[RouterReplay], micro_batches: Sequence[PackedSequence], config: Any, grid: MegatronGrid
 ) -> None:
-    """Give every stage of a pipeline what the others have recorded: one all-reduce over the stages a micro-batch."""
+    """Give every pipeline stage the records of the other stages, by one all-reduce per micro-batch."""
     layers, k = moe_layers(config), config.moe_router_topk
     for replay, packed in zip(replays, micro_batches, strict=True):
         # gloo and NCCL both reduce int32.
@@ -165,10 +167,10 @@ def complete_recordings(
 def collect_routing(
     replays: Sequence[RouterReplay], micro_batches: Sequence[PackedSequence], config: Any, grid: MegatronGrid
 ) -> list[list[Tensor]]:
-    """What was recorded, whole and per sequence: for each micro-batch, for each of its sequences, `[L_i, M, k]` int16.
+    """Return the recorded routing of each sequence of each micro-batch: `[L_i, M, k]` int16.
 
-    Every stage of a pipeline has recorded its own layers; all of them get all. `restore_order` puts the sequences into
-    the caller's order.
+    Every pipeline stage gets the layers of all stages. `parallel_layers.data.micro_batches.restore_order` restores the
+    caller's order of the sequences.
     """
     complete_recordings(replays, micro_batches, config, grid)
     return [
@@ -179,19 +181,19 @@ def collect_routing(
 def make_replay(
     routing: Sequence[Tensor], packed: PackedSequence, layers: Sequence[int], *, num_experts: int
 ) -> RouterReplay:
-    """A replay for one packed batch from routing per sequence, whatever grid or backend recorded it.
+    """Return a replay for one packed batch from the routing of its sequences, recorded on any grid or backend.
 
-    Padding tokens get distinct experts, spread evenly, so that they burden none.
+    Padding tokens get distinct experts, spread evenly over all.
 
     Args:
         routing: `[L_i, M, k]` integers for each sequence of `packed`, in its order.
-        packed: the batch that will run.
-        layers: the global numbers of the M mixture layers (`moe_layers`).
-        num_experts: E.
+        packed: The batch that will run.
+        layers: The global numbers of the M mixture layers (`moe_layers`).
+        num_experts: The number of experts of a layer.
 
     Raises:
-        ValueError: a sequence whose routing has another shape, or a row that is missing (-1), out of range or names an
-            expert twice: with its layer and token.
+        ValueError: The routing of a sequence has another shape, or a row is missing (-1), is out of range, or names an
+            expert twice; names the layer and the token.
     """
     lengths = packed.lengths
     if len(routing) != len(lengths):
@@ -213,7 +215,7 @@ def make_replay(
 
 
 def spread_experts(num_tokens: int, num_experts: int, like_Tk: Tensor) -> Tensor:
-    """Experts `[num_tokens, k]` for padding: distinct for each token, and as many tokens for each as can be."""
+    """Return experts `[num_tokens, k]` for padding, distinct for each token and spread evenly over all."""
     top_k = like_Tk.shape[1]
     numbers = torch.arange(num_tokens * top_k, dtype=like_Tk.dtype, device=like_Tk.device)
     return numbers.view(num_tokens, top_k) % num_experts

@@ -1,9 +1,9 @@
-"""Sequence parallelism by Megatron's rule: parameters that are replicated but see a part of the tokens are marked.
+"""Sequence parallelism by Megatron's rule: mark replicated parameters that see only a part of the tokens.
 
-Under sequence parallelism the norms between two blocks run on `[T / tp, H]`, so each rank's gradient of a norm's weight
-is a part of the sum. Megatron marks such parameters with the attribute `sequence_parallel`, and one all-reduce a step
-completes the marked. `finalize_model_grads` does that for models of `build_gpt`; these functions are for others, and
-for gradients outside Megatron's buffers.
+Under sequence parallelism the norms between two blocks run on `[T / tp, H]`, so the gradient of a norm's weight on each
+rank is a part of the sum. Megatron marks such parameters with the attribute `sequence_parallel` and completes their
+gradients by one all-reduce per step. `finalize_model_grads` does this for models of `build_gpt`; these functions do it
+for other models, and for gradients outside Megatron's buffers.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch.nn import functional as F
 
 
 def mark_sequence_parallel(parameters: Iterable[nn.Parameter], *, marked: bool = True) -> None:
-    """Mark parameters as seeing a part of the tokens on each rank, or take the mark off."""
+    """Mark parameters that see a part of the tokens on each rank, or remove the mark."""
     for parameter in parameters:
         parameter.sequence_parallel = marked  # type: ignore[attr-defined]
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:
-    """Whether a parameter is marked."""
+    """Return whether a parameter is marked."""
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
 def sequence_parallel_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The marked parameters of a module, by name, each once."""
+    """Return the marked parameters of a module with their names, each once."""
     return ((name, parameter) for name, parameter in module.named_parameters() if is_sequence_parallel(parameter))
 
 
 def pad_to_group(x: Tensor, group_size: int, *, dim: int = 0, value: float = 0.0) -> Tensor:
-    """Pad one dim of a tensor of any rank at its end, up to a multiple of the group's size.
+    """Pad one dim of a tensor at its end, up to a multiple of `group_size`; `unpad` removes the padding.
 
-    Gradients of the padding are dropped. `unpad` takes it off again.
+    Gradients of the padding are dropped.
 
     Raises:
         ValueError: `group_size` is below 1, or `x` has no such dim.
@@ -50,10 +50,10 @@ def pad_to_group(x: Tensor, group_size: int, *, dim: int = 0, value: float = 0.0
 
 
 def unpad(x: Tensor, size: int, *, dim: int = 0) -> Tensor:
-    """The first `size` entries of one dim: what was there before `pad_to_group`.
+    """Return the first `size` entries of one dim, which reverts `pad_to_group`.
 
     Raises:
-        ValueError: `x` has fewer, or no such dim.
+        ValueError: `x` has fewer entries, or no such dim.
     """
     _check(x, 1, dim)
     if not 0 <= size <= x.shape[dim]:
@@ -62,13 +62,16 @@ def unpad(x: Tensor, size: int, *, dim: int = 0) -> Tensor:
 
 
 def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> int:
-    """Sum the gradients of the marked parameters over the tensor-parallel group, in place, once a step.
+    """Sum the gradients of the marked parameters over the tensor-parallel group, in place, once per step.
 
-    One all-reduce for each dtype, over all of that dtype's gradients laid end to end. Megatron's `main_grad` is taken
-    where there is one, else `.grad`; parameters without a gradient are left out, which is the same ones on every rank.
+    One all-reduce per dtype covers all gradients of that dtype. The gradient is Megatron's `main_grad` if it exists,
+    else `.grad`. Parameters without a gradient are skipped; they must be the same on every rank.
 
     Returns:
-        How many gradients were reduced.
+        The number of reduced gradients.
+
+    Raises:
+        ValueError: `group` is neither a process group nor None.
     """
     if not isinstance(group, ProcessGroup | None):
         raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup, such as grid.tp, or None")

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies under Megatron's tensor parallelism, and the part of a batch that is response.
+"""Log-probs and entropies under Megatron's tensor parallelism, and the response tokens of a batch.
 
-The mathematics is parallel-layers': this module puts it on Megatron's tensor-parallel group and picks the tokens. A
-model's output at token t predicts token t + 1 of the same sequence, so the log-probability of the response token at
-place p is found at place p - 1. The shift is made here, once, on the whole packed batch.
+parallel-layers computes; this module passes Megatron's tensor-parallel group and selects tokens. The output at token t
+predicts token t + 1 of the same sequence, so the log-prob of the response token at place p stands at place p - 1. This
+module shifts once, on the whole packed batch.
 
 Shape suffixes: T tokens, V this rank's part of the vocabulary, H hidden, R response tokens.
 """
@@ -24,12 +24,12 @@ from parallel_layers import (
 
 
 def tensor_parallel_group() -> ProcessGroup | None:
-    """Megatron's tensor-parallel group; None when it has one rank, as parallel-layers' functions take it.
+    """Return Megatron's tensor-parallel group, or None if it has one rank, as parallel-layers takes it.
 
     Raises:
-        RuntimeError: no Megatron grid is active.
+        RuntimeError: No Megatron grid is active.
     """
-    # Imported here: those who pass a group of their own do not pay the seconds that this import takes.
+    # Imported here, because the import takes seconds and callers with their own group do not need it.
     from megatron.core import parallel_state
 
     group: ProcessGroup | None = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
@@ -47,21 +47,22 @@ def log_probs_from_logits(
     entropy: bool = True,
     ignore_index: int = -100,
 ) -> LogProbs:
-    """Log-probability of each label, and entropy, from vocabulary-sharded logits. The logits are never written to.
+    """Return the log-prob of each label, and the entropy, from vocabulary-sharded logits, which stay unchanged.
 
-    Forward: one all-gather of a few numbers a token for the log-probability and one for the entropy; backward: none.
-    Nothing of the logits' size is made in the forward (chunks only); the backward makes their gradient.
+    Forward: one all-gather of a few numbers per token for the log-prob, one for the entropy. Backward: no
+    communication. The forward works in chunks and makes no tensor of the logits' size; the backward makes their
+    gradient.
 
     Args:
         logits_TV: `[T, V]`, this rank's columns; -inf is an entry of probability zero.
-        labels_T: `[T]`, integer, of the whole vocabulary, already shifted.
-        group: the tensor-parallel group (`tensor_parallel_group()` for Megatron's); None when the logits are whole.
-        vocab_size: the true vocabulary; columns beyond it are padding.
-        entropy: whether to compute the entropy.
-        ignore_index: the label that means "no label".
+        labels_T: `[T]`, integers of the whole vocabulary, already shifted.
+        group: The tensor-parallel group (Megatron's is `tensor_parallel_group()`); None for whole logits.
+        vocab_size: The true size of the vocabulary; columns beyond it are padding.
+        entropy: Whether to compute the entropy.
+        ignore_index: The label that means "no label".
 
     Raises:
-        ValueError: shapes that do not fit, or (on every rank alike) a label outside the vocabulary.
+        ValueError: Shapes do not fit, or a label is outside the vocabulary (on every rank alike).
     """
     log_probs = vocab_parallel_log_probs(
         logits_TV, labels_T, group=group, vocab_size=vocab_size, ignore_index=ignore_index
@@ -72,13 +73,13 @@ def log_probs_from_logits(
 
 
 def response_positions(packed: PackedSequence, response_lengths: Sequence[int]) -> list[Tensor]:
-    """Where the response tokens of each sequence are predicted: int64 `[R_i]`, increasing.
+    """Return the positions that predict the response tokens of each sequence: int64 `[R_i]`, increasing.
 
-    The response is the end of its sequence: with L_i tokens, R_i of them response, the positions are those of the
-    tokens L_i - R_i - 1 up to L_i - 2 of sequence i.
+    The response is the end of its sequence. In a sequence of L_i tokens with R_i response tokens, the positions are
+    those of tokens L_i - R_i - 1 to L_i - 2.
 
     Raises:
-        ValueError: not one length for each sequence, or a response that has no token before it (named).
+        ValueError: The number of lengths differs from the number of sequences, or a response has no token before it.
     """
     lengths = packed.lengths
     if len(response_lengths) != len(lengths):
@@ -97,10 +98,10 @@ def response_positions(packed: PackedSequence, response_lengths: Sequence[int]) 
 
 
 def response_slices(values_T: Tensor, packed: PackedSequence, response_lengths: Sequence[int]) -> list[Tensor]:
-    """Of per-token outputs `[T, ...]` (log-probs, entropies, values), those of response tokens: `[R_i, ...]` each.
+    """Return the rows of response tokens `[R_i, ...]` from outputs per token `[T, ...]` (log-probs, entropies, values).
 
     Raises:
-        ValueError: as `response_positions`, or `values_T` has another number of rows than the batch has tokens.
+        ValueError: As `response_positions`, or `values_T` does not have one row per token.
     """
     if len(values_T) != packed.num_tokens:
         raise ValueError(f"values of {len(values_T)} rows are not one row for each of {packed.num_tokens} tokens")
@@ -119,17 +120,17 @@ def response_log_probs(
     vocab_size: int | None = None,
     entropy: bool = True,
 ) -> list[LogProbs]:
-    """Log-probs and entropies of the response tokens alone: prompts cost nothing.
+    """Return log-probs and entropies of the response tokens only, without work for prompts.
 
     Give either `logits_TV` `[T, V]`, or `hidden_TH` `[T, H]` (all tokens, replicated over the group) with the head's
-    `weight_VH`; then no logits are made at all.
+    `weight_VH`, which makes no logits.
 
     Returns:
-        For each sequence, `LogProbs` of `[R_i]`.
+        `LogProbs` of `[R_i]` for each sequence.
 
     Raises:
-        ValueError: as `response_positions`; both or neither of logits and hidden states; a temperature with logits,
-            which are to be divided by it where they are made.
+        ValueError: As `response_positions`; both or neither of logits and hidden states are given; or a temperature is
+            given with logits, which the caller must divide.
     """
     if (logits_TV is None) == (hidden_TH is None or weight_VH is None):
         raise ValueError("give either logits_TV, or hidden_TH and weight_VH")

@@ -288,4 +288,4 @@ def test_mistakes_are_named_on_every_rank(ranks: RankPool) -> None:
     assert label == "labels of micro-batch 1 have shape [2], not [3]"
     assert replays == "1 replays for 2 micro-batches"
     assert unwrapped.startswith("a backward needs chunks wrapped by optimizer.wrap_data_parallel")
-    assert caches.startswith("1 caches for 2 chunks, and 2 micro-batches that go on from them")
+    assert caches.startswith("1 caches for 2 chunks, and 2 micro-batches that continue them")

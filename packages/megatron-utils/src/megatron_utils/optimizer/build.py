@@ -1,4 +1,4 @@
-"""Data parallelism, optimizer and schedule of Megatron-Core, from our configs."""
+"""Megatron-Core's data parallelism and optimizer from typed configs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_utils.optimizer.config import OptimizerConfig
 from parallel_layers.learning_rate import Schedule
 
 LOSS_SCALE_COUNTERS = ("growth_tracker", "hysteresis_tracker")
-"""Megatron's names for the steps since the loss scale grew, and the overflows until it shrinks."""
+"""Megatron's names of two counters: steps since the loss scale grew, and overflows until it shrinks."""
 
 
 def wrap_data_parallel(
@@ -30,14 +30,14 @@ def wrap_data_parallel(
     overlap: bool = False,
     bucket_size: int | None = None,
 ) -> list[DistributedDataParallel]:
-    """Wrap a model's chunks so that their gradients lie in contiguous fp32 buffers, averaged over data parallelism.
+    """Wrap a model's chunks: gradients lie in contiguous fp32 buffers and are averaged over data parallelism.
 
     Args:
-        chunks: what `build_gpt` returned, with its weights loaded.
-        grid: the active grid.
-        distributed: for the distributed optimizer (`OptimizerConfig.distributed`): reduce-scatter the gradients.
-        overlap: communicate under the backward.
-        bucket_size: elements a bucket, with `overlap`; default Megatron's choice.
+        chunks: The chunks of `build_gpt`, with loaded weights.
+        grid: The active grid.
+        distributed: Reduce-scatter the gradients, for the distributed optimizer (`OptimizerConfig.distributed`).
+        overlap: Communicate during the backward.
+        bucket_size: Elements per bucket with `overlap`; default: Megatron's choice.
     """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -45,7 +45,7 @@ def wrap_data_parallel(
         use_distributed_optimizer=distributed,
         bucket_size=bucket_size,
     )
-    with torch.enable_grad():  # it finds where gradients arrive by a graph of each parameter
+    with torch.enable_grad():  # Megatron builds a graph of each parameter to hook its gradient
         return [
             DistributedDataParallel(
                 get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=None
@@ -55,21 +55,21 @@ def wrap_data_parallel(
 
 
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """The memory of the gradients of wrapped chunks: flat fp32 buffers, which every `main_grad` is a view into."""
+    """Return the flat fp32 gradient buffers of wrapped chunks; every `main_grad` is a view into one of them."""
     return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one consists of (dense, experts), those without parameters left out."""
+    """Return the optimizers inside a chained one (dense, experts) that have parameters."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.optimizer is not None]
 
 
 def get_steps(part: Any) -> int:
-    """Steps that one of the chained optimizers has taken, as far as this rank knows.
+    """Return the number of steps of one of the chained optimizers, as far as this rank knows.
 
-    torch's AdamW counts them in the state of each parameter; the fused ones of Transformer Engine and Apex, which
-    Megatron takes where they are installed, in each group of parameters.
+    torch's AdamW counts steps in the state of each parameter. The fused optimizers of Transformer Engine and Apex,
+    which Megatron uses if installed, count steps in each group of parameters.
     """
     counts = [group["step"] for group in part.optimizer.param_groups if "step" in group]
     counts += [entries["step"] for entries in part.optimizer.state.values() if "step" in entries]
@@ -77,9 +77,9 @@ def get_steps(part: Any) -> int:
 
 
 def set_steps(part: Any, step: int, master: Tensor | None = None) -> None:
-    """Go on from `step` in one of the chained optimizers: of the parameter with this master, default all.
+    """Set the step of one of the chained optimizers, for the parameter with this master weight or for all.
 
-    A fused optimizer has one count for a group, which is set whatever `master` is.
+    A fused optimizer has one count per group, which this function sets for any `master`.
     """
     if counts_by_group(part):
         for group in part.optimizer.param_groups:
@@ -87,38 +87,38 @@ def set_steps(part: Any, step: int, master: Tensor | None = None) -> None:
         return
     states = part.optimizer.state
     for entries in states.values() if master is None else [states[master]]:
-        # A tensor of its own: a shared one would be advanced once for each parameter.
+        # One tensor each: the update of every parameter would advance a shared tensor.
         entries["step"] = torch.tensor(float(step))
 
 
 def counts_by_group(part: Any) -> bool:
-    """Whether one of the chained optimizers counts its steps by group and not by parameter."""
+    """Return whether one of the chained optimizers counts steps by group instead of by parameter."""
     return not isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer)
 
 
 class Step(NamedTuple):
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     grad_norm: float | None
-    """Global norm before clipping; None when fp16 overflowed under the loss scale."""
+    """Global gradient norm before clipping; None if fp16 overflowed under the loss scale."""
     lr: float
-    """The rate that the step used."""
+    """Learning rate of the step."""
     skipped: bool
-    """A gradient is not finite: nothing was changed but the loss scale (fp16), and the schedule stood still."""
+    """Whether the step was skipped for a gradient that is not finite; only the loss scale (fp16) changed."""
 
 
 class Optimizer:
-    """AdamW with its schedule over a wrapped model: `zero_grad`, run a backward, `step`.
+    """AdamW with a learning-rate schedule over a wrapped model: call `zero_grad`, run a backward, call `step`.
 
     Args:
-        chunks: what `wrap_data_parallel` returned.
-        grid: the active grid.
-        config: of the optimizer.
-        schedule: of the learning rate.
+        chunks: The chunks of `wrap_data_parallel`.
+        grid: The active grid.
+        config: The config of the optimizer.
+        schedule: The learning-rate schedule; default: constant.
 
     Raises:
-        ValueError: `config.distributed` and the wrapping disagree, the parameters have another dtype than
-            `config.precision` says, or all of them, on every rank, are frozen.
+        ValueError: `config.distributed` and the wrapping differ, a parameter's dtype contradicts `config.precision`, or
+            all parameters on all ranks are frozen.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class Optimizer:
         self.config = config
         self.schedule = schedule or Schedule()
         self.steps = 0
-        """Steps taken, skipped ones not counted."""
+        """Number of steps taken, without skipped steps."""
         self.skipped = 0
-        """Steps skipped for a gradient that was not finite so far."""
+        """Number of steps skipped so far for a gradient that was not finite."""
         self.holds_states = False
-        """Whether `ParameterStates.load` has given it states: there are some before the first step."""
+        """Whether `ParameterStates.load` has loaded states, so that states exist before the first step."""
         with grid.as_world():
-            # It gathers the parameter groups over all ranks.
+            # Megatron gathers the parameter groups over all ranks of the default group.
             self.inner = get_megatron_optimizer(
                 config.to_megatron(), self.chunks, config.overrides(), use_gloo_process_groups=False
             )
@@ -156,30 +156,30 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The rate that the next step will use."""
+        """Return the learning rate of the next step."""
         return self.config.lr * self.schedule.factor(self.steps)
 
     def zero_grad(self) -> None:
-        """Clear every gradient, before the first backward of a step."""
+        """Clear all gradients; call it before the first backward of a step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the loss scale; `run_schedule(grad_scale=...)` takes this."""
+        """Multiply a loss by the loss scale; pass this method to `run_schedule(grad_scale=...)`."""
         return self.inner.scale_loss(loss)
 
     @property
     def loss_scale(self) -> float | None:
-        """What `scale_loss` multiplies by; None where there is no loss scale (fp32, bf16)."""
+        """Return the factor of `scale_loss`, or None without a loss scale (fp32, bf16)."""
         scalers = self.scalers()
         return float(scalers[0].scale) if scalers else None
 
     @property
     def loss_scale_state(self) -> dict[str, float] | None:
-        """A loss scale that adapts, and how near its next change is, by Megatron's names; None where there is none.
+        """Return a dynamic loss scale and its counters by Megatron's names, or None without one.
 
-        A run that goes on sets it to what it was.
+        Set this property to resume a run.
         """
         scalers = self.scalers()
         if not scalers or not isinstance(scalers[0], DynamicGradScaler):
@@ -195,12 +195,12 @@ class Optimizer:
                 scaler.load_state_dict(counters | {"scale": torch.full_like(scaler.scale, state["scale"])})
 
     def scalers(self) -> list[Any]:
-        """The loss scale of each chained optimizer, also of those without parameters on this rank."""
+        """Return the loss scaler of each chained optimizer, including those without parameters on this rank."""
         parts = self.inner.chained_optimizers if isinstance(self.inner, ChainedOptimizer) else [self.inner]
         return [scaler for part in parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
 
     def _agree_on_loss_scale(self) -> None:
-        """One scale for all: each of the chained optimizers moves its own, by what it found in its own gradients."""
+        """Set all loss scales to the smallest: each chained optimizer moves its own scale by its own gradients."""
         scalers = self.scalers()
         if len(scalers) > 1 and isinstance(scalers[0], DynamicGradScaler):
             least = min(scalers, key=lambda scaler: float(scaler.scale)).state_dict()
@@ -208,10 +208,10 @@ class Optimizer:
                 scaler.load_state_dict(least)
 
     def step(self, lr: float | None = None) -> Step:
-        """Clip, update and advance the schedule; a step whose gradients are not finite is skipped and counted.
+        """Clip, update and advance the schedule; skip and count a step with a gradient that is not finite.
 
         Args:
-            lr: the rate of this step alone, for a schedule that the caller keeps; None: the schedule's.
+            lr: The learning rate of this step only, for a schedule of the caller; None takes the own schedule.
         """
         rate = self.lr if lr is None else lr
         for group in self.inner.param_groups:
@@ -219,7 +219,7 @@ class Optimizer:
         norm: float | None = None
         finite = True
         if self.config.precision != "fp16":
-            # Megatron looks for overflows only under a loss scale; without one it would step into NaN.
+            # Megatron looks for overflows under a loss scale only; without one it would step into NaN.
             self.inner.prepare_grads()
             norm = float(self.inner.get_grad_norm())
             finite = math.isfinite(norm)

@@ -1,4 +1,4 @@
-"""What an optimizer is made of: a small frozen config, and Megatron's from it."""
+"""`OptimizerConfig`: the settings of an optimizer, and Megatron's config from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 
 class _FromMapping:
-    """Configs made from what a file or a command line said; unknown keys and values of another type raise at once."""
+    """Configs from a file or a command line; unknown keys and values of another type raise."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -28,8 +28,10 @@ class _FromMapping:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Make the config from a mapping; raises ValueError for a key that is no field, with the nearest one, and what
-        the config itself raises.
+        """Make the config from a mapping.
+
+        Raises:
+            ValueError: A key is no field (names the nearest field), or the config refuses a value.
         """
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in values:
@@ -41,12 +43,12 @@ class _FromMapping:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type; a list does for a tuple, an int for a float, no bool for either."""
+    """Return whether a value has the type of a field; lists pass for tuples, ints for floats, bools for neither."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return any(_fits(value, each) for each in kinds)
     if origin is Literal:
-        return isinstance(value, str)  # which ones, the configs say
+        return isinstance(value, str)  # the configs check which texts are allowed
     if origin is tuple:
         if not isinstance(value, tuple | list):
             return False
@@ -60,7 +62,7 @@ class OptimizerConfig(_FromMapping):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) on Megatron's optimizers.
 
     Raises:
-        ValueError: a value of another type or outside its range (named), or a `loss_scale` without fp16.
+        ValueError: A value has another type or is out of range (named), or `loss_scale` is given without fp16.
     """
 
     lr: float = 1e-6
@@ -76,19 +78,19 @@ class OptimizerConfig(_FromMapping):
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the parameters; bf16 and fp16 keep fp32 master weights."""
+    """Precision of the parameters; bf16 and fp16 keep fp32 master weights."""
     distributed: bool = False
-    """Shard masters and moments over data parallelism (ZeRO stage 1, arXiv:1910.02054)."""
+    """Shard master weights and moments over data parallelism (ZeRO stage 1, arXiv:1910.02054)."""
     cpu_offload_fraction: float = 0.0
-    """Part of the optimizer that lives and steps on the CPU."""
+    """Fraction of the optimizer state that is kept and updated on the CPU."""
     loss_scale: float | None = None
-    """A constant loss scale, for fp16 alone; None with fp16 scales dynamically, from the four fields below."""
+    """A constant loss scale, for fp16 only; None scales fp16 dynamically by the four fields below."""
     initial_loss_scale: float = 2.0**16
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     """Steps without an overflow after which the scale doubles."""
     hysteresis: int = 2
-    """Overflows that are forgiven before the scale halves."""
+    """Number of overflows before the scale halves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,11 +117,11 @@ class OptimizerConfig(_FromMapping):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Return the dtype of the parameters."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
 
     def to_megatron(self) -> MegatronOptimizerConfig:
-        """The same settings as Megatron-Core names them."""
+        """Return the same settings as Megatron-Core's config."""
         return MegatronOptimizerConfig(
             optimizer="adam",
             lr=self.lr,
@@ -142,10 +144,10 @@ class OptimizerConfig(_FromMapping):
         )
 
     def overrides(self) -> dict[ParamKey, ParamGroupOverride]:
-        """Megatron's description of the parameters without weight decay."""
+        """Return Megatron's description of the parameters without weight decay."""
         if not self.no_weight_decay:
             return {}
-        # Megatron matches the names that they have under its wrapper for data parallelism.
+        # Megatron matches the names under its wrapper for data parallelism.
         return {
             ParamKey(name=tuple(f"module.{name}" for name in self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)
         }

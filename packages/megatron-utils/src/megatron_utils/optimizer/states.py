@@ -1,9 +1,9 @@
-"""`ParameterStates`: what an optimizer holds of one parameter, whatever divides it over data parallelism.
+"""`ParameterStates`: the optimizer state of each parameter, for any sharding over data parallelism.
 
 Megatron's distributed optimizer (ZeRO stage 1) lays parameters end to end and gives each data-parallel rank an equal
-run of the whole, which begins and ends anywhere inside a parameter. Checkpoints speak of rectangles. So a state comes
-out as a DTensor of the parameter's shape, rows divided over the data-parallel group, for which one parameter's ranges
-are gathered at a time; and goes in as a whole tensor or such a DTensor, of which each rank keeps its range.
+range, which begins and ends anywhere inside a parameter. Checkpoints hold rectangles. So `state` returns a DTensor of
+the parameter's shape with rows divided over the data-parallel group, and gathers the ranges of one parameter at a time.
+`load` takes a whole tensor or such a DTensor, and each rank keeps its range.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ParameterStates:
-    """Masters, moments and step counts by parameter. With `OptimizerConfig.distributed` its methods are collective.
+    """Master weights, moments and steps by parameter. With `OptimizerConfig.distributed` its methods are collective.
 
     Args:
-        optimizer: of the run.
+        optimizer: The optimizer of the run.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,10 +43,10 @@ class ParameterStates:
         self._meshes: dict[ProcessGroup, DeviceMesh] = {}
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """`step` (one element), `exp_avg`, `exp_avg_sq`, and of a bf16 or fp16 parameter `master`, all fp32.
+        """Return `step` (one element), `exp_avg`, `exp_avg_sq` and, for 16-bit parameters, `master`, all fp32.
 
-        Empty for a frozen parameter, and before the first step or `load`. Shaped like the parameter; a DTensor with
-        rows divided over data parallelism where the optimizer is distributed.
+        The result is empty for a frozen parameter, and before the first step or `load`. Tensors have the parameter's
+        shape; a distributed optimizer returns DTensors with rows divided over data parallelism.
         """
         part = self._part(parameter)
         if part is None or not (self.optimizer.holds_states or self.optimizer.steps):
@@ -59,7 +59,7 @@ class ParameterStates:
         step = torch.tensor(float(get_steps(part)))
         if not isinstance(part, DistributedOptimizer):
             return {"step": step, **{name: value for name, value in held.items() if value is not None}}
-        # A rank may hold nothing of any parameter, and so know no step.
+        # A rank without any parameter has no step of its own.
         step = step.to(parameter.device)
         dist.all_reduce(step, op=dist.ReduceOp.MAX, group=part.data_parallel_group)
         return {
@@ -69,9 +69,9 @@ class ParameterStates:
 
     @torch.no_grad()
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take over a state, whole or in DTensors; without a `master` in it, the master is the parameter as it is.
+        """Load a state, whole or in DTensors; without `master` in it, the master weight is the current parameter.
 
-        What was trained in low precision may go on in fp32: its master is the parameter then.
+        A run in low precision may continue in fp32; the master weight then becomes the parameter.
         """
         self.optimizer.holds_states |= bool(state)
         part = self._part(parameter)
@@ -89,7 +89,7 @@ class ParameterStates:
             return
 
         def own(x: Tensor) -> Tensor:
-            """This rank's range of a tensor of the parameter's shape."""
+            """Return this rank's range of a tensor of the parameter's shape."""
             if not isinstance(part, DistributedOptimizer):
                 return x
             start, end = _ranges(parameter, part)[part.data_parallel_group.rank()]
@@ -106,7 +106,7 @@ class ParameterStates:
             set_steps(part, int(whole["step"]), master)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What this rank holds beside parameters and gradients: moments, and masters that are no parameters."""
+        """Yield this rank's moments, and master weights that are not parameters themselves."""
         for chunk in self.optimizer.chunks:
             for parameter in chunk.parameters():
                 part = self._part(parameter)
@@ -118,7 +118,7 @@ class ParameterStates:
                     yield from (slots[name] for name in MOMENTS if name in slots)
 
     def _part(self, parameter: Tensor) -> Any | None:
-        """The optimizer (of dense parameters or of experts) that steps a parameter."""
+        """Return the optimizer (of dense parameters or of experts) that updates a parameter."""
         for part in self._parts:
             if isinstance(part, DistributedOptimizer):
                 if any(parameter in buffer.param_index_map for buffer in part.buffers):
@@ -128,7 +128,7 @@ class ParameterStates:
         return None
 
     def _master(self, parameter: Tensor, part: Any) -> Tensor | None:
-        """What AdamW changes; None where a distributed optimizer has nothing of the parameter on this rank."""
+        """Return the tensor that AdamW updates; None if this rank holds nothing of the parameter."""
         if not isinstance(part, DistributedOptimizer):
             master: Tensor = getattr(parameter, "main_param", parameter)
             return master
@@ -139,7 +139,7 @@ class ParameterStates:
         return held
 
     def _rows(self, parameter: Tensor, mine: Tensor | None, part: DistributedOptimizer) -> DTensor:
-        """This rank's rows of what the data-parallel ranks hold in ranges."""
+        """Turn the ranges of the data-parallel ranks into rows; return this rank's rows."""
         group = part.data_parallel_group
         ranges = _ranges(parameter, part)
         width = max(end - start for start, end in ranges)
@@ -160,7 +160,7 @@ class ParameterStates:
 
 
 def _ranges(parameter: Tensor, part: DistributedOptimizer) -> list[tuple[int, int]]:
-    """Which elements of the flattened parameter each rank of the data-parallel group holds."""
+    """Return the range of the flattened parameter on each rank of the data-parallel group."""
     buffer = next(buffer for buffer in part.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
     bucket = buffer.buckets[number]

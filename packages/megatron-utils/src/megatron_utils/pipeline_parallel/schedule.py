@@ -1,10 +1,11 @@
 """`run_schedule`: Megatron's forward-backward schedules over packed micro-batches.
 
-One rank: forward and backward in turn. Several stages: 1F1B (Narayanan et al., arXiv:2104.04473), or its interleaved
-form when a rank holds several chunks. Micro-batches may differ in length. Without interleaving, stages tell each other
-the shapes. With it they cannot: Megatron-Core 0.16 then exchanges shapes with both neighbours at once, which on two
-stages are one and the same rank, so that shapes change places or both wait for ever; micro-batches are padded to one
-length instead, for the time of the schedule.
+One rank runs forward and backward in turn. Several stages run 1F1B (Narayanan et al., arXiv:2104.04473), or its
+interleaved form if a rank holds several chunks. Micro-batches may differ in length.
+
+Without interleaving, stages send each other the shapes. With interleaving, micro-batches are padded to one length for
+the time of the schedule: Megatron-Core 0.16 exchanges shapes with both neighbours at once, and on two stages both
+neighbours are one rank, so shapes change places or both ranks wait for ever.
 """
 
 from __future__ import annotations
@@ -49,42 +50,44 @@ def run_schedule(
     caches: Sequence[SequenceCache] | None = None,
     broadcast: bool = True,
 ) -> list[Output] | None:
-    """Run a model forward, and backward when there is a loss, over packed micro-batches.
+    """Run a model forward, and with a `loss` also backward, over packed micro-batches.
 
-    Every rank of the grid calls it, all ranks of one data-parallel replica with the same micro-batches, all replicas
-    with equally many (`split_micro_batches(..., group=grid.groups.dp)`); interleaving wants a multiple of pp.
+    Every rank of the grid calls this function. Ranks of one data-parallel replica pass the same micro-batches, and all
+    replicas pass equally many (`split_micro_batches(..., group=grid.groups.dp)`); interleaving needs a multiple of pp.
 
-    The step's loss is the sum over micro-batches of `loss`; data-parallel replicas' gradients are averaged. When it
-    returns, every gradient is complete (Megatron's `finalize_model_grads`: data parallelism, norms under sequence
-    parallelism, tied embeddings across stages) and lies in `parameter.main_grad`, added to those of earlier calls since
-    `Optimizer.zero_grad`; while an earlier call's are there, they are held twice.
+    The loss of the step is the sum of `loss` over micro-batches; gradients are averaged over data-parallel replicas. On
+    return every gradient is complete (Megatron's `finalize_model_grads`: data parallelism, norms under sequence
+    parallelism, embeddings tied over stages). Gradients are in `parameter.main_grad`, added to those of earlier calls
+    since `Optimizer.zero_grad`; a second call before `zero_grad` needs the memory of the gradients twice.
 
     Args:
-        chunks: what `build_gpt` returned; for a backward wrapped by `optimizer.wrap_data_parallel`.
-        micro_batches: at least one. One without sequences (padding only) is a dummy and adds nothing to the gradient.
-        grid: the active grid.
+        chunks: The chunks of `build_gpt`; for a backward, wrapped by `optimizer.wrap_data_parallel`.
+        micro_batches: At least one. A micro-batch without sequences is a dummy and adds nothing to the gradient.
+        grid: The active grid.
         labels: `[T]` for each micro-batch, already shifted; the model then returns log-probs.
-        temperature: divides the logits.
-        entropy: whether the log-probs come with entropies.
-        next_token: without labels, the model returns logits after each sequence's last token only.
-        loss: (output of the last stage, number of the micro-batch) -> scalar; None runs the forward alone, without
-            a graph. It is called on the last stage only, never for a dummy. What it raises leaves this rank at once,
-            without new gradients, and the ranks that wait for it, other stages among them, waiting. So catch it inside,
-            return a zero with a graph (`output.sum() * 0`), and afterwards clear the gradients and raise on every rank.
-        grad_scale: multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
-        routing: for a mixture model, what records or replays each micro-batch's experts (see `router_replay`).
-        caches: with `next_token`, one for each chunk (`PackedGPTModel.new_cache`): the one micro-batch that is no dummy
-            goes on from what they hold.
-        broadcast: give the outputs to all stages; otherwise only the last stage gets them.
+        temperature: Divides the logits.
+        entropy: Whether to return entropies with the log-probs.
+        next_token: Without labels, return logits after the last token of each sequence only.
+        loss: A function of the last stage's output and the number of the micro-batch that returns a scalar; None runs
+            the forward only, without a graph. The last stage calls `loss` for each micro-batch that is no dummy. An
+            error in `loss` leaves this rank at once, without new gradients, while other ranks wait for it. So catch
+            errors inside, return a zero with a graph (`output.sum() * 0`), then clear the gradients and raise on every
+            rank.
+        grad_scale: Multiplies the loss before the backward (fp16: `optimizer.scale_loss`). routing: For a mixture
+        model, one replay for each micro-batch (see `router_replay`). caches: With `next_token`, one cache for each
+        chunk (`PackedGPTModel.new_cache`). The only micro-batch that is no
+            dummy continues the sequences of the caches.
+        broadcast: Send the outputs to all stages; False keeps them on the last stage.
 
     Returns:
-        The detached output of each micro-batch: `LogProbs` of `[T]`, or `[T]` values. None on stages that did not
-        ask for them. Logits (no labels, a language model) stay on the last stage: they are not broadcast.
+        The detached output of each micro-batch: `LogProbs` of `[T]`, or values `[T]`; None on stages without outputs.
+        Logits (no labels, a language model) stay on the last stage.
 
     Raises:
-        ValueError: no micro-batches, a number of them that does not fit interleaving, or of tokens that does not
-            divide, labels of another number or shape, a loss with chunks that are not wrapped, or caches that do not
-            fit; before anything is sent, so on every rank.
+        ValueError: There are no micro-batches; their number does not fit interleaving; their tokens do not divide;
+        labels
+            differ in number or shape; a loss is given for chunks that are not wrapped; or caches do not fit. Every rank
+            raises before any communication.
     """
     _check(chunks, micro_batches, grid, labels, routing, loss, caches)
     outputs: dict[int, Output] = {}
@@ -104,7 +107,8 @@ def run_schedule(
         if caches is not None:
             own = caches[next(i for i, each in enumerate(chunks) if each is chunk)]
             dummy = micro_batches[number].num_sequences == 0
-            # As long as the others on every context-parallel rank; its padding is a sequence to a cache of its own.
+            # A dummy needs the same length on every context-parallel rank; its padding is a sequence in a cache of its
+            # own.
             options["cache"] = chunk.new_cache(1, run[number].num_tokens) if dummy else own
         with (
             session.micro_batch(routing[number], backward=loss is not None)
@@ -120,7 +124,7 @@ def run_schedule(
             if non_loss_data or loss is None:
                 return tensor
             dummy = micro_batches[number].num_sequences == 0
-            # Megatron divides by the number of micro-batches; our loss is their sum.
+            # Megatron divides by the number of micro-batches, but the loss of a step is the sum.
             value = tensor.sum() * 0.0 if dummy else loss(output, number) * count
             return value, {}
 
@@ -136,7 +140,7 @@ def run_schedule(
             data_iterator=[iter(range(count)) for _ in chunks] if len(chunks) > 1 else iter(range(count)),
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=count,
-            # It divides by cp, and what goes on from a cache is whole on every context-parallel rank.
+            # Megatron divides by cp, but with a cache every context-parallel rank works on all tokens.
             seq_length=run[0].num_tokens * (1 if caches is None else grid.dims.cp),
             micro_batch_size=1,
             forward_only=loss is None,
@@ -150,7 +154,7 @@ def run_schedule(
 
 @contextlib.contextmanager
 def _training(chunks: Sequence[nn.Module], grad_scale: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """Tell Megatron's schedule how to hold back and complete gradients, for as long as it runs."""
+    """Tell Megatron's schedule how to delay and complete gradients, for the time of one block."""
     config = get_model_config(chunks[0])
     saved = config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func
     if all(hasattr(chunk, "ddp_config") for chunk in chunks):
@@ -166,9 +170,9 @@ def _training(chunks: Sequence[nn.Module], grad_scale: Callable[[Tensor], Tensor
 
 @contextlib.contextmanager
 def _accumulating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have the new gradients completed alone, and then added to the earlier ones, which are complete.
+    """Complete the new gradients alone, then add the gradients of earlier calls, which are complete.
 
-    Completed together, the earlier ones would be summed over the ranks a second time. What fails adds nothing.
+    Completing both together would sum the earlier gradients over the ranks a second time. A failed call adds nothing.
     """
     gradients = gradient_buffers(chunks)
     earlier = [gradient.clone() if gradient.any() else None for gradient in gradients]
@@ -187,7 +191,7 @@ def _accumulating(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _extended(replay: RouterReplay, num_tokens: int, chunk: nn.Module) -> RouterReplay:
-    """A replay for a batch that was padded further."""
+    """Return the replay for a batch with more padding."""
     if replay.recording:
         return replay
     num_experts = get_model_config(chunk).num_moe_experts
@@ -215,7 +219,7 @@ def _check(
             f"{len(micro_batches)} micro-batches do not divide into groups of pp={grid.dims.pp}, which interleaving "
             f"needs; split with count_multiple_of={grid.dims.pp}"
         )
-    # What a stage found out only when its turn comes would leave the others waiting for it.
+    # Check all micro-batches first: an error in the middle of a schedule leaves other stages waiting.
     multiple = getattr(unwrap_model(chunks[0]), "tokens_multiple_of", 1)
     for number, packed in enumerate(micro_batches):
         if packed.num_tokens % multiple:
@@ -239,13 +243,13 @@ def _check(
         running = sum(packed.num_sequences > 0 for packed in micro_batches)
         if len(caches) != len(chunks) or running != 1:
             raise ValueError(
-                f"{len(caches)} caches for {len(chunks)} chunks, and {running} micro-batches that go on from them; "
-                "give one cache a chunk, and one micro-batch with sequences (the rest dummies)"
+                f"{len(caches)} caches for {len(chunks)} chunks, and {running} micro-batches that continue them; "
+                "give one cache for each chunk, and one micro-batch with sequences (the rest dummies)"
             )
 
 
 def _rows(output: Output, count: int) -> Output:
-    """The first `count` tokens of an output."""
+    """Return the first `count` tokens of an output."""
     if isinstance(output, Tensor):
         return output[:count]
     return LogProbs(output.log_probs[:count], None if output.entropy is None else output.entropy[:count])
@@ -260,7 +264,7 @@ def _detached(output: Output) -> Output:
 def _broadcast(
     results: list[Output] | None, micro_batches: Sequence[PackedSequence], grid: MegatronGrid
 ) -> list[Output] | None:
-    """Send the last stage's per-token outputs to all stages: one broadcast of their kind, one of all numbers."""
+    """Send the last stage's outputs per token to all stages: one broadcast of the kind, one of all numbers."""
     group = grid.groups.pp
     source = dist.get_process_group_ranks(group)[-1]
     device = micro_batches[0].input_ids.device
