@@ -54,26 +54,26 @@ class OptimizerOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must {needs}")
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate of the step that follows `step` completed ones."""
         return self.learning_rate * self.schedule.factor(step)
 
 
 class Optimizer(Protocol):
-    """What an engine steps with.
+    """The optimizer of an engine.
 
     Attributes:
-        loss_scale_state: numbers by name, of which a run that goes on sets those that it had: the loss scale and what
-            it depends on. None: there is none that adapts.
+        loss_scale_state: The loss scale and its counters by name, which a resumed run sets again; None: no loss scale
+            that adapts.
     """
 
     loss_scale_state: Mapping[str, float] | None
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by before the backward, so that small gradients survive in fp16; None where not.
+        """The factor of losses before the backward, so that small gradients survive in fp16; None: no loss scale.
 
-        `step` takes it out again and adapts it. Where there is one, a gradient that is not finite lowers it and costs a
-        step; it is no error.
+        `step` divides the gradients by the scale and adapts the scale. A gradient that is not finite lowers the scale
+        and skips the step; without a scale it is an error.
         """
         ...
 
@@ -100,7 +100,7 @@ class Optimizer(Protocol):
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory that the optimizer holds beside the parameters and their gradients."""
+        """Yield all tensors that the optimizer holds beside the parameters and their gradients."""
         ...
 
 
@@ -198,12 +198,12 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take over a state; without a `master` in it, the master is the parameter as it is."""
+        """Set the state of a parameter; without a `master` in it, the parameter's value becomes the master."""
         master = self._master(parameter)
         if master is None:
             return
         if parameter.dtype != master.dtype or "master" in state:
-            # What was trained in low precision may go on in fp32: its master is the parameter then.
+            # fp32 parameters are their own master weights, also in a run that was saved in bf16.
             master.copy_(state.get("master", _local(parameter)))
         slots = {name: value for name, value in state.items() if name != "master"}
         self.adamw.state.pop(master, None)
@@ -214,13 +214,13 @@ class AdamW:
             }
 
     def _master(self, parameter: Tensor) -> Tensor | None:
-        """None for a frozen parameter. Of one that FSDP2 has gathered the module shows another object meanwhile."""
+        """Return the master weight; None for a frozen parameter."""
         number = self._index.get(id(parameter))
         assert number is not None or not parameter.requires_grad, "the parameters are gathered"
         return None if number is None else self._masters[number][1]
 
     def tensors(self) -> Iterator[Tensor]:
-        """The moments, and the masters that are not parameters."""
+        """Yield the moments, and the master weights that are not parameters."""
         for parameter, master in self._masters:
             if parameter.dtype != master.dtype:
                 yield master
@@ -228,7 +228,7 @@ class AdamW:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 

@@ -72,7 +72,7 @@ class RouterLosses:
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """What only `backend="megatron"` has to choose.
+    """Options of `backend="megatron"` alone.
 
     Attributes:
         layers: "local": Megatron-Core's own layers on torch; "transformer_engine": Transformer Engine's linears, norms

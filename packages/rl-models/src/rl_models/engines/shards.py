@@ -26,10 +26,10 @@ class Shards:
 
     @property
     def places(self) -> list[ckpt.Place]:
-        """Of all chunks."""
+        """The places of all chunks."""
         return [place for place, _ in self.chunks]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Of all chunks, by local name."""
+        """The parameters of all chunks, by local name."""
         return {name: parameter for _, part in self.chunks for name, parameter in part.items()}

@@ -65,7 +65,7 @@ class PackedModel(nn.Module):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """What this rank holds of a pipeline."""
+        """The pipeline chunks of this rank."""
         return self.model.chunks
 
     def _tokens_multiple_of(self, expert_tensor_parallel: bool) -> int:
@@ -108,7 +108,7 @@ class PackedModel(nn.Module):
         temperature: float | Tensor = 1.0,
         routing: RoutingContext | None = None,
     ) -> tuple[Tensor, ...]:
-        """What every head of the model says after each token, `[T]` fp32 each, from one pass through the decoder: the
+        """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder: the
         log-probability of the next token and its entropy, the value. Args as for `CausalLM.log_probs`."""
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         return self._outputs(states, packed, temperature)

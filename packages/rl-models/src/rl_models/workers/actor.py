@@ -48,16 +48,16 @@ class Policy(Worker):
     def log_probs(
         self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
     ) -> TokenLogProbs | RoutedLogProbs:
-        """Log-probability of every token given those before it, and the entropy of the choice, without gradients.
+        """Return the log-probability of every token given the tokens before it, and the entropy, without gradients.
 
         Router replay (arXiv:2510.11370): a batch with the field `routing` `[T, M, k]`, which `record_routing` or an
         inference engine's export gives, sends its tokens to those experts, here and in `update`, whatever the backend;
         a row of -1 leaves the choice to the router.
 
         Args:
-            batch: this data-parallel rank's part.
-            temperature: the logits are divided by it: give the one that the tokens were generated with.
-            record_routing: of a mixture of experts, also return where each token went.
+            batch: This data-parallel rank's part.
+            temperature: The logits are divided by this number: give the temperature that the tokens were drawn with.
+            record_routing: Return the experts of each token in a mixture of experts, too.
 
         Warns:
             UserWarning: a sequence goes beyond the model's positions (`max_position_embeddings`); once.
@@ -128,17 +128,17 @@ class Actor(Policy):
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
-        """One optimizer step on the batch.
+        """Take one optimizer step on the batch.
 
-        One that raises changes nothing, and the next starts without its gradients. An error of the loss on one rank is
-        raised on every rank.
+        A call that raises changes nothing, and the next call starts without its gradients. An error of the loss on
+        one rank is raised on every rank.
 
         Args:
-            batch: this data-parallel rank's part, with the fields that the loss reads.
-            loss: a pure function of the log-probabilities, the entropies and the batch, called for each micro-batch;
-                outside the mask both are 0 and carry no gradient.
-            temperature: as for `log_probs`.
-            aggregation: how the terms are averaged (`rl_models.losses.aggregation.token_weights`).
+            batch: This data-parallel rank's part, with the fields that the loss reads.
+            loss: A pure function of the log-probabilities, the entropies and the batch. It is called for each
+                micro-batch with tokens in its mask; outside the mask its inputs are 0 and carry no gradient.
+            temperature: As for `log_probs`.
+            aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
 
         Returns:
             The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the

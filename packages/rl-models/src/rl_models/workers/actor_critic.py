@@ -61,9 +61,9 @@ class ActorCritic(Policy, Valuing):
     def estimate(
         self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False
     ) -> TokenEstimates | RoutedEstimates:
-        """What `log_probs` and `values` return, from one forward pass; arguments and errors as for `log_probs`.
+        """Return log-probabilities, entropies and values of one forward pass; arguments and errors as for `log_probs`.
 
-        Each of those alone computes both heads, too.
+        `log_probs` alone or `values` alone costs as much: every forward pass computes both heads.
         """
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         return RoutedEstimates(**found) if record_routing else TokenEstimates(**found)
@@ -72,18 +72,18 @@ class ActorCritic(Policy, Valuing):
     def update(
         self, batch: Batch, loss: JointLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
-        """One optimizer step on the batch, of the policy and the values together.
+        """Take one optimizer step on the batch, for the policy and the values together.
 
         The loss is one sum, such as `policy + 0.5 * value`, of terms that read the log-probabilities, the entropies and
-        the values of one forward pass; terms add and scale (`LossTerms`). All else as for `Actor.update`.
+        the values of one forward pass; terms add and scale (`LossTerms`). Everything else is as for `Actor.update`.
         """
         return self.step(batch, loss, aggregation=aggregation, temperature=temperature)
 
     def stream_weights(self, *, value_head: bool = False, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """The language model's tensors, which are all that an inference engine knows.
+        """Yield the tensors of the language model, which are all that an inference engine knows.
 
         Args:
-            value_head: `score.weight` and `score.bias` as well.
+            value_head: Yield `score.weight` and `score.bias`, too.
             **options: `to`, `dtype`, `device` and `bucket_bytes`, as for `Actor.stream_weights`.
         """
         tensors = super().stream_weights(**options)

@@ -22,13 +22,13 @@ _SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank has found before a call.
+    """The arguments of one rank, as a message for the other ranks.
 
     Attributes:
-        alike: what ranks that differ in tp, cp or pp alone must pass alike; data-parallel ranks each have their own.
-            A value is a `Digest` or is compared by its `repr`.
-        everywhere: what all ranks must pass alike and `prepare` has made.
-        told: JSON value for the other ranks.
+        alike: Arguments that must be the same on ranks that differ in tp, cp or pp alone. A value is a `Digest`, or
+            is compared by its `repr`.
+        everywhere: Arguments that must be the same on all ranks.
+        told: A JSON value for the other ranks.
     """
 
     alike: Mapping[str, object] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank has told the others; `place` is its place in dp."""
+    """The `told` of one rank; `place` is the rank's place in dp."""
 
     rank: int
     place: int
@@ -49,13 +49,13 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
     """Check a call on every rank, compare its arguments, and exchange what the ranks need to know of each other.
 
     Args:
-        grid: the ranks that make the call.
-        call: its name.
-        prepare: checks this rank's arguments; may raise.
-        **everywhere: what all ranks must pass alike; a `Digest` or compared by its `repr`.
+        grid: The ranks that make the call.
+        call: The name of the call.
+        prepare: Checks this rank's arguments; may raise.
+        **everywhere: Arguments that must be the same on all ranks; compared before the errors of `prepare`.
 
     Returns:
-        What each rank has told, in rank order.
+        The `told` of each rank, in rank order.
 
     Communication: one small all-gather.
 

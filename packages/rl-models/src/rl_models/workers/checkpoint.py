@@ -26,11 +26,11 @@ from rl_models.grid import Grid
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `load_training` has found.
+    """The result of `load_training`.
 
     Attributes:
-        step: the step that the checkpoint was saved at.
-        extra: what the caller had saved with it.
+        step: The step that the checkpoint was saved at.
+        extra: The values that the caller had saved with it.
     """
 
     step: int

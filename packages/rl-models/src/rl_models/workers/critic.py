@@ -24,18 +24,18 @@ class Valuing(Worker):
 
     @dispatched(per_token)
     def values(self, batch: Batch) -> Tensor:
-        """`[T]` fp32 without gradient: the value of the state before each token; 0 for the first of each sequence."""
+        """Return the value of the state before each token, `[T]` fp32 without gradient; 0 for each first token."""
         return self.predict(batch)["values"]
 
     @dispatched(per_sequence)
     def rewards(self, batch: Batch) -> Tensor:
-        """`[N]` fp32 without gradient: the value after the last token of each sequence; 0 for one without tokens.
+        """Return the value after the last token of each sequence, `[N]` fp32 without gradient; 0 without tokens.
 
-        What a reward model gives that is a checkpoint of transformers' sequence classification with one label, which a
-        critic loads as well. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
+        This is the reward of a reward model: a checkpoint of transformers' sequence classification with one label,
+        which a critic loads. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
         """
         require_batch(batch)
-        # The value before a token is that after the one before it, so one more token (any) is enough.
+        # The value before an added token is the value after the last token.
         longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
         ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
         return self.values(longer)[ends.to(self.device)]
@@ -48,5 +48,5 @@ class Critic(Valuing):
 
     @dispatched(for_all, changes=True, needs="optimizer")
     def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
-        """One optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
+        """Take one optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
         return self.step(batch, loss, aggregation=aggregation)

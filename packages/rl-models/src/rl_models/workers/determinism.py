@@ -6,7 +6,7 @@ import torch
 
 
 def be_deterministic() -> None:
-    """Let this process compute in fixed orders alone, from now on.
+    """Make this process compute in fixed orders alone, from now on.
 
     torch then takes deterministic algorithms, and raises for an operation that has none; flash attention takes its
     deterministic backward; cuBLAS has one workspace, which it must know before it is first used (an environment that
@@ -15,5 +15,5 @@ def be_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling fresh memory would only show reads of what was never written.
+    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

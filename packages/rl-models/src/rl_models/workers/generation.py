@@ -121,7 +121,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
         ValueError: the model gives logits that are no distribution.
     """
     device = engine.grid.device
-    # Ranks that share experts run every forward pass together: who has nothing to do brings a token that nobody reads.
+    # Ranks that share experts run every forward pass together: idle ranks feed a dummy token.
     together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
     inputs = rows
     if together is not None and not rows:
@@ -190,7 +190,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
 
 
 def _anyone(going: bool, group: ProcessGroup | None, device: torch.device) -> bool:
-    """Whether this rank, or any other of the group, has a token to draw."""
+    """Return whether any rank of the group has a token to draw."""
     if group is None:
         return going
     flag = torch.tensor(int(going), device=device)
@@ -199,7 +199,7 @@ def _anyone(going: bool, group: ProcessGroup | None, device: torch.device) -> bo
 
 
 def _seed(seed: int, dp_rank: int) -> int:
-    """Streams of neighbouring seeds and of neighbouring ranks are unrelated: splitmix64's finaliser of the pair."""
+    """Return a seed for a dp rank: splitmix64's finaliser of the pair makes neighbouring streams unrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + dp_rank * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

@@ -12,7 +12,7 @@ MIN_TEMPERATURE = 1e-30
 
 
 def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> None:
-    """Raise for what no draw can be made with.
+    """Check the options of a draw.
 
     Raises:
         ValueError: the temperature is negative, not finite, or above 0 and too small to divide by, top_k is below 1 or
@@ -36,7 +36,7 @@ def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p:
 
 
 def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """Set the logits that may not be drawn to -inf.
+    """Return the logits with -inf for tokens that may not be drawn.
 
     top-k keeps the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); top-p the smallest set of most likely
     tokens whose probability reaches p (Holtzman et al. 2020, arXiv:1904.09751), always at least one. Top-k comes first.

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class WorkerState:
-    """What a worker holds, and what becomes of it beside training.
+    """The weights and optimizer state of a worker: saved, resumed, streamed and offloaded.
 
     Attributes:
-        engine: the model on its grid.
-        options: of the optimizer.
-        steps: of the optimizer, taken so far; the learning rate follows from it.
-        skipped_steps: not taken, because fp16 had overflowed under the loss scale.
+        engine: The model on its grid.
+        options: The optimizer's options.
+        steps: The optimizer steps taken so far; the learning rate follows from this number.
+        skipped_steps: The steps skipped because fp16 overflowed under the loss scale.
     """
 
     def __init__(self, engine: Engine, options: OptimizerOptions | None) -> None:
@@ -45,7 +45,7 @@ class WorkerState:
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """Made when it is first needed: a reference model has no use for fp32 masters."""
+        """The optimizer, made when first needed: a reference model has no use for fp32 masters."""
         return self.engine.build_optimizer(self.options)
 
     def _optimizer_state(self) -> Iterator[Tensor]:
@@ -66,17 +66,17 @@ class WorkerState:
 
     @property
     def grid(self) -> Grid:
-        """Where the model stands."""
+        """The grid of the model."""
         return self.engine.grid
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """The device of this rank."""
         return self.engine.grid.device
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return self.options.learning_rate_at(self.steps)
 
     @dispatched()
@@ -209,7 +209,7 @@ class WorkerState:
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
 
-        Methods that need what is away raise; `onload` brings it back, bit for bit. What is away already stays so.
+        Methods that need the moved tensors raise until `onload` brings them back, bit for bit.
 
         Returns:
             Bytes given up on the device.
@@ -218,5 +218,5 @@ class WorkerState:
 
     @dispatched(changes=True, needs="nothing")
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
-        """Bring back what `offload` has moved; what is here already stays so."""
+        """Bring back the tensors that `offload` has moved; does nothing for tensors that are here."""
         self._memory.onload(weights=weights, optimizer=optimizer)

@@ -77,10 +77,12 @@ class WholeBatches:
 
 
 def from_first(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """What `make` gives on the first rank, on every rank; for what may differ between them, or must run once.
+    """Call `make` on the first rank and return its result on every rank.
+
+    For results that may differ between ranks, and for functions that must run once.
 
     Raises:
-        ValueError: what `make` raised, on every rank.
+        ValueError: The error of `make`, on every rank.
     """
     if group is None:
         return make()

@@ -153,8 +153,9 @@ class Worker(WorkerState):
 
     @dispatched(per_token)
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
-        """All outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`, aligned with their own
-        token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
+        """Return all outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
+
+        They are aligned with their own token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
         results = predict(
@@ -170,10 +171,10 @@ class Worker(WorkerState):
         return dict(zip(names, results, strict=True))
 
     def _warn_of_length(self, batch: Batch) -> None:
-        """Warn, once, of a sequence beyond the model's positions, whatever is done with it.
+        """Warn, once, of a sequence beyond the model's positions.
 
-        Rotary embeddings go on there, and a model may be trained to; one that was not says nothing of worth. (What
-        comes out at a last token is of no token.)
+        Rotary embeddings go on there, and a model may learn to; beyond the trained length outputs are unreliable. The
+        last token needs no position: its successor belongs to no sequence.
         """
         longest = max(batch.lengths, default=0)
         if self.positions is not None and longest - 1 > self.positions:
@@ -194,7 +195,7 @@ class Worker(WorkerState):
         aggregation: str,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """One optimizer step on the whole batch: gradients add up over micro-batches and data-parallel ranks.
+        """Take one optimizer step on the whole batch: gradients add up over micro-batches and data-parallel ranks.
 
         The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`; so it does not
         depend on how the batch was divided.
@@ -202,8 +203,8 @@ class Worker(WorkerState):
         Where the optimizer scales losses (fp16), an overflow skips the step: the schedule stands still, and the metrics
         `skipped_steps` (so far) and `loss_scale` (of this step) say so.
 
-        A step that raises has changed nothing (unless the optimizer itself was interrupted): whatever stopped it, the
-        next starts without its gradients.
+        A step that raises changes nothing, unless the optimizer itself was interrupted; the next step starts without
+        its gradients.
 
         Raises:
             ValueError: the batch has nothing to learn from, the loss is not one number per token, or it reports other

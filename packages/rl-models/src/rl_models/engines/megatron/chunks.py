@@ -20,7 +20,7 @@ class ChunkedLayout(ckpt.Layout):
 
     @classmethod
     def of(cls, layout: ckpt.Layout) -> ChunkedLayout:
-        """The same model with such names."""
+        """Return the same layout with such names."""
         return cls(**{field.name: getattr(layout, field.name) for field in fields(layout) if field.init})
 
     def at(self, place: ckpt.Place) -> dict[str, ckpt.Block]:
@@ -29,13 +29,13 @@ class ChunkedLayout(ckpt.Layout):
 
 
 def local_name(name: str, place: ckpt.Place) -> str:
-    """What a chunk's own `name` is called among all of a rank's."""
+    """Return the name of a chunk's tensor among all tensors of a rank."""
     chunk, chunks = place.vpp
     return name if chunks == 1 else f"chunk{chunk}.{name}"
 
 
 def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
-    """Where each of this rank's chunks stands."""
+    """Return the place of each chunk of this rank."""
     groups = megatron.groups
     axes = {"tp": groups.tp, "pp": groups.pp, "ep": groups.ep, "etp": groups.expt_tp}
     place = {axis: (group.rank(), group.size()) for axis, group in axes.items()}
@@ -43,6 +43,6 @@ def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
 
 
 def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place) -> dict[str, Tensor]:
-    """What of a chunk a checkpoint holds: its parameters, and the biases by which routers choose."""
+    """Return the tensors of a chunk that a checkpoint holds: parameters, and the biases by which routers choose."""
     biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
     return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **biases}.items()}

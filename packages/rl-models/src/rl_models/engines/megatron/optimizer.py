@@ -40,12 +40,12 @@ class MegatronOptimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by before the backward; only of fp16."""
+        """The factor of losses before the backward; fp16 alone has one."""
         return self.inner.loss_scale
 
     @property
     def loss_scale_state(self) -> Mapping[str, float] | None:
-        """See `Optimizer`; only of fp16."""
+        """The state of the loss scale; fp16 alone has one."""
         return self.inner.loss_scale_state
 
     @loss_scale_state.setter
@@ -68,9 +68,9 @@ class MegatronOptimizer:
         return self._states.state(parameter)
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take over a state; without a `master` in it, the master is the parameter as it is."""
+        """Set the state of a parameter; without a `master` in it, the parameter's value becomes the master."""
         self._states.load(parameter, state)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The moments, and the masters that are not parameters, as far as this rank holds them."""
+        """Yield this rank's moments, and its master weights that are not parameters."""
         return self._states.tensors()

@@ -33,9 +33,9 @@ class ParallelEngine:
     """A model of this package, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
 
     Attributes:
-        model: what this rank holds, all its pipeline chunks together, under ckpt's local names.
-        layout, places: where that stands; a place for each chunk.
-        stages: the chunks, as they are called.
+        model: All pipeline chunks of this rank, under ckpt's local names.
+        layout, places: The model's layout, and a place for each chunk.
+        stages: The chunks as callable modules.
         routed_layers, num_experts: see `Engine`.
     """
 
@@ -88,7 +88,7 @@ class ParallelEngine:
             backward_each(self._model(make_task), self.stages[0], local, loss)
             self._complete(micro_batches, local)
             return
-        # A tied embedding's two copies have summed gradients from the calls before.
+        # The two copies of a tied embedding hold the summed gradients of earlier calls.
         before = None if self._tied_copy is None else self._tied_copy.grad
         if self._tied_copy is not None:
             self._tied_copy.grad = None
@@ -106,8 +106,8 @@ class ParallelEngine:
             drop_gradients(stage)
 
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches as this rank's layers take them: a pipeline pads all to one length; a replay is the part
-        that belongs to this rank's tokens."""
+        """Return the micro-batches as this rank's layers take them: padded to one length in a pipeline, and with the
+        part of each replay that belongs to this rank's tokens."""
         longest, local = max(each.packed.num_tokens for each in micro_batches), []
         for each in micro_batches:
             packed = each.packed if self.pipeline is None else pad_to(each.packed, longest)
@@ -116,7 +116,7 @@ class ParallelEngine:
         return local
 
     def _totals(self, local: Sequence[MicroBatch]) -> BatchTotals | None:
-        """What the routers' losses need to know of the whole batch before its first gradient."""
+        """Return the totals of the whole batch that the routers' losses need before its first gradient."""
         losses = self.options.router_losses
         if losses == RouterLosses():
             return None
@@ -126,7 +126,7 @@ class ParallelEngine:
         return batch_totals(local, counter.loads, self.grid)
 
     def _run(self, make_task: MakeTask, local: Sequence[MicroBatch]) -> list[Outputs]:
-        """The last stage's results for every micro-batch, without a graph."""
+        """Return the last stage's results for every micro-batch, without a graph."""
         if self.pipeline is None:
             outputs = forward_each(self._model(make_task), local)
         else:
@@ -136,7 +136,7 @@ class ParallelEngine:
         return outputs
 
     def _complete(self, micro_batches: Sequence[MicroBatch], local: Sequence[MicroBatch]) -> None:
-        """Put what the ranks have recorded of their parts into the caller's replays."""
+        """Put the recordings of all ranks into the caller's replays."""
         for each, own in zip(micro_batches, local, strict=True):
             if each.replay is not None and own.replay is not None and each.replay.recording:
                 top_k = next(part.top_k for part in self.model.config.moe if part is not None)
@@ -152,7 +152,7 @@ class ParallelEngine:
                 )
 
     def _model(self, make_task: MakeTask) -> Callable[[MicroBatch], Outputs]:
-        """The model as it is called where there is no pipeline."""
+        """Return the model as a function of a micro-batch, where there is no pipeline."""
 
         def outputs(micro_batch: MicroBatch) -> Outputs:
             result: Outputs = self.stages[0].run(make_task(self.stages[0], micro_batch))
@@ -161,7 +161,7 @@ class ParallelEngine:
         return outputs
 
     def _hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
-        """Of what goes from stage to stage; with a cache every context-parallel rank works on all tokens."""
+        """Return the shape of the hidden states between stages; with a cache every cp rank works on all tokens."""
         parts = 1 if cached else self.grid.dims.cp
         if self.model.sequence_parallel:
             parts *= self.grid.dims.tp
@@ -169,7 +169,7 @@ class ParallelEngine:
 
     @property
     def _tied_copy(self) -> nn.Parameter | None:
-        """The embedding, where this rank holds one of two copies of it."""
+        """The tied embedding, if this rank holds one of its two copies."""
         model = self.model
         if self.grid.dims.pp == 1 or not model.config.tie_word_embeddings or not isinstance(model, CausalLM):
             return None
@@ -178,18 +178,18 @@ class ParallelEngine:
         return model.lm_head.weight if model.chunks[-1].last else None
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
-        """AdamW on this rank's shards."""
+        """Return AdamW on this rank's shards."""
         grid = self.grid
         groups = [grid.group("tp"), grid.group("ep")]
         return AdamW(self.model, options, groups=groups, pipeline_group=grid.group("pp"))
 
     def shards(self) -> Shards:
-        """The parameters of this rank."""
+        """Return the parameters of this rank."""
         parameters = self.model.state_dict(keep_vars=True)
         return Shards(self.layout, [(place, self._of(place, parameters)) for place in self.places])
 
     def _of(self, place: ckpt.Place, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of one chunk, of all that this rank holds."""
+        """Return the tensors of one chunk."""
         return {name: tensors[name] for name in self.layout.at(place) if name in tensors}
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
@@ -213,5 +213,5 @@ class ParallelEngine:
 
 
 def _trimmed(micro_batch: MicroBatch, outputs: Outputs) -> Outputs:
-    """The outputs without the tokens that a pipeline has added."""
+    """Return the outputs without the tokens that a pipeline has added."""
     return tuple(output[: micro_batch.packed.num_tokens] for output in outputs)

@@ -20,7 +20,7 @@ from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.options import PipelineOptions
 from rl_models.engines.parallel.stage import Stage, Task
 
-# torch's pipelines bring its compiler; together they take over a second to import. Whoever has a pipeline does so.
+# torch's pipelines and its compiler take over a second to import; only models with a pipeline import them.
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
@@ -29,7 +29,7 @@ MakeTask = Callable[[Stage, MicroBatch], Task]
 
 
 def why_no_zero_bubble() -> str | None:
-    """Why this torch cannot order micro-batches by the zero-bubble schedule; None where it can.
+    """Return why this torch cannot run the zero-bubble schedule; None if it can.
 
     Its second pass, the gradients of weights, starts from nodes in the middle of the graph. In torch 2.11 and 2.12
     those of custom autograd functions, which the parallel layers are made of, are gone by then (seen with both).
@@ -179,7 +179,7 @@ def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> N
 
 
 def _dense(task: Task, hidden: Tensor | None) -> Any:
-    """What the task returns, contiguous, as `_torch_stage` announces it: torch 2.11 compares the strides."""
+    """Run a task and make its results contiguous, as `_torch_stage` announces them: torch 2.11 compares strides."""
     outputs = task(hidden)
     return tuple(output.contiguous() for output in outputs) if isinstance(outputs, tuple) else outputs.contiguous()
 

@@ -19,7 +19,7 @@ from rl_models.models.decoder import Decoder
 
 
 def local_replay(replay: RouterReplay, decoder: Decoder, num_tokens: int) -> RouterReplay:
-    """What this rank's routers are given: `[T', k]` of each layer, with rows of -1 for padding up to `num_tokens`."""
+    """Return this rank's part of a replay: `[T', k]` for each layer, with rows of -1 for padding up to `num_tokens`."""
     local = RouterReplay()
     if replay.recording:
         return local
@@ -41,7 +41,7 @@ def complete(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Put into `replay` what the ranks have recorded in their parts, on every rank.
+    """Put the recordings of all ranks into `replay`, on every rank.
 
     Args:
         replay: of the whole micro-batch.

@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self._tasks: Iterator[Task] = iter(())
 
     def give(self, tasks: Iterable[Task]) -> None:
-        """What the next calls of `forward` do, one each."""
+        """Set the tasks of the next calls of `forward`, one each."""
         self._tasks = iter(tasks)
 
     def run(self, task: Task, hidden: Tensor | None = None) -> Any:

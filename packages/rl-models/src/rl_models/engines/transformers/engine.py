@@ -39,7 +39,7 @@ from rl_models.grid import Grid
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a role is in transformers."""
+    """The transformers class and options of one role."""
 
     auto_class: Any
     value_head: bool
@@ -96,7 +96,7 @@ class TransformersEngine:
         return AdamW(self.model, options)
 
     def shards(self) -> Shards:
-        """The parameters of this rank, and the buffers that a checkpoint has."""
+        """Return the parameters of this rank, and the buffers that a checkpoint has."""
         tensors = stored_tensors(self.model)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         layout = HubLayout(self.model.config.to_dict(), self.role, shapes, stacked_experts(self.model))
@@ -177,7 +177,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
 
     def build() -> tuple[PreTrainedModel, Patch, list[str]]:
         kind = KINDS[role]
-        # In evaluation mode for good: with dropout the policy that learns is another than the policy that acted.
+        # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
         if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
             # A reward model: its head has no bias, and is saved without one again.
@@ -185,7 +185,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             lacked = [name for name in lacked if name != "score.bias"]
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                # Batches are packed, without padding: where the token stands that others pad with, it is learned from.
+                # Packed batches have no padding: the pad token is learned from like any other token.
                 module.padding_idx = None
         patched = patch(
             model,

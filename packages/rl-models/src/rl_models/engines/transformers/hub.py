@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and notes inside, which would run through our own progress."""
+    """Silence the progress bars and notes of transformers inside, which would run through our own progress."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -40,7 +40,9 @@ def load_model(
     may_have: str = "$^",
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """`auto_class.from_pretrained` of a local folder, in evaluation mode; transformers itself only notes what is amiss.
+    """`auto_class.from_pretrained` of a local folder, in evaluation mode.
+
+    transformers only warns of missing, unexpected and misshapen tensors; raise here.
 
     Args:
         auto_class: such as `AutoModelForCausalLM`.
@@ -57,7 +59,7 @@ def load_model(
         ValueError: the checkpoint lacks tensors, has others, or has some of the wrong shape; names them.
     """
     with quiet():
-        # What has another shape is told below, by name; of itself transformers raises, and only logs what it is.
+        # Tensors of another shape are named below; transformers alone would raise and only log their names.
         model, info = auto_class.from_pretrained(
             path,
             dtype=dtype or "auto",
@@ -92,7 +94,7 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tenso
     Raises:
         RuntimeError: transformers has written nothing.
     """
-    # By itself transformers writes on global rank 0 alone, which need not be a rank of the model's grid.
+    # transformers writes on global rank 0 alone, which need not be a rank of the model's grid.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: True
     try:
         with quiet():
@@ -104,15 +106,15 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tenso
 
 
 def own_memory(model: PreTrainedModel) -> None:
-    """Copy what is still a map of the checkpoint's files: it could not be given up (`Worker.offload`)."""
+    """Copy tensors that are still maps of the checkpoint's files: `Worker.offload` could not free them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: its parameters, tied ones once, and the buffers that are saved, such as the
-    biases by which routers choose."""
+    """Return the tensors that a checkpoint holds: parameters, tied ones once, and saved buffers such as the biases by
+    which routers choose."""
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
