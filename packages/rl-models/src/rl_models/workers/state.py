@@ -188,7 +188,8 @@ class WorkerState:
         Args:
             to: ranks of the grid that receive; on the others nothing is yielded. None: all.
             dtype: cast floating-point tensors to it.
-            device: where the tensors are; None: where the parameters are.
+            device: where the tensors are; None: where the parameters are. "cpu" under a GPU: pinned memory; clone a
+                tensor to keep it.
             bucket_bytes: how much is exchanged at once; at least one tensor.
         """
 
