@@ -1,8 +1,8 @@
 """`LatentAttention`: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) on packed batches.
 
-Megatron-Core's own module rotates by positions that it counts from `cu_seqlens` on the host, and, where its
-down-projection is split over tensor parallelism (the local spec), leaves the shared rotated key's gradient with each
-rank's own heads only. Here the rotation comes with the batch, as for every family, and the gradient is complete.
+Megatron-Core's own module counts positions from `cu_seqlens` on the host. If its down-projection is split over tensor
+parallelism (the local spec), the gradient of the shared rotated key covers only the heads of each rank. This module
+takes the rotation from the batch, as every family does, and completes the gradient.
 
 Shape suffixes: T tokens, t this rank's tokens under sequence parallelism (else T), n this rank's heads, C latent size,
 P position part of a head.
@@ -38,12 +38,12 @@ class LatentNorm(Norm):
 
 
 def _pairs_to_halves(x: Tensor) -> Tensor:
-    """Checkpoints rotate neighbours (x0, x1), (x2, x3), ...; `apply_rotary` rotates the two halves."""
+    """Reorder neighbouring pairs (x0, x1), (x2, x3), ... of checkpoints into the two halves of `apply_rotary`."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's module with its own way from hidden states to queries, keys and values."""
+    """Megatron's latent attention with its own path from hidden states to queries, keys and values."""
 
     def get_query_key_value_tensors(
         self,
@@ -55,7 +55,7 @@ class LatentAttention(MLASelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, ...]:
-        """`[t, 1, H]` -> queries and keys `[T, n, D + P]`, values `[T, n, D']`, and the two latents `[t, C]`."""
+        """Turn `[t, 1, H]` into queries and keys `[T, n, D + P]`, values `[T, n, D']`, and two latents `[t, C]`."""
         if not isinstance(packed_seq_params, PackedParams) or packed_seq_params.rotary is None:
             raise ValueError("latent attention needs a packed batch; call the model with a PackedSequence")
         config, heads = self.config, self.num_attention_heads_per_partition
@@ -74,7 +74,7 @@ class LatentAttention(MLASelfAttention):
         if not whole:
             key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
         elif self.tp_group.size() > 1:
-            # All ranks' heads share it: its gradient is the sum of theirs.
+            # The heads of all ranks share this key: its gradient is the sum over the ranks.
             key_position = copy_to_tensor_model_parallel_region(key_position, group=self.tp_group)
         key_value = self.linear_kv_up_proj(latent)[0].unflatten(-1, (heads, -1))
         key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
@@ -88,10 +88,10 @@ class LatentAttention(MLASelfAttention):
         return query, key, value.contiguous(), query_latent, latent
 
     def _compressed(self, projection: torch.nn.Module, hidden: Tensor, width: int) -> tuple[Tensor, bool]:
-        """A down-projection `[., width]`, and whether it holds all T tokens.
+        """Return a down-projection `[., width]`, and whether it holds all T tokens.
 
-        The local spec splits its columns (and then has all tokens); Transformer Engine's is whole, on this rank's
-        tokens under sequence parallelism.
+        The local spec splits the columns and then holds all tokens. Transformer Engine's projection is whole, and holds
+        this rank's tokens under sequence parallelism.
         """
         out = projection(hidden)[0][:, 0]
         if out.shape[-1] != width:
@@ -99,7 +99,7 @@ class LatentAttention(MLASelfAttention):
         return out, self.tp_group.size() == 1 or not self.config.sequence_parallel
 
     def _own_tokens(self, x: Tensor, whole: bool) -> Tensor:
-        """`[t, .]`: what the up-projections, which gather tokens under sequence parallelism, take."""
+        """Return this rank's tokens `[t, .]`, the input of up-projections that gather under sequence parallelism."""
         if whole and self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(x, group=self.tp_group)
         return x

@@ -1,4 +1,4 @@
-"""Layer specs: which module stands where in a layer, with nothing but torch or with Transformer Engine."""
+"""Layer specs: the modules of a layer, from torch only or from Transformer Engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LayerSpec = Literal["local", "transformer_engine"]
 def block_spec(
     config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The specs of one chunk's layers, dense and mixture in their places; raises what `one_layer` raises."""
+    """Return the specs of one chunk's layers, dense and mixture layers in their places; raise as `one_layer`."""
     if not gpt_layer_specs.HAVE_TE:
         # Megatron-Core 0.16 leaves the one undefined where Transformer Engine is missing, and then tests it against
         # None; in the other module it takes its own stand-ins for Transformer Engine, and then tests against a type.
@@ -41,10 +41,10 @@ def block_spec(
 
 
 def one_layer(config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
-    """The spec of a dense layer or of a mixture.
+    """Return the spec of a dense layer or of a mixture layer.
 
     Raises:
-        ValueError: an unknown spec, or one that cannot express the model.
+        ValueError: The spec is unknown or cannot express the model.
         ImportError: Transformer Engine is asked for and not installed.
     """
     latent = decoder.latent is not None
@@ -71,7 +71,7 @@ def one_layer(config: TransformerConfig, decoder: DecoderConfig, layer_spec: Lay
 
 
 def _local(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
-    """Megatron's own linears; norms that take sequence parallelism."""
+    """Return a spec of Megatron's own linears, with norms that support sequence parallelism."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     attention = spec.submodules.self_attention.submodules
     inside = LatentNorm if options["multi_latent_attention"] else Norm
@@ -88,7 +88,7 @@ def _local(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
 
 
 def _transformer_engine(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
-    """Transformer Engine's linears, with the norm before them inside, and its grouped experts."""
+    """Return a spec of Transformer Engine's linears with fused norms, and its grouped experts."""
     if not gpt_layer_specs.HAVE_TE:
         raise ImportError("layer_spec='transformer_engine' needs transformer-engine; install it or use 'local'")
     if options["multi_latent_attention"] and decoder.norm_eps != LATENT_NORM_EPS:
@@ -104,10 +104,10 @@ _SPECS = {"local": _local, "transformer_engine": _transformer_engine}
 
 @functools.cache
 def _biased(linear: type) -> type:
-    """A linear layer class with a bias: Megatron has one switch for the biases of attention and MLP together."""
+    """Return a linear class with a bias; Megatron has a single switch for the biases of attention and MLP."""
 
     class Biased(linear):
-        """The class with `bias=True`, whatever Megatron's config says."""
+        """The class with `bias=True`, independent of Megatron's config."""
 
         def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
             super().__init__(*args, bias=True, **kwargs)

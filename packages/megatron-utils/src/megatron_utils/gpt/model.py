@@ -36,12 +36,12 @@ Role = Literal["causal_lm", "value"]
 
 
 class PackedGPTModel(GPTModel):
-    """One pipeline stage (or chunk of one) of a decoder, called with a packed batch.
+    """One pipeline stage of a decoder, or a chunk of a stage, called with a packed batch.
 
-    What `forward` returns depends on the stage: hidden states `[T / (cp tp), 1, H]` before the last; on the last,
-    `LogProbs` when labels are given, else logits `[T, V]` (this rank's columns); `[T]` fp32 values for a value model.
-    To decode, `next_token=True` gives the logits after each sequence's last token alone.
-    Under context parallelism every rank is given the whole batch, computes its part, and returns the whole result.
+    Stages before the last return hidden states `[T / (cp tp), 1, H]`. The last stage returns `LogProbs` if labels are
+    given, else logits `[T, V]` (this rank's columns), or values `[T]` fp32 for a value model. With `next_token=True` it
+    returns the logits after the last token of each sequence only, for decoding.
+    Under context parallelism every rank gets the whole batch, computes its part, and returns the whole result.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PackedGPTModel(GPTModel):
 
     @property
     def tokens_multiple_of(self) -> int:
-        """What the number of tokens of a packed batch must be a multiple of."""
+        """Return the number that must divide the number of tokens of a packed batch."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         cp = self.config.context_parallel_size
         return tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
@@ -87,20 +87,22 @@ class PackedGPTModel(GPTModel):
         next_token: bool = False,
         cache: SequenceCache | None = None,
     ) -> Tensor | LogProbs:
-        """Run this stage on a packed batch; a stage that is not the first takes `set_input_tensor`'s hidden states.
+        """Run this stage on a packed batch; stages after the first take the hidden states of `set_input_tensor`.
 
         Args:
-            packed: the batch, its number of tokens a multiple of `tokens_multiple_of`.
+            packed: The batch; `tokens_multiple_of` must divide its number of tokens.
             labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
-            temperature: divides the logits; a number or `[T]`.
-            entropy: whether to return the entropy with the log-probs.
-            next_token: return `[N, V]` fp32 logits after the last token of each of the N sequences, V whole, on every
-                tensor-parallel rank alike. A sequence without tokens gets an arbitrary row.
-            cache: from `new_cache`: the tokens, with the positions that follow, go on from what it holds, and are added
-                to it. For `next_token` alone. Every context-parallel rank then works on all tokens.
+            temperature: Divides the logits; a number or `[T]`.
+            entropy: Whether to return the entropy with the log-probs.
+            next_token: Return logits `[N, V]` fp32 of the whole vocabulary after the last token of each of the N
+                sequences, the same on every tensor-parallel rank. The row of an empty sequence is arbitrary.
+            cache: A cache of `new_cache`, with `next_token` only. The tokens continue the sequences in the cache and
+            are
+                added to it. Every context-parallel rank then works on all tokens.
 
         Raises:
-            ValueError: the number of tokens is no such multiple, or a cache without `next_token`.
+            ValueError: The number of tokens does not divide, a cache comes without `next_token`, or the labels are the
+                input ids.
         """
         if cache is not None and not next_token:
             raise ValueError("a cache is for decoding; call the model with next_token=True")
@@ -142,9 +144,9 @@ class PackedGPTModel(GPTModel):
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
-        """An empty cache for this chunk's layers and their key-value heads on this rank, and N sequences.
+        """Return an empty cache for N sequences, of this chunk's layers and key-value heads on this rank.
 
-        Multi-head latent attention is cached as the keys and values of its heads, not as its latent.
+        For multi-head latent attention the cache holds the keys and values of the heads instead of the latent.
         """
         attention, config = self.decoder.layers[0].self_attention, self.config
         latent = isinstance(attention, LatentAttention)
@@ -170,11 +172,11 @@ class PackedGPTModel(GPTModel):
         return gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size]
 
     def _part(self, x: Tensor) -> Tensor:
-        """This context-parallel rank's tokens of `[T]`."""
+        """Return this context-parallel rank's tokens of `[T]`."""
         return split_sequence(x, self.pg_collection.cp, layout=self.layout)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """All ranks' tokens `[T, ...]`; every rank goes on with the same computation."""
+        """Gather the tokens of all ranks `[T, ...]`; every rank continues with the same computation."""
         return gather_sequence(x, self.pg_collection.cp, layout=self.layout)
 
 
@@ -188,25 +190,25 @@ def build_gpt(
     value_bias: bool = False,
     **options: Any,
 ) -> list[PackedGPTModel]:
-    """Build this rank's chunks of a model from a Hugging Face config: one, or one for each virtual stage.
+    """Build this rank's chunks of a model from a Hugging Face config: one chunk, or one for each virtual stage.
 
-    The weights are uninitialised memory (norms: ones); load them before use, by the names of Megatron's state dict:
+    Weights are uninitialised memory (norms: ones). Load them before use by the names of Megatron's state dict:
     `embedding.word_embeddings.weight`, `decoder.layers.{i}...` with i counting inside the chunk, `output_layer.weight`
-    (for a value model `[1, H]`, zeros). The embedding has `ceil(V / tp)` rows a rank.
+    (for a value model `[1, H]`, zeros). The embedding has `ceil(V / tp)` rows per rank.
 
     Args:
-        config: what `ModelConfig.from_hf` takes: a mapping, an object with `.to_dict()`, a checkpoint folder.
-        grid: the active grid.
-        role: "causal_lm", or "value" for one fp32 number a token.
-        dtype: of the parameters.
-        layer_spec: "local": nothing but torch; "transformer_engine": its linears and norms. Attention is
+        config: The input of `ModelConfig.from_hf`: a mapping, an object with `.to_dict()`, or a checkpoint folder.
+        grid: The active grid.
+        role: "causal_lm", or "value" for one fp32 number per token.
+        dtype: The dtype of the parameters.
+        layer_spec: "local" for layers of torch only; "transformer_engine" for its linears and norms. Attention is
             `parallel_layers.packed_attention` in both.
         value_bias: The head of a value model has a bias.
         options: `sequence_parallel`, `layers_per_stage`, or any field of `TransformerConfig`, such as `cp_comm_type`.
 
     Raises:
-        ValueError: as `transformer_config`.
-        ImportError: Transformer Engine is asked for and not installed.
+        ValueError: As `transformer_config`.
+        ImportError: Transformer Engine is requested but not installed.
     """
     model = ModelConfig.from_hf(config)
     made = transformer_config(
@@ -237,10 +239,10 @@ def build_gpt(
 
 
 def _mark_shards(chunk: PackedGPTModel) -> None:
-    """Say which parameters are shards: of others, gradient norms count the first tensor-parallel rank's alone.
+    """Mark the parameters that are shards; gradient norms count other parameters on the first rank only.
 
-    Megatron says so when it initialises weights, which we never ask for; Transformer Engine 2.20 leaves out its grouped
-    experts, and takes a linear that every rank has whole (a latent's down projection) for a shard.
+    Megatron marks weights when it initialises them, which `build_gpt` skips. Transformer Engine 2.20 does not mark its
+    grouped experts, and marks linears that every rank holds whole (the down-projection of a latent).
     """
     for module in chunk.modules():
         for kinds, names, dim in _SHARDED:
@@ -252,7 +254,7 @@ def _mark_shards(chunk: PackedGPTModel) -> None:
                 parameter.tensor_model_parallel = False
 
 
-# Grouped experts number their weights; without Transformer Engine their classes are None.
+# Grouped experts number their weights. Without Transformer Engine these classes are None.
 _SHARDED = (
     ((ColumnParallelLinear, VocabParallelEmbedding, TEColumnParallelGroupedLinear or ()), r"(weight|bias)\d*", 0),
     ((RowParallelLinear, TERowParallelGroupedLinear or ()), r"weight\d*", 1),

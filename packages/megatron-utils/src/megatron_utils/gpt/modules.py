@@ -1,4 +1,4 @@
-"""The modules that take the place of Megatron-Core's own in a layer, so that packed input works without CUDA kernels.
+"""Modules that replace Megatron-Core's own in a layer, so that packed input works without CUDA kernels.
 
 Shape suffixes: T tokens, Q query heads, K key-value heads, D head size, H hidden.
 """
@@ -33,12 +33,12 @@ CONTEXT_PARALLEL: dict[str, tuple[Any, Layout]] = {
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed batch, and the rotation of this rank's tokens."""
+    """Megatron's description of a packed batch, with cos and sin of this rank's tokens."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin `[T / cp, D]` fp32, made once a micro-batch."""
+    """cos and sin `[T / cp, D]` fp32, made once per micro-batch."""
     cache: SequenceCache | None = None
-    """What came before these tokens, in the layers of this chunk."""
+    """Keys and values of earlier tokens in the layers of this chunk."""
     first_layer: int = 1
     """Megatron's number, from 1, of the chunk's first layer."""
 
@@ -53,8 +53,8 @@ class PackedParams(PackedSeqParams):
         cache: SequenceCache | None = None,
         first_layer: int = 1,
     ) -> PackedParams:
-        """The description of a whole packed batch, of which this rank of `cp` holds a part."""
-        # Some rotations depend on the sequence's length, so they are made whole.
+        """Describe a whole packed batch, of which this rank of `cp` holds a part."""
+        # Some rotations depend on the length of the sequence, so make cos and sin for the whole batch first.
         cos, sin = rotary(packed.position_ids, packed.cu_seqlens)
         return cls(
             qkv_format="thd",
@@ -69,12 +69,12 @@ class PackedParams(PackedSeqParams):
 
 
 class PackedCoreAttention(nn.Module):
-    """`parallel_layers`' packed attention where Megatron expects its core attention: rotary, then causal attention.
+    """Packed attention of `parallel_layers` in place of Megatron's core attention: rotary, then causal attention.
 
-    Rotating here instead of in Megatron's `rope_utils` gives every rope type of the Hugging Face config, from explicit
-    positions, in fp32, without reading `cu_seqlens` on the host. No parameters; communication only over the
-    context-parallel group. With a cache in the batch's description the tokens follow what it holds, all of them on
-    every context-parallel rank.
+    This module rotates instead of Megatron's `rope_utils`, so every rope type of the Hugging Face config works, from
+    explicit positions, in fp32, without reading `cu_seqlens` on the host. The module has no parameters and communicates
+    over the context-parallel group only. With a cache in the batch's description the tokens follow what it holds, all
+    of them on every context-parallel rank.
 
     Args:
         cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.
@@ -115,7 +115,7 @@ class PackedCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedParams | None = None,
     ) -> Tensor:
-        """`[T / cp, Q, D]`, `[T / cp, K, D]`, `[T / cp, K, D']` -> `[T / cp, Q * D']`, causal in each sequence."""
+        """Return causal attention `[T / cp, Q * D']` of query `[T / cp, Q, D]`, key `[., K, D]`, value `[., K, D']`."""
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("packed attention needs a packed batch; call the model with a PackedSequence")
         if self.rotates:
@@ -135,8 +135,8 @@ class PackedCoreAttention(nn.Module):
 class Norm(RMSNorm):
     """RMSNorm with Megatron's constructor and Megatron's rule for its gradient.
 
-    Under sequence parallelism each rank sees other tokens; the weight is marked and `finalize_model_grads` sums the
-    marked gradients over the tensor-parallel group once a step. (QK-norms it knows by their names.)
+    Under sequence parallelism each rank sees different tokens. The weight is marked, and `finalize_model_grads` sums
+    marked gradients over the tensor-parallel group once per step. (It knows QK-norms by their names.)
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -147,7 +147,7 @@ class Norm(RMSNorm):
 
 
 class ValueHead(nn.Module):
-    """One number a token where Megatron expects the output layer: `hidden @ weight^T (+ bias)`, fp32.
+    """One number per token in place of Megatron's output layer: `hidden @ weight^T (+ bias)`, fp32.
 
     The weight `[1, H]` is replicated over the tensor-parallel group. Under sequence parallelism the hidden states are
     gathered first (backward: split), so every rank computes all values and the whole, equal gradient of the weight.
@@ -160,7 +160,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """`[T / tp, 1, H]` -> (`[T, 1, 1]` fp32, None), as Megatron's linears return a pair."""
+        """Turn `[T / tp, 1, H]` into (`[T, 1, 1]` fp32, None), a pair like Megatron's linears return."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         bias = None if self.bias is None else self.bias.float()

@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU, for tests and demonstrations: `cpu_stand_in`; and small models for them."""
+"""`cpu_stand_in` runs Megatron-Core on a CPU, for tests and demonstrations; `tiny_config` describes small models."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ __all__ = ["MIXTURES", "cpu_stand_in", "device_of", "stand_in_is_active", "tiny_
 
 
 def __getattr__(name: str) -> Any:
-    # megatron.core takes seconds to import, and the configs do not need it.
+    # Imported on use: importing megatron.core takes seconds, and the configs do not need it.
     if name in __all__:
         from megatron_utils.testing import cpu
 

@@ -1,9 +1,9 @@
-"""A stand-in for the GPU that Megatron-Core 0.16 takes for granted, so that it computes on a CPU over gloo.
+"""A stand-in for the GPU that Megatron-Core 0.16 needs, so that it computes on a CPU over gloo.
 
 Megatron-Core asks `torch.cuda` for the current device, for streams, events and random states, writes `device="cuda"`,
 `.cuda()` and `pin_memory=True` into its code, and compares type strings with `"torch.cuda.FloatTensor"`. Within
-`cpu_stand_in()` all of these mean the CPU. It changes process-wide state for as long as it is entered, which a
-library must never do by itself: tests and demonstrations enter it, nothing else does.
+`cpu_stand_in()` all of these mean the CPU. The stand-in changes process-wide state while it is entered, so only tests
+and demonstrations may enter it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """A CUDA stream or event of a device that has finished everything when it returns."""
+    """Stands for a CUDA stream or event of a device that finishes all work at once."""
 
     cuda_stream = 0
 
@@ -63,7 +63,7 @@ def _names_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites the device in every torch call; runs on the thread that entered it, as Megatron's CPU work does."""
+    """Rewrites the device in every torch call of the thread that entered it."""
 
     def __torch_function__(
         self,
@@ -88,7 +88,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _nothing() -> Callable[..., None]:
-    # A new function each time: torch.compile, which looks all of torch.cuda's names up, has rules by object.
+    # A new function each time: torch.compile looks up all names of torch.cuda and has rules by object.
     return lambda *_, **__: None
 
 
@@ -124,11 +124,11 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-# It makes the split sizes of an all-to-all numbers only when they come from a GPU.
+# The dispatcher turns the split sizes of an all-to-all into numbers only if they come from a GPU.
 _DISPATCHER: dict[str, Any] = {"maybe_move_tensor_to_cpu": _to_host}
 
 
-# Compiled for a CPU, what counts a router's tokens would cost each of the ranks a compiler's run.
+# Without this, every rank would run a compiler to count the tokens of a router.
 _ROUTER: dict[str, Any] = {"_apply_expert_bias": TopKRouter._apply_expert_bias._torchdynamo_orig_callable}
 
 
@@ -162,7 +162,7 @@ def _reduce_scatter_uneven(
     return None
 
 
-# NCCL takes parts of different sizes, which experts that are themselves sharded need; gloo does not.
+# Sharded experts need collectives of parts of different sizes, which NCCL has and gloo lacks.
 _COLLECTIVES: dict[str, Any] = {"all_gather": _gather_uneven, "reduce_scatter": _reduce_scatter_uneven}
 _STAND_INS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.cuda, _CUDA),
@@ -175,10 +175,9 @@ _STAND_INS: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 @contextlib.contextmanager
 def cpu_stand_in() -> Iterator[None]:
-    """Run Megatron-Core on the CPU within this context; everything is as before when it is left.
+    """Run Megatron-Core on the CPU inside the block, and restore everything at its end.
 
-    It works with or without a CUDA build of torch and with or without a GPU (which is not used then). Enter it before
-    `megatron_grid`; entering it again inside itself is harmless.
+    The stand-in works with any build of torch and ignores GPUs. Enter it before `megatron_grid`; it may be nested.
     """
     with contextlib.ExitStack() as stack:
         for module, stand_ins in _STAND_INS:
@@ -190,7 +189,7 @@ def cpu_stand_in() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_of(group: dist.ProcessGroup) -> Iterator[torch.device]:
-    """The device that a group's ranks compute on: NCCL's, or the CPU, with the stand-in entered. For tests of both."""
+    """Yield the device of a group's ranks: the GPU with NCCL, else the CPU inside the stand-in."""
     if dist.get_backend(group) == "nccl":
         yield torch.device("cuda", torch.cuda.current_device())
     else:
@@ -199,5 +198,5 @@ def device_of(group: dist.ProcessGroup) -> Iterator[torch.device]:
 
 
 def stand_in_is_active() -> bool:
-    """Whether `cpu_stand_in` is entered."""
+    """Return whether `cpu_stand_in` is entered."""
     return torch.cuda.current_device is _CUDA["current_device"]

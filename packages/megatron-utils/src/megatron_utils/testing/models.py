@@ -1,4 +1,4 @@
-"""Hugging Face configs of models small enough for tests: of each family that `build_gpt` knows, and their variants."""
+"""Hugging Face configs of small models for tests: each family of `build_gpt`, and variants."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
-    """The config of a small model: what `build_gpt` takes, and `transformers.AutoConfig.for_model(**config)`.
+    """Return the config of a small model, for `build_gpt` and `transformers.AutoConfig.for_model(**config)`.
 
-    The vocabulary of 37 divides by nothing; four layers, four query heads and two key-value heads do by two.
+    No number divides the vocabulary of 37; two divides the four layers, four query heads and two key-value heads.
 
     Args:
-        model_type: a key of `megatron_utils.gpt.FAMILIES`.
-        changes: fields that are otherwise.
+        model_type: A family of `megatron_utils.gpt.FAMILIES`.
+        changes: Fields with other values.
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: The family is unknown.
     """
     if model_type not in _FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not one of {', '.join(_FAMILIES)}")
@@ -105,10 +105,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_models(*names: str, **changes: Any) -> dict[str, dict[str, Any]]:
-    """Some variants of the small models by name, each with the same fields changed.
+    """Return variants of the small models by name, each with the same fields changed.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: A name is unknown.
     """
     if unknown := [name for name in names if name not in _VARIANTS]:
         raise ValueError(f"{', '.join(unknown)} not among {', '.join(_VARIANTS)}")

@@ -1,6 +1,6 @@
-"""Weights and gradients of a transformers model against those of `build_gpt`'s chunks, tensor by tensor.
+"""Map weights and gradients of a transformers model to the chunks of `build_gpt`, tensor by tensor.
 
-For this package's own tests, where whole models fit in memory. Loading checkpoints is rl-ckpt's business.
+This module serves the tests of this package, where whole models fit in memory; rl-ckpt loads checkpoints.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ _LATENT_RENAMED = {
 
 
 def layer_numbers(chunk: PackedGPTModel) -> list[int]:
-    """The global numbers, from 0, of the layers that a chunk holds."""
+    """Return the global numbers, from 0, of the layers of a chunk."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
 def expected_parameters(
     chunk: PackedGPTModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """What each parameter of a chunk is on this rank, from a transformers state dict (or its gradients).
+    """Return the value of each parameter of a chunk on this rank, from a transformers state dict (or its gradients).
 
     Mixtures are in transformers' stacked form: `mlp.experts.gate_up_proj [E, 2 I, H]`, `mlp.experts.down_proj [E, H,
-    I]`. `tensors`: those of the chunk to speak of, by name; default its parameters.
+    I]`. `tensors`: the tensors of the chunk to map, by name; default: its parameters.
 
     Raises:
-        ValueError: a parameter that no tensor of the state dict answers to.
+        ValueError: The state dict has no tensor for a parameter.
     """
     tp, config = chunk.pg_collection.tp, chunk.config
     numbers = layer_numbers(chunk)
     heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
 
     def part(whole: Tensor, shape: torch.Size) -> Tensor:
-        """This rank's rectangle; the tail of a padded vocabulary is zero."""
+        """Return this rank's rectangle; the tail of a padded vocabulary is zero."""
         group = chunk.pg_collection.expt_tp if "mlp.experts" in name else tp
         for dim, (have, want) in enumerate(zip(whole.shape, shape, strict=True)):
             if have != want:
@@ -68,7 +68,7 @@ def expected_parameters(
         return whole
 
     def interleaved(kind: str) -> Tensor:
-        """Query, key and value rows, group by group of key-value heads."""
+        """Return query, key and value rows, group by group of key-value heads."""
         q, k, v = (state[f"{layer}self_attn.{name}_proj.{kind}"] for name in "qkv")
         groups = zip(q.split(heads), k.split(config.kv_channels), v.split(config.kv_channels), strict=True)
         return torch.cat([x for group in groups for x in group])
@@ -112,7 +112,7 @@ def expected_parameters(
 def load_transformers_state(chunks: Iterable[PackedGPTModel], state: Mapping[str, Tensor]) -> None:
     """Copy a transformers state dict into the chunks of a model built by `build_gpt`."""
     for chunk in chunks:
-        # The routers' biases are loaded, and no gradient reaches them.
+        # Biases of routers are loaded, although no gradient reaches them.
         biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
         tensors = {**dict(chunk.named_parameters()), **biases}
         for name, value in expected_parameters(chunk, state, tensors).items():
