@@ -135,9 +135,8 @@ def test_every_folder_that_is_written_has_right_checksums_and_damage_is_found_on
             header = read_header(file)
             assert header.checksums == {key: crc32(file, info) for key, info in header.tensors.items()}
             assert "00000000" not in header.checksums.values()
-    names = dict.fromkeys(("save_hf", "merge"), NORM) | {"save_training": f"optimizer/exp_avg/{NORM}@0"}
     for name, load in checks.items():
-        tensor = names.get(name, f"weights/{NORM}")
+        tensor = f"optimizer/exp_avg/{NORM}@0" if name == "save_training" else NORM
         damage(folders[name], tensor)
         load(folders[name], False)
         with pytest.raises(ValueError, match=f"{re.escape(tensor)} in .*safetensors is damaged: its checksum is"):
@@ -170,7 +169,7 @@ def test_commands_check_on_request(checkpoint: Checkpoints, tmp_path: Path) -> N
     assert refused.exit_code == 2
     assert "has no recorded checksums" in refused.stderr
     damage(whole, NORM)
-    damage(shards, f"weights/{NORM}")
+    damage(shards, NORM)
     for command in commands:
         assert run(*command).exit_code == 0
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

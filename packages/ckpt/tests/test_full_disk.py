@@ -81,7 +81,7 @@ def version_of(kind: Saves, saved: Path) -> int:
         return load_training(saved, layout).step
     if kind in (save_to_shards, reshard_to):
         grid = Grid() if kind is save_to_shards else Grid(pp=2)
-        tensors = [tensor for place in grid.places() for tensor in load_shards(saved, place)[0].values()]
+        tensors = [tensor for place in grid.places() for tensor in load_shards(saved, place).values()]
     else:
         tensors = list(load_hf(saved, layout_for(saved), check=kind is save_to_hf).values())
     found = {int(value) for tensor in tensors for value in tensor.unique()}

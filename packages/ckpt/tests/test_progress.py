@@ -71,27 +71,25 @@ def test_the_first_rank_alone_shows_what_it_writes(
 
 
 def test_files_to_files(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an optimizer's moments and counts; copies on several ranks count, a vocabulary's padding does not."""
+    """Copies on several ranks count, a vocabulary's padding does not."""
     monkeypatch.setattr("ckpt.comparison.compare._CHUNK_ELEMENTS", 1000)
     source = checkpoint("llama", vocab_size=51)
     layout = layout_for(source)
     tensors = load_hf(source, layout)
-    optimizer = {name: {"step": torch.tensor(3.0), "exp_avg": tensor.double()} for name, tensor in tensors.items()}
-    save_shards(tmp_path / "one", tensors, layout, Place(), optimizer=optimizer)
+    save_shards(tmp_path / "one", tensors, layout, Place())
     whole = sum(tensor.nbytes for tensor in tensors.values())
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
-    moments, counts = (2, 4 * len(tensors))
 
     resharding, merging, comparing, alike = Watch(), Watch(), Watch(), Watch()
     reshard(tmp_path / "one", tmp_path / "two", Grid(tp=2), vocab_multiple=16, progress=resharding)
-    # Each rank has the norms, and a count for each of its tensors.
-    assert resharding.ended_at() == (1 + moments) * (whole + norms) + 2 * counts
+    # Each rank has the norms.
+    assert resharding.ended_at() == whole + norms
     merge(tmp_path / "two", tmp_path / "merged", max_shard_size="20KB", progress=merging)
     assert merging.ended_at() == whole
     assert verify(source, tmp_path / "merged", progress=comparing).equal
     assert comparing.ended_at() == whole
     assert verify(tmp_path / "one", tmp_path / "two", progress=alike).equal
-    assert alike.ended_at() == (1 + moments) * (whole + norms)
+    assert alike.ended_at() == whole + norms
 
 
 def test_what_is_not_compared_does_not_count(checkpoint: Checkpoints) -> None:

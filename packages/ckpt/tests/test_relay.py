@@ -33,7 +33,7 @@ def save_from_afar(group: Any, source: str, target: str, kind: str, writers: lis
     """Save while only some ranks reach the folder, one of which may find its disk full."""
     layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2))
     tensors, counter = load_hf(source, layout, place), IOCounter()
-    options = {"optimizer": optimizer_state(tensors), "group": group, "counter": counter}
+    options: dict[str, Any] = {"group": group, "counter": counter}
     reaches, create_files = ckpt.transfer.relay.reaches, ckpt.transfer.relay.create_files
     written: list[str] = []
 
@@ -50,7 +50,7 @@ def save_from_afar(group: Any, source: str, target: str, kind: str, writers: lis
         if kind == "shards":
             save_shards(target, tensors, layout, place, **options)
         else:
-            save_training(target, 3, tensors, layout, place, **options)
+            save_training(target, 3, tensors, layout, place, optimizer=optimizer_state(tensors), **options)
     except OSError as error:
         return str(error)
     finally:
@@ -76,14 +76,15 @@ def test_files_are_written_by_ranks_that_reach_the_folder(
         place = Place(tp=(rank, 2))
         expected = load_hf(source, layout, place)
         if kind == "shards":
-            tensors, state = load_shards(target, place)
+            tensors, state = load_shards(target, place), {}
         else:
             loaded = load_training(target, layout, place)
             tensors, state = loaded.tensors, loaded.optimizer
         for name, tensor in expected.items():
             assert torch.equal(tensors[name], tensor), name
-            assert torch.equal(state[name]["exp_avg"], 2 * tensor), name
-            assert state[name]["step"] == 7
+            if kind == "training":
+                assert torch.equal(state[name]["exp_avg"], 2 * tensor), name
+                assert state[name]["step"] == 7
     if kind == "shards":
         assert len(open_shards(target).headers) == 2
 

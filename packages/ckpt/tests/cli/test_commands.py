@@ -137,7 +137,7 @@ def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     ("command", "sources"),
     [
         ("shard", "from a Hugging Face checkpoint or another grid's files"),
-        ("reshard", "from another grid's files, optimizer state included, or from a Hugging Face checkpoint"),
+        ("reshard", "from another grid's files, or from a Hugging Face checkpoint"),
         ("merge", "of a sharded one's weights, or of a Hugging Face one's"),
     ],
 )

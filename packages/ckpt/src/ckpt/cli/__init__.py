@@ -24,6 +24,6 @@ for command in (inspect, plan, shard, merge, verify, diff):
 # One conversion serves both: what the source is, is found out.
 app.command(
     "reshard",
-    help="Write one file for each rank of a grid, from another grid's files, optimizer state included, or from a "
+    help="Write one file for each rank of a grid, from another grid's files, or from a "
     "Hugging Face checkpoint. The same command as shard: choose by what the source is.",
 )(shard)

@@ -49,7 +49,7 @@ def inspect(
     ]
     if facts["grid"] is not None:
         grid = " ".join(f"{axis}={size}" for axis, size in facts["grid"].items() if size is not None)
-        rows += [("grid", grid), ("target", facts["target"]), ("optimizer", " ".join(facts["optimizer"]) or "none")]
+        rows += [("grid", grid), ("target", facts["target"])]
     print_table(str(folder), ("", ""), rows, header=False)
 
 
@@ -58,11 +58,10 @@ def describe(source: Source) -> dict[str, Any]:
     from ckpt.files.dtypes import NAMES
     from ckpt.files.header import read_header
     from ckpt.layout.pieces import volume
-    from ckpt.transfer.shards import WEIGHTS
 
     layout = source.layout
     dtypes: dict[str, int] = {}
-    for parts in source.slots[WEIGHTS].values():
+    for parts in source.pieces.values():
         for key, piece in parts:
             name = NAMES[source.tensors[key][1].dtype]
             dtypes[name] = dtypes.get(name, 0) + volume(piece.local_range)
@@ -71,7 +70,6 @@ def describe(source: Source) -> dict[str, Any]:
         "role": layout.role,
         "target": layout.target,
         "grid": None if source.grid is None else dataclasses.asdict(source.grid),
-        "optimizer": sorted({*source.slots, *source.scalars} - {WEIGHTS}),
         "parameters": sum(dtypes.values()),
         "bytes": sum(info.nbytes for _, info in source.tensors.values()),
         "dtypes": dtypes,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from ckpt.layout.overlaps import on_this_rank
 from ckpt.layout.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json
-from ckpt.transfer.shards import WEIGHTS
 from ckpt.transfer.sources import Source, open_source, open_with_prediction_layers
 
 _CPU = torch.device("cpu")
@@ -40,10 +39,9 @@ def verify(
 ) -> Report:
     """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
 
-    Of sharded ones every copy of what several ranks hold is compared, and, where both have one, the optimizer's state:
-    its tensors are named `SLOT/NAME`. The tensors of multi-token-prediction layers, which loads pass over and saves
-    lack, are compared, too: a checkpoint that has lost them differs. So does one whose config.json makes another model
-    of the same tensors (`rope_theta`, `rms_norm_eps`).
+    Of sharded ones every copy of what several ranks hold is compared. The tensors of multi-token-prediction layers,
+    which loads pass over and saves lack, are compared, too: a checkpoint that has lost them differs. So does one whose
+    config.json makes another model of the same tensors (`rope_theta`, `rms_norm_eps`).
 
     Args:
         a: the reference.
@@ -60,19 +58,16 @@ def verify(
     """
     first, second = (open_with_prediction_layers(path, role) for path in (a, b))
     report = Report(differences=config_differences(first.layout.config, second.layout.config))
-    slots = (WEIGHTS, *_optimizer_slots(first, second))
     with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
         if progress is not None:
-            comparison.show(progress, sum(_bytes_to_compare(slot, first, second) for slot in slots))
-        for slot in slots:
-            for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
-                held = [source.holds(slot, name) for source in (first, second)]
-                shown = name if slot == WEIGHTS else f"{slot}/{name}"
-                if all(held):
-                    report.differences += comparison.canonical(shown, slot, name, first, second)
-                elif any(held):
-                    kind: Kind = "missing" if held[0] else "unexpected"
-                    report.differences.append(Difference(shown, kind, f"only in {a if held[0] else b}"))
+            comparison.show(progress, _bytes_to_compare(first, second))
+        for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
+            held = [name in source.pieces for source in (first, second)]
+            if all(held):
+                report.differences += comparison.canonical(name, first, second)
+            elif any(held):
+                kind: Kind = "missing" if held[0] else "unexpected"
+                report.differences.append(Difference(name, kind, f"only in {a if held[0] else b}"))
     return report
 
 
@@ -110,7 +105,7 @@ def verify_live(
             report.differences += config_differences(source.layout.config, layout.config)
         with while_unchanged(source.files), _Comparison(report, rtol, atol, dtypes) as comparison:
             for name, block in blocks.items():
-                held = all(canonical in source.slots[WEIGHTS] for canonical in block.names)
+                held = all(canonical in source.pieces for canonical in block.names)
                 if not held or name not in tensors:
                     if held or name in tensors:
                         kind: Kind = "missing" if held else "unexpected"
@@ -136,42 +131,31 @@ def verify_live(
     return merged
 
 
-def refuse_differing_copies(source: Source, slots: Iterable[str]) -> None:
-    """Refuse files in which the copies of tied weights, or of their moments, differ between pipeline chunks in any bit.
-
-    Args:
-        source: the files.
-        slots: of which weights or moments one copy is to be taken.
+def refuse_differing_copies(source: Source) -> None:
+    """Refuse files in which the copies of tied weights, of which one is to be taken, differ between pipeline chunks.
 
     Raises:
         ValueError: names the tensor and the files; or files were replaced meanwhile.
     """
     with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
-        for slot in slots:
-            for name in source.copies.get(slot, {}).keys() & source.tied:
-                shown = name if slot == WEIGHTS else f"{slot}/{name}"
-                for difference in comparison.copies(shown, slot, name, source):
-                    raise ValueError(
-                        f"{shown} has copies that differ, of which one would be taken: {difference.detail}; "
-                        f"{source.tensors[source.slots[slot][name][0][0]][0]} has the other. Make them equal, and in "
-                        "training all-reduce the gradients of tied weights over the stages that hold them"
-                    )
+        for name in source.copies.keys() & source.tied:
+            for difference in comparison.copies(name, source):
+                raise ValueError(
+                    f"{name} has copies that differ, of which one would be taken: {difference.detail}; "
+                    f"{source.tensors[source.pieces[name][0][0]][0]} has the other. Make them equal, and in "
+                    "training all-reduce the gradients of tied weights over the stages that hold them"
+                )
 
 
-def _optimizer_slots(a: Source, b: Source) -> list[str]:
-    """The slots of either, where both have an optimizer's state."""
-    slots = [{*source.slots, *source.scalars} - {WEIGHTS} for source in (a, b)]
-    return sorted(slots[0] | slots[1]) if all(slots) else []
-
-
-def _bytes_to_compare(slot: str, a: Source, b: Source) -> int:
+def _bytes_to_compare(a: Source, b: Source) -> int:
     """The bytes of the reference's tensors that are compared with the other's, and of each one's with its copies."""
     total = 0
-    for name in a.slots.get(slot, {}).keys() & b.slots.get(slot, {}).keys():
-        if a.shape(slot, name) == b.shape(slot, name):
-            for source, elements in ((a, math.prod(a.shape(slot, name))), (b, 0)):
-                copied = sum(volume(piece.local_range) for _, piece in source.copies.get(slot, {}).get(name, ()))
-                total += (elements + copied) * source.tensors[source.slots[slot][name][0][0]][1].dtype.itemsize
+    for name in a.pieces.keys() & b.pieces.keys():
+        shapes = [source.layout.canonical[name].shape for source in (a, b)]
+        if shapes[0] == shapes[1]:
+            for source, elements in ((a, math.prod(shapes[0])), (b, 0)):
+                copied = sum(volume(piece.local_range) for _, piece in source.copies.get(name, ()))
+                total += (elements + copied) * source.tensors[source.pieces[name][0][0]][1].dtype.itemsize
     return total
 
 
@@ -195,57 +179,42 @@ class _Comparison:
         for reader in self.readers:
             reader.close()
 
-    def canonical(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
+    def canonical(self, name: str, a: Source, b: Source) -> Iterator[Difference]:
         """Yield the differences between two checkpoints' tensors of one name, and between each one's copies of it."""
-        if name in a.scalars.get(slot, {}) and name in b.scalars.get(slot, {}):
-            yield from self._scalars(shown, slot, name, a, b)
-            return
-        shapes = [source.shape(slot, name) for source in (a, b)]
+        shapes = [source.layout.canonical[name].shape for source in (a, b)]
         if shapes[0] != shapes[1]:
-            yield Difference(shown, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
+            yield Difference(name, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
             return
-        parts = [source.slots[slot][name] for source in (a, b)]
+        parts = [source.pieces[name] for source in (a, b)]
         types = [source.tensors[part[0][0]][1].dtype for source, part in zip((a, b), parts, strict=True)]
         if self.dtypes and types[0] != types[1]:
-            yield Difference(shown, "dtype", f"{types[0]} and {types[1]}")
+            yield Difference(name, "dtype", f"{types[0]} and {types[1]}")
         whole = full_box(shapes[0])
         self.report.tensors += 1
         self.report.elements += volume(whole)
-        yield from self._boxes(shown, name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
+        yield from self._boxes(name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
         for source in (a, b):
-            yield from self.copies(shown, slot, name, source)
+            yield from self.copies(name, source)
 
-    def copies(self, shown: str, slot: str, name: str, source: Source) -> Iterator[Difference]:
+    def copies(self, name: str, source: Source) -> Iterator[Difference]:
         """Yield the differences between a checkpoint's tensor and the copies of it that further ranks hold."""
-        part = source.slots[slot][name]
+        part = source.pieces[name]
         reference = (source, part, source.tensors[part[0][0]][1].dtype)
-        for key, piece in source.copies.get(slot, {}).get(name, ()):
+        for key, piece in source.copies.get(name, ()):
             assert piece.canonical_range is not None
             copy = (source, [(key, piece)], source.tensors[key][1].dtype)
-            for difference in self._boxes(shown, name, piece.canonical_range, reference, copy):
+            for difference in self._boxes(name, piece.canonical_range, reference, copy):
                 detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
                 yield dataclasses.replace(difference, detail=detail)
 
-    def _boxes(self, shown: str, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
+    def _boxes(self, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
         tally = Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
             first, second = (reader.read(side, name, part) for reader, side in zip(self.readers, (a, b), strict=True))
             tally.add(first, second, part)
             self._done += volume(part) * a[2].itemsize
             self._progress(self._done, self._total)
-        difference = tally.difference(shown)
-        if difference is not None:
-            yield difference
-
-    def _scalars(self, shown: str, slot: str, name: str, a: Source, b: Source) -> Iterator[Difference]:
-        held = [(source, key) for source in (a, b) for key in source.scalars[slot][name]]
-        values = [self.readers[0].scalar(source, key) for source, key in held]
-        self.report.tensors += 1
-        self.report.elements += 1
-        tally = Tally(self.atol, self.rtol)
-        for value in values[1:]:
-            tally.add(values[0], value, ((0, 1),))
-        difference = tally.difference(shown)
+        difference = tally.difference(name)
         if difference is not None:
             yield difference
 
@@ -253,7 +222,7 @@ class _Comparison:
         """Yield the differences between a checkpoint and a live model's tensor, or the part of it that a rank has."""
         if not block.names:
             return
-        stored = source.tensors[source.slots[WEIGHTS][block.names[0]][0][0]][1].dtype
+        stored = source.tensors[source.pieces[block.names[0]][0][0]][1].dtype
         if self.dtypes and stored != tensor.dtype:
             yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
         self.report.tensors += 1
@@ -265,7 +234,7 @@ class _Comparison:
                 tally.add(torch.zeros_like(held), held, piece.local_range)
                 continue
             copy = Copy(piece.canonical_range, piece.local_range)
-            side = (source, source.slots[WEIGHTS][piece.name], stored)
+            side = (source, source.pieces[piece.name], stored)
             for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
                 at = carried_over(part, copy)
                 values = self.readers[0].read(side, piece.name, part)
@@ -297,13 +266,6 @@ class _Reader:
             view = view_of(values, copy.destination_range)
             read_box(self._open(path), info, copy.source_range, view, self._staging, self._counter)
         return values
-
-    def scalar(self, source: Source, key: str) -> Tensor:
-        """A slot's one element."""
-        path, info = source.tensors[key]
-        value = torch.empty(info.shape, dtype=info.dtype)
-        read_box(self._open(path), info, full_box(info.shape), value, self._staging, self._counter)
-        return value.reshape(1)
 
     def _open(self, path: Path) -> int:
         if path not in self._fds:

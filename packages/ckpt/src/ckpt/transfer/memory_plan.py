@@ -9,7 +9,6 @@ import torch
 from ckpt.files.dtypes import dtype_of_name
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.place import Grid, Place
-from ckpt.transfer.shards import WEIGHTS
 from ckpt.transfer.sources import Source
 
 # The first pattern that finds a canonical name says which component it belongs to.
@@ -46,7 +45,7 @@ def component(name: str) -> str:
 
 def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
     """Return the stored dtype of each canonical tensor of a checkpoint."""
-    return {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.slots[WEIGHTS].items()}
+    return {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.pieces.items()}
 
 
 def config_dtype(config: Mapping[str, object]) -> torch.dtype:

@@ -5,12 +5,11 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
@@ -22,9 +21,9 @@ from ckpt.files.header import TensorInfo
 from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.families import Role, Target
-from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, full_box, shared, volume
+from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
-from ckpt.transfer.shards import WEIGHTS, layout_json, open_shards, shard_name
+from ckpt.transfer.shards import layout_json, open_shards, shard_name
 from ckpt.transfer.sources import Source, open_source
 
 Progress = Callable[[int, int], None]
@@ -46,8 +45,7 @@ def reshard(
 ) -> None:
     """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
 
-    The optimizer's state in a sharded source goes along: moments are cut like their parameters, step counts follow
-    them. So do the source's tokenizer, processor and generation files.
+    The source's tokenizer, processor and generation files go along.
     Memory: two buffers of 16 MiB, whatever the model.
 
     Args:
@@ -58,7 +56,7 @@ def reshard(
         layers: as in `layout_for`.
         vocab_multiple: as in `layout_for`.
         role: what a Hugging Face source is read as; None: what its heads and its config say that it is.
-        dtype: cast floating-point weights; the optimizer's state keeps its types.
+        dtype: cast floating-point weights.
         check: compare the source's bytes with its recorded checksums first, which reads all files once more.
         progress: called with bytes done and bytes in all.
 
@@ -70,7 +68,7 @@ def reshard(
     check_cast(dtype)
     origin, out = _folders(source, destination)
     opened = open_source(source, role, check=check)
-    refuse_differing_copies(opened, opened.slots)
+    refuse_differing_copies(opened)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
     )
@@ -120,10 +118,10 @@ def merge(
     check_cast(dtype)
     origin, out = _folders(source, destination)
     opened = open_source(source, check=check)
-    refuse_differing_copies(opened, [WEIGHTS])
+    refuse_differing_copies(opened)
     layout = opened.layout
     blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
-    contents = {entry.local: entry for entry in _contents(opened, blocks, dtype, [WEIGHTS]).values()}
+    contents = _contents(opened, blocks, dtype)
     plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
     with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
         _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
@@ -145,17 +143,14 @@ def _folders(source: str | os.PathLike[str], destination: str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to write: its slot, its pieces, its type; `scalar`: one element that goes with a parameter."""
+    """A tensor to write: its pieces, its type."""
 
-    slot: str
-    local: str
     block: Block
     dtype: torch.dtype
-    scalar: bool
 
     @property
     def shape(self) -> Shape:
-        return () if self.scalar else self.block.shape
+        return self.block.shape
 
     @property
     def nbytes(self) -> int:
@@ -164,26 +159,17 @@ class _Entry:
     @property
     def filled_bytes(self) -> int:
         """Without the padding."""
-        if self.scalar:
-            return self.nbytes
         pieces = (piece for piece in self.block.pieces if not piece.is_padding)
         return sum(volume(piece.local_range) for piece in pieces) * self.dtype.itemsize
 
 
-def _contents(
-    source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None, slots: Sequence[str] | None = None
-) -> dict[str, _Entry]:
-    """Return the contents of a file of these blocks: `SLOT/LOCAL` -> entry, for all that the source has."""
-    entries: dict[str, _Entry] = {}
-    for slot in slots or sorted({*source.slots, *source.scalars}, key=lambda slot: (slot != WEIGHTS, slot)):
-        for local, block in blocks.items():
-            if all(name in source.slots.get(slot, {}) for name in block.names):
-                stored = source.dtype(slot, block.names, local, dtype)
-                entries[f"{slot}/{local}"] = _Entry(slot, local, block, stored, False)
-            elif all(name in source.scalars.get(slot, {}) for name in block.names):
-                key = source.scalars[slot][block.names[0]][0]
-                entries[f"{slot}/{local}"] = _Entry(slot, local, block, source.tensors[key][1].dtype, True)
-    return entries
+def _contents(source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None) -> dict[str, _Entry]:
+    """Return the contents of a file of these blocks by local name, for all that the source has."""
+    return {
+        local: _Entry(block, source.dtype(block.names, local, dtype))
+        for local, block in blocks.items()
+        if all(name in source.pieces for name in block.names)
+    }
 
 
 class _Filler:
@@ -205,12 +191,7 @@ class _Filler:
         with contextlib.ExitStack() as stack:
             fds = {file: stack.enter_context(FileForWriting(self._folder / file, sync=False)) for file in plan.contents}
             for name, entry in entries.items():
-                if entry.scalar:
-                    file, info = plan.tensors[name]
-                    write_box(fds[file], info, (), self._scalar(entry), self._writing, self._counter)
-                    self._advance(entry.dtype.itemsize)
-                    continue
-                for key, copy in shared(entry.block, self._source.slots[entry.slot]):
+                for key, copy in shared(entry.block, self._source.pieces):
                     copies.append((*self._source.tensors[key], copy, name))
             copies.sort(key=lambda item: (item[0], item[1].offset, item[2].source_range))
             for path, group in itertools.groupby(copies, key=lambda item: item[0]):
@@ -227,7 +208,7 @@ class _Filler:
         for part in self._reading.chunks(copy.source_range, info.dtype.itemsize):
             buffer = self._reading.view(extents(part), info.dtype)
             read_box(source_fd, info, part, buffer, self._reading, self._counter)
-            refuse_overflow(name.removeprefix(f"{WEIGHTS}/"), buffer, to.dtype)
+            refuse_overflow(name, buffer, to.dtype)
             write_box(fd, to, carried_over(part, copy), buffer, self._writing, self._counter)
             self._advance(volume(part) * to.dtype.itemsize)
 
@@ -235,22 +216,3 @@ class _Filler:
         self._done += nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-    def _scalar(self, entry: _Entry) -> Tensor:
-        """The one value of all the canonical tensors that a parameter joins."""
-        keys = dict.fromkeys(key for name in entry.block.names for key in self._source.scalars[entry.slot][name])
-        values = []
-        for key in keys:
-            path, info = self._source.tensors[key]
-            value = torch.empty(info.shape, dtype=info.dtype)
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                read_box(fd, info, full_box(info.shape), value, self._reading, self._counter)
-            finally:
-                os.close(fd)
-            values.append(value.reshape(()))
-        if any(not torch.equal(value, values[0]) for value in values):
-            raise ValueError(
-                f"the {entry.slot} of the tensors fused in {entry.local} differ: {[v.item() for v in values]}"
-            )
-        return values[0]

@@ -2,11 +2,9 @@
 memory.
 
 A folder has config.json, `layout.json` (target, role, grid, placement) and `shard-00000-of-0000N.safetensors`, the
-places in the order of `Grid.places()`. A file's tensors are `weights/LOCAL` and, with an optimizer, `SLOT/LOCAL` for
-each of its slots.
+places in the order of `Grid.places()`, each with that place's tensors under their local names.
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,11 +30,9 @@ from ckpt.layout.overlaps import is_dtensor
 from ckpt.layout.pieces import Box, distinct_cover_problem, full_box
 from ckpt.layout.place import Grid, Place
 from ckpt.transfer.agreement import agree, all_gather_json
-from ckpt.transfer.redistribute import OptimizerState
 from ckpt.transfer.relay import write_own_file
 
-WEIGHTS = "weights"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,6 @@ class Shards:
     headers: list[Header]
 
     @property
-    def slots(self) -> list[str]:
-        """The kinds of tensors that are stored: "weights", then the optimizer's slots."""
-        slots = {name.partition("/")[0] for header in self.headers for name in header.tensors}
-        return sorted(slots, key=lambda slot: (slot != WEIGHTS, slot))
-
-    @property
     def files(self) -> dict[Path, int]:
         """The files, and when each was last modified (`ckpt.files.unchanged`)."""
         return {self.file(index): header.modified_ns for index, header in enumerate(self.headers)}
@@ -70,14 +60,9 @@ class Shards:
         """The file of a place."""
         return self.path / shard_name(index, len(self.headers))
 
-    def tensors(self, index: int, slot: str) -> dict[str, TensorInfo]:
-        """One slot of a place: local name -> where it lies."""
-        prefix = f"{slot}/"
-        return {
-            name.removeprefix(prefix): info
-            for name, info in self.headers[index].tensors.items()
-            if name.startswith(prefix)
-        }
+    def tensors(self, index: int) -> dict[str, TensorInfo]:
+        """The tensors of a place: local name -> where it lies."""
+        return self.headers[index].tensors
 
 
 def shard_name(index: int, count: int) -> str:
@@ -192,23 +177,15 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
     )
     for index, place in enumerate(places):
         _check_place(shards, index, place)
-    for slot in shards.slots:
-        _check_whole(shards, slot)
+    _check_types(shards)
     return shards
 
 
 def _check_place(shards: Shards, index: int, place: Place) -> None:
-    blocks = shards.layout.at(place)
-    weights = shards.tensors(index, WEIGHTS)
-    missing = [name for name, block in blocks.items() if name not in weights and not shards.layout.is_optional(block)]
-    unexpected, wrong = [], []
-    for key, info in shards.headers[index].tensors.items():
-        slot, _, name = key.partition("/")
-        if name not in blocks:
-            unexpected.append(key)
-        # An optimizer's slot may be one element for a whole parameter.
-        elif info.shape != blocks[name].shape and (slot == WEIGHTS or math.prod(info.shape) != 1):
-            wrong.append(key)
+    blocks, held = shards.layout.at(place), shards.tensors(index)
+    missing = [name for name, block in blocks.items() if name not in held and not shards.layout.is_optional(block)]
+    unexpected = [name for name in held if name not in blocks]
+    wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
     if missing or unexpected or wrong:
         raise ValueError(
             f"{shards.file(index)} does not hold the tensors of {place}: missing {missing[:3]}, unexpected "
@@ -216,25 +193,24 @@ def _check_place(shards: Shards, index: int, place: Place) -> None:
         )
 
 
-def _check_whole(shards: Shards, slot: str) -> None:
-    """Refuse a slot of which the places together hold a part only (one place lacks a moment), or several dtypes."""
+def _check_types(shards: Shards) -> None:
+    """Refuse places that hold one canonical tensor in several types, or together not all of an optional one."""
     boxes: dict[str, set[Box]] = {}
     types: dict[str, dict[torch.dtype, Path]] = {}
     for index, place in enumerate(shards.grid.places()):
         blocks = shards.layout.at(place)
-        for local, info in shards.tensors(index, slot).items():
-            if info.shape == blocks[local].shape:
-                for piece in blocks[local].pieces:
-                    if piece.canonical_range is not None:
-                        boxes.setdefault(piece.name, set()).add(piece.canonical_range)
-                        types.setdefault(piece.name, {}).setdefault(info.dtype, shards.file(index))
+        for local, info in shards.tensors(index).items():
+            for piece in blocks[local].pieces:
+                if piece.canonical_range is not None:
+                    boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+                    types.setdefault(piece.name, {}).setdefault(info.dtype, shards.file(index))
     for name, held in boxes.items():
         problem = distinct_cover_problem(held, shards.layout.canonical[name].shape)
         if problem:
-            raise ValueError(f"{shards.path} does not hold all of {slot}/{name}: {problem}; a place has not saved it")
+            raise ValueError(f"{shards.path} does not hold all of {name}: {problem}; a place has not saved it")
         if len(types[name]) > 1:
             found = " and ".join(f"{dtype} in {file}" for dtype, file in types[name].items())
-            raise ValueError(f"{slot}/{name} is of several types: {found}; save all places in one")
+            raise ValueError(f"{name} is of several types: {found}; save all places in one")
 
 
 def save_shards(
@@ -243,11 +219,10 @@ def save_shards(
     layout: Layout,
     place: Place,
     *,
-    optimizer: OptimizerState | None = None,
     group: ProcessGroup | None = None,
     counter: IOCounter | None = None,
 ) -> None:
-    """Write a sharded checkpoint: each place's tensors, and its optimizer's state, in a file of its own; atomically.
+    """Write a sharded checkpoint: each place's tensors in a file of its own; atomically.
 
     Of several ranks at one place the first writes. Files of ranks that do not reach the folder are written by one that
     does, tensor by tensor.
@@ -268,19 +243,16 @@ def save_shards(
                 f"no rank of the group stands at {absent[:3]}; save with a group that spans the whole grid"
             )
         blocks = layout.at(place)
-        own = {f"{WEIGHTS}/{name}": tensor for name, tensor in tensors.items()}
-        for name, slots in (optimizer or {}).items():
-            own |= {f"{slot}/{name}": tensor for slot, tensor in slots.items()}
-        unknown = [key for key in own if key.partition("/")[2] not in blocks]
+        unknown = [name for name in tensors if name not in blocks]
         if unknown:
             raise ValueError(f"{unknown[:3]} are not in the layout at {place}")
-        divided = [key for key, tensor in own.items() if is_dtensor(tensor)]
+        divided = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
         if divided:
             raise ValueError(
                 f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "
                 "save_training and save_hf take DTensors"
             )
-        return {key: tensor.detach() for key, tensor in own.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     own = agree(check, group)
     needed = sum(tensor.nbytes for tensor in own.values())
@@ -319,8 +291,8 @@ def load_shards(
     group: ProcessGroup | None = None,
     check: bool = False,
     counter: IOCounter | None = None,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """A place's tensors and its optimizer's state, as `save_shards` wrote them; the place must be of the saved grid.
+) -> dict[str, Tensor]:
+    """Return a place's tensors, as `save_shards` wrote them; the place must be of the saved grid.
 
     With `check`, each rank first compares the bytes of its file with the recorded checksums.
 
@@ -329,27 +301,21 @@ def load_shards(
             on every rank of `group`.
     """
 
-    def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    def read() -> dict[str, Tensor]:
         shards = open_shards(path)
         places = list(shards.grid.places())
         if place not in places:
             raise ValueError(f"{path} was saved on {shards.grid}, which has no place {place}; use ckpt.reshard first")
         index = places.index(place)
         stagings, count = StagingPool(), IOCounter() if counter is None else counter
-        weights: dict[str, Tensor] = {}
-        state: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, Tensor] = {}
         with while_unchanged(shards.files), open(shards.file(index), "rb", buffering=0) as file:
             if check:
                 check_bytes({shards.file(index): shards.headers[index]})
-            for key, info in shards.headers[index].tensors.items():
-                slot, _, name = key.partition("/")
-                tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+            for name, info in shards.tensors(index).items():
+                tensors[name] = tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
                 if tensor.numel():
                     read_box(file.fileno(), info, full_box(info.shape), tensor, stagings.on(tensor.device), count)
-                if slot == WEIGHTS:
-                    weights[name] = tensor
-                else:
-                    state.setdefault(name, {})[slot] = tensor
-        return weights, state
+        return tensors
 
     return agree(read, group)

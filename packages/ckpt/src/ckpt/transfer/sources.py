@@ -13,10 +13,10 @@ from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
-from ckpt.layout.pieces import Box, Piece, Shape
+from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Grid
 from ckpt.transfer.match import detect_role, is_prediction_layer, match
-from ckpt.transfer.shards import WEIGHTS, is_sharded, open_shards
+from ckpt.transfer.shards import is_sharded, open_shards
 from ckpt.transfer.tied import tied_names
 
 Index = dict[str, list[tuple[str, Piece]]]
@@ -30,9 +30,8 @@ class Source:
         layout: of the model.
         files: when each was last modified (`ckpt.files.unchanged`).
         tensors: key -> (file, where it lies in it).
-        slots: slot -> canonical name -> [(key, piece)], each element once; "weights" first.
+        pieces: canonical name -> [(key, piece)], each element once.
         copies: the same for what other places hold again.
-        scalars: slot -> canonical name -> key, for slots of one element a parameter.
         tied: the canonical tensors that several pipeline chunks hold.
         grid: of a sharded checkpoint.
     """
@@ -40,29 +39,20 @@ class Source:
     layout: Layout
     files: dict[Path, int]
     tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
-    slots: dict[str, Index] = field(default_factory=dict)
-    copies: dict[str, Index] = field(default_factory=dict)
-    scalars: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    pieces: Index = field(default_factory=dict)
+    copies: Index = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     grid: Grid | None = None
 
-    def holds(self, slot: str, name: str) -> bool:
-        """Return whether there is a canonical tensor in a slot."""
-        return name in self.slots.get(slot, {}) or name in self.scalars.get(slot, {})
-
-    def shape(self, slot: str, name: str) -> Shape:
-        """The shape of a canonical tensor in a slot: the weight's, or none for one element a parameter."""
-        return self.layout.canonical[name].shape if name in self.slots.get(slot, {}) else ()
-
-    def dtype(self, slot: str, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
+    def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
         """The one type of a local tensor that joins canonical ones: `cast`, for floating-point weights that may be
         cast, or their own.
 
         Raises:
             ValueError: it is their own, and they have several.
         """
-        found = {self.tensors[key][1].dtype for name in names for key, _ in self.slots[slot][name]}
-        kept = slot != WEIGHTS or any(self.layout.canonical[name].keep_dtype for name in names)
+        found = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
+        kept = any(self.layout.canonical[name].keep_dtype for name in names)
         return joined_dtype(local, found, None if kept else cast)
 
 
@@ -86,7 +76,7 @@ def _hugging_face(path: str | os.PathLike[str], role: Role | None) -> Source:
     layout = layout_for(path, role=role or detect_role(checkpoint))
     tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
     source = Source(layout, checkpoint.files, tensors)
-    source.slots[WEIGHTS] = match(checkpoint, layout)
+    source.pieces = match(checkpoint, layout)
     return source
 
 
@@ -96,29 +86,23 @@ def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None 
     infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
     shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
     source.layout = source.layout.carrying({**source.layout.carried, **shapes})
-    source.slots[WEIGHTS] |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
+    source.pieces |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
     return source
 
 
 def _sharded(path: str | os.PathLike[str]) -> Source:
     shards = open_shards(path)
     source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()), grid=shards.grid)
-    for slot in shards.slots:
-        boxes: dict[str, set[Box]] = {}
-        for index, place in enumerate(shards.grid.places()):
-            blocks = shards.layout.at(place)
-            for local, info in shards.tensors(index, slot).items():
-                key = f"{index}:{slot}/{local}"
-                source.tensors[key] = (shards.file(index), info)
-                block = blocks[local]
-                if info.shape != block.shape:
-                    for name in block.names:
-                        source.scalars.setdefault(slot, {}).setdefault(name, []).append(key)
-                    continue
-                for piece in block.pieces:
-                    if piece.canonical_range is not None:
-                        seen = boxes.setdefault(piece.name, set())
-                        held = source.copies if piece.canonical_range in seen else source.slots
-                        held.setdefault(slot, {}).setdefault(piece.name, []).append((key, piece))
-                        seen.add(piece.canonical_range)
+    boxes: dict[str, set[Box]] = {}
+    for index, place in enumerate(shards.grid.places()):
+        blocks = shards.layout.at(place)
+        for local, info in shards.tensors(index).items():
+            key = f"{index}:{local}"
+            source.tensors[key] = (shards.file(index), info)
+            for piece in blocks[local].pieces:
+                if piece.canonical_range is not None:
+                    seen = boxes.setdefault(piece.name, set())
+                    held = source.copies if piece.canonical_range in seen else source.pieces
+                    held.setdefault(piece.name, []).append((key, piece))
+                    seen.add(piece.canonical_range)
     return source
