@@ -1,7 +1,7 @@
-"""The table of families: what each needs beyond the general mechanism.
+"""The table of families: the needs of each beyond the general mechanism.
 
-What transformers' own modules compute (norms, windows, soft-caps of scores, sinks, biases, a part of a head that is
-rotated) needs no entry: `patch` replaces attention, the head and the kernels alone.
+The modules of transformers compute norms, windows, soft-caps of scores, sinks, biases and partial rotations themselves,
+so these need no entry: `patch` replaces attention, the head and the kernels only.
 """
 
 from typing import Any

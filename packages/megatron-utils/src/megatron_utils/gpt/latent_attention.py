@@ -27,7 +27,7 @@ from megatron_utils.gpt.modules import Norm, PackedParams
 from parallel_layers.rotary import apply_rotary
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of the latents, in DeepSeek's own code and in transformers, whatever the config's `rms_norm_eps`."""
+"""Epsilon of the norms of latents in DeepSeek's own code and in transformers; `rms_norm_eps` does not change it."""
 
 
 class LatentNorm(Norm):

@@ -233,7 +233,7 @@ class Optimizer:
         return Step(norm, rate, not updated)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(parameters, masters and moments; gradients): what `memory.HostOffload` moves away and what it may drop."""
+        """Return the tensors that `HostOffload` moves (parameters, masters, moments), and gradients, which it may drop."""
         kept: list[Tensor] = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
         for inner in chained(self.inner):
             kept += [parameter.data for group in inner.optimizer.param_groups for parameter in group["params"]]
@@ -241,9 +241,9 @@ class Optimizer:
         return kept, gradient_buffers(self.chunks)
 
     def schedule_state(self) -> dict[str, Any]:
-        """Where the schedule is: steps taken and steps skipped. (Moments are saved by `dist_checkpointing`.)"""
+        """Return the steps taken and skipped, to save beside the moments that `dist_checkpointing` saves."""
         return {"steps": self.steps, "skipped": self.skipped}
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
-        """Go to where a saved schedule was; rates from here on are exactly those of the run that saved it."""
+        """Continue a saved schedule, with exactly the learning rates of the run that saved it."""
         self.skipped, self.steps = int(state["skipped"]), int(state["steps"])

@@ -21,7 +21,7 @@ MESH_AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ways each form of parallelism divides the work; 1 turns a form off.
+    """The number of parts into which each form of parallelism divides the work; 1 turns a form off.
 
     Args:
         dp: Data parallelism: copies of the model that see different batches.
