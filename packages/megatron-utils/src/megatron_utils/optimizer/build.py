@@ -233,7 +233,7 @@ class Optimizer:
         return Step(norm, rate, not updated)
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that `HostOffload` moves (parameters, masters, moments), and gradients, which it may drop."""
+        """Return the tensors that `HostOffload` moves, and the gradients, which it may drop."""
         kept: list[Tensor] = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
         for inner in chained(self.inner):
             kept += [parameter.data for group in inner.optimizer.param_groups for parameter in group["params"]]
