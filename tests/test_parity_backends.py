@@ -161,7 +161,11 @@ def test_all_backends_and_grids_give_the_same_numbers(everywhere: Callable[[str]
         for indices, actual in results:
             seen.update(indices)
             torch.testing.assert_close(
-                actual, expected[:, batch.positions(indices)], rtol=0, atol=1e-5, msg=f"{backend} {dims}"
+                actual,
+                expected[:, batch.positions(indices)],
+                rtol=0,
+                atol=1e-5,
+                msg=lambda text, at=f"{backend} {dims}": f"{at}: {text}",
             )
         assert seen == set(range(len(batch)))
 
@@ -184,5 +188,9 @@ def test_all_backends_and_grids_give_the_same_gradients(
                 # The difference of two parameters is rounded as these are.
                 atol = 1e-4 * scale.item() + 1e-6 * start.abs().max().item()
                 torch.testing.assert_close(
-                    tensors[name] - start, expected, rtol=0, atol=atol, msg=f"{name} {backend} {dims}"
+                    tensors[name] - start,
+                    expected,
+                    rtol=0,
+                    atol=atol,
+                    msg=lambda text, at=f"{name} {backend} {dims}": f"{at}: {text}",
                 )

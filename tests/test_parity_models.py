@@ -312,5 +312,9 @@ def test_native_models_equal_transformers(ranks: RankPool, references: Reference
         limit = 1e-4 if "act_fn.alpha" in parameter else 1e-5
         assert difference <= limit, f"{parameter}: relative difference {difference:.2e}"
         torch.testing.assert_close(
-            gradients[parameter], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=parameter
+            gradients[parameter],
+            wanted,
+            rtol=1e-4,
+            atol=1e-5 * float(wanted.abs().max()),
+            msg=lambda text, at=parameter: f"{at}: {text}",
         )

@@ -115,7 +115,11 @@ def test_routing_replays_on_every_backend_and_grid(ranks: RankPool, models: dict
         assert torch.equal(whole(results, 1).sort(-1).values, routing.sort(-1).values), (backend, dims)
         for column in (2, 3):
             torch.testing.assert_close(
-                whole(results, column), whole([one], column), rtol=0, atol=2e-5, msg=f"{backend} {dims} {column}"
+                whole(results, column),
+                whole([one], column),
+                rtol=0,
+                atol=2e-5,
+                msg=lambda text, at=f"{backend} {dims} {column}": f"{at}: {text}",
             )
 
 

@@ -144,7 +144,13 @@ def test_an_update_is_the_same_however_the_batch_is_divided(
         )
         where = f"{backend} {dims} {max_tokens}"
         for name in ("before", "after"):
-            torch.testing.assert_close(whole(results, name), one[name], rtol=1e-5, atol=2e-5, msg=f"{where} {name}")
+            torch.testing.assert_close(
+                whole(results, name),
+                one[name],
+                rtol=1e-5,
+                atol=2e-5,
+                msg=lambda text, at=f"{where} {name}": f"{at}: {text}",
+            )
         for result in results:
             assert result["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6), where
 

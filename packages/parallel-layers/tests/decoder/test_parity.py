@@ -64,7 +64,9 @@ def check_gradients(
     assert gradients.keys() == local.keys()
     for key, gradient in gradients.items():
         scale = local[key].abs().max()
-        torch.testing.assert_close(gradient / scale, local[key] / scale, rtol=1e-5, atol=1e-5, msg=key)
+        torch.testing.assert_close(
+            gradient / scale, local[key] / scale, rtol=1e-5, atol=1e-5, msg=lambda text, at=key: f"{at}: {text}"
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

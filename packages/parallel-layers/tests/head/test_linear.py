@@ -80,7 +80,13 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], relative
     """Each element within `relative` of the largest of its tensor (at least 1)."""
     for name, value in expected.items():
         scale = max(1.0, value.abs().max().item()) if value.numel() else 1.0
-        torch.testing.assert_close(actual[name].double(), value.double(), rtol=0.0, atol=relative * scale, msg=name)
+        torch.testing.assert_close(
+            actual[name].double(),
+            value.double(),
+            rtol=0.0,
+            atol=relative * scale,
+            msg=lambda text, at=name: f"{at}: {text}",
+        )
 
 
 OPTIONS = {

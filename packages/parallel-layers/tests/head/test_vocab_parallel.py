@@ -199,9 +199,11 @@ def test_any_label_may_be_the_ignored_one(ranks: RankPool, world: int) -> None:
     for name, (_, expected) in LOSSES.items():
         value, first, *_ = _derivatives(expected, logits, labels.masked_fill(labels == 3, IGNORE))
         results = [result[name] for result in ranks.run(_sharded, logits, labels, [name], 3, world=world)]
-        torch.testing.assert_close(results[0][0], value, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            results[0][0], value, rtol=1e-10, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}"
+        )
         gathered = torch.cat([result[1] for result in results], dim=-1)
-        torch.testing.assert_close(gathered, first, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(gathered, first, rtol=1e-10, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}")
         if name != "entropy":
             with pytest.raises(ValueError, match="label -100 at position 0"):
                 LOSSES[name][0](logits[0, :1], torch.tensor([IGNORE]), ignore_index=3)
@@ -343,8 +345,8 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     for name, (loss, expected) in LOSSES.items():
         value, gradient, *_ = _derivatives(loss, logits.to(device), labels.to(device))
         exact = _derivatives(expected, logits, labels)
-        torch.testing.assert_close(value.cpu(), exact.value, msg=name)
-        torch.testing.assert_close(gradient.cpu(), exact.gradient, msg=name)
+        torch.testing.assert_close(value.cpu(), exact.value, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(gradient.cpu(), exact.gradient, msg=lambda text, at=name: f"{at}: {text}")
 
 
 def _compiled(group: ProcessGroup | None, lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:

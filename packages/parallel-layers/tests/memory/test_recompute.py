@@ -219,7 +219,9 @@ def in_all_ways(group: ProcessGroup, x: Tensor, weight: Tensor, p: float, device
         if shards:
             assert (storage() is not None) == (x.numel() % group.size() != 0), way
         results[way] = [out.detach(), *torch.autograd.grad(out.square().sum(), [leaf, w])]
-        torch.testing.assert_close(results[way], results["plain"], rtol=0, atol=0, msg=way)
+        torch.testing.assert_close(
+            results[way], results["plain"], rtol=0, atol=0, msg=lambda text, at=way: f"{at}: {text}"
+        )
     return results["plain"]
 
 

@@ -142,7 +142,9 @@ def check_gradients(moe: MoE, expected: dict[str, Tensor]) -> None:
         load_full_(moe, expected)
         for name, parameter in moe.named_parameters():
             scale = expected[name].abs().max().clamp(min=1)
-            torch.testing.assert_close(actual[name] / scale, parameter / scale, rtol=1e-5, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                actual[name] / scale, parameter / scale, rtol=1e-5, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}"
+            )
             parameter.copy_(parts[name])
 
 
