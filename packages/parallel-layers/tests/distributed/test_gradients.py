@@ -299,5 +299,5 @@ def refuse(group: ProcessGroup) -> list[str]:
 
 def test_mistakes(ranks: RankPool) -> None:
     for first, second in ranks.run(refuse, world=2):
-        assert first.startswith("parameter 'weight' of ColumnParallelLinear is divided over 2 ranks whose group")
+        assert first.startswith("parameter 'weight' of ColumnParallelLinear is sharded over 2 ranks whose group")
         assert second.startswith("clip_grad_norm_ takes modules, got Parameter")

@@ -1,7 +1,7 @@
-"""A divided parameter in a `state_dict()` refuses `torch.distributed.checkpoint`, which would keep one rank's part.
+"""Make sharded parameters in a `state_dict()` refuse `torch.distributed.checkpoint`.
 
-torch's checkpoints write a plain tensor once, whichever ranks have it, and know only the mesh of a DTensor. So they
-take the parts of a tensor-parallel group for copies of one tensor. `TrainingState` saves and loads the parts.
+torch takes plain tensors of several ranks for copies of one tensor and writes one of them, so it would keep one rank's
+shard of each parameter. `TrainingState` saves and loads all shards.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_sha
 
 
 def guard_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Mark the tensors of `module`'s divided parameters; a hook for `register_state_dict_post_hook`."""
+    """Mark the tensors of the sharded parameters of `module`; a hook for `register_state_dict_post_hook`."""
     for name, shardings in module.__dict__["_shardings"].items():
         tensor = state_dict.get(prefix + name)
-        # A parameter itself (`keep_vars=True`) stays as it is.
+        # With `keep_vars=True` the state dict holds the parameter itself, which must stay unmarked.
         if not isinstance(tensor, Tensor) or tensor is getattr(module, name, None):
             continue
         if any(sharding.group is not None and sharding.group.size() > 1 for sharding in shardings):
@@ -29,14 +29,14 @@ def guard_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 def _refuse(*_: object) -> NoReturn:
     raise ValueError(
-        "torch.distributed.checkpoint was given a parameter that is divided over a tensor- or expert-parallel group, "
-        "and would keep one rank's part of it; save and load "
-        "{'app'': parallel_layers.TrainingState(model, optimizer)} instead of the state dicts"
+        "torch.distributed.checkpoint was given a parameter that is sharded over a tensor- or expert-parallel group, "
+        "and would keep one rank's shard; save and load {'app': parallel_layers.TrainingState(model, optimizer)} "
+        "instead of the state dicts"
     )
 
 
 class _StateWithoutGuard:
-    """Pickle a marked tensor as if it had no mark. (A weak reference: the tensor holds this.)"""
+    """Pickle a marked tensor without its mark; the reference is weak because the tensor holds this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""Differentiable collectives. Each is a linear map and its backward is the map's conjugate, so the pair is exact.
+"""Differentiable collectives: each is a linear map, and its backward is the conjugate map.
 
     function                              forward                   backward
     copy_to_tensor_parallel               identity                  all-reduce
@@ -11,22 +11,23 @@
     reduce_scatter_to_sequence_parallel   reduce-scatter dim 0      all-gather dim 0
     all_to_all                            all-to-all                all-to-all the other way
 
-A backward depends on what the other side of the collective does with the gradient. When every rank computes the same
-function of a gathered or reduced tensor, the ranks' gradients are equal and complete: the conjugate splits, or does
-nothing. When each rank computes a part (its columns, its tokens), each gradient is a part too, and the conjugate sums.
-(torch's own differentiable functional collectives always sum: the backward of their all-reduce is an all-reduce, which
-counts a replicated loss once for each rank.)
+If every rank computes the same function of a gathered or reduced tensor, the ranks' gradients are equal and complete,
+and the backward splits or does nothing. If each rank computes a part (its columns, its tokens), each gradient is a
+part, and the backward sums. torch's own differentiable collectives always sum in the backward, which counts a
+replicated loss once for each rank.
 
-All of them take a tensor and a group, return a new tensor (or the input itself when the group is None or has one rank),
-change neither inputs nor gradients, accept non-contiguous and empty tensors of any number of dims, can be
-differentiated twice, and are traced by torch.compile. Parts are equal, and a size that does not divide raises
-ValueError, unless `sizes` says how many units of the dim each rank has (`all_to_all`: what is sent and what arrives).
-Every rank must be given the same `sizes` and, without them, tensors of the same shape: to find out costs a
-communication of its own and a wait for the device, so it is not checked, and gloo and NCCL fail in ways of their own
-where it does not hold. Those that sum over the ranks, forward or backward, do it in `reduce_dtype`, by
-default at least fp32, and round to the tensor's dtype afterwards; for bf16 that is twice the bytes of a sum in bf16,
-which rounds at each of its steps. The notation follows Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence
-parallelism (https://arxiv.org/abs/2205.05198).
+Common to all functions:
+
+- The result is a new tensor, or the input itself if the group is None or has one rank. Inputs and gradients are never
+  changed. Tensors may be non-contiguous or empty and have any number of dims.
+- They can be differentiated twice, and torch.compile traces them.
+- Parts are equal unless `sizes` gives the units of the dim on each rank. A size that does not divide raises ValueError.
+- Every rank must pass the same `sizes`, and without `sizes` tensors of the same shape. A check would need communication
+  of its own, so there is none; gloo and NCCL fail in their own ways.
+- Sums over the ranks are taken in `reduce_dtype`, by default at least fp32, and rounded to the tensor's dtype at the
+  end.
+
+Sources: Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence parallelism (https://arxiv.org/abs/2205.05198).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from parallel_layers.distributed import async_collectives
 def copy_to_tensor_parallel(
     x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Enter a region where each rank computes a part of the result from the whole `x`.
+    """Return `x`, from which each rank then computes a part of the result.
 
-    Forward: identity. Backward: all-reduce (each rank's gradient is a part of the sum).
+    Forward: identity. Backward: all-reduce, because each rank's gradient is a part of the sum.
     """
     return _Copy.apply(x, group, reduce_dtype) if async_collectives.is_sharded(group) else x
 
@@ -55,7 +56,7 @@ def copy_to_tensor_parallel(
 def reduce_from_tensor_parallel(
     x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum the ranks' partial results; every rank goes on with the sum.
+    """Sum partial results over the ranks.
 
     Forward: all-reduce. Backward: identity.
     """
@@ -63,10 +64,12 @@ def reduce_from_tensor_parallel(
 
 
 def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/size]`, or `sizes[rank]` of it.
+    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/tp]` or `[..., sizes[rank]]`.
 
-    Forward: split, no communication. Backward: all-gather. Raises ValueError when the group's size does not divide H,
-    or the sizes do not add up to it.
+    Forward: split, no communication. Backward: all-gather.
+
+    Raises:
+        ValueError: H does not divide by the group's size, or `sizes` does not add up to H.
     """
     return _split(x, group, x.dim() - 1, sizes)
 
@@ -79,10 +82,13 @@ def gather_from_tensor_parallel(
     reduce_dtype: torch.dtype | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' last dims: `[..., H/size]`, or `sizes[rank]` of it, -> `[..., H]`.
+    """Concatenate the ranks' last dims: `[..., H/tp]` or `[..., sizes[rank]]` -> `[..., H]`.
 
-    Forward: all-gather. Backward: split; with `reduce_gradient`, for ranks that compute different parts from the
-    gathered tensor, reduce-scatter. Raises ValueError when `sizes` does not state what this rank has.
+    Forward: all-gather. Backward: split; with `reduce_gradient` (ranks compute different parts from the gathered
+    tensor) reduce-scatter.
+
+    Raises:
+        ValueError: `sizes[rank]` differs from the last dim of `x`.
     """
     return _gather(x, group, x.dim() - 1, reduce_gradient, reduce_dtype, sizes)
 
@@ -94,9 +100,9 @@ def reduce_scatter_to_tensor_parallel(
     reduce_dtype: torch.dtype | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/size]`, or `sizes[rank]` of it.
+    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/tp]` or `[..., sizes[rank]]`.
 
-    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_tensor_parallel`.
+    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_tensor_parallel` does.
     """
     return _reduce_scatter(x, group, x.dim() - 1, reduce_dtype, sizes)
 
@@ -104,10 +110,12 @@ def reduce_scatter_to_tensor_parallel(
 def scatter_to_sequence_parallel(
     x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/size, ...]`, or `sizes[rank]` of them.
+    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/tp, ...]` or `[sizes[rank], ...]`.
 
-    Forward: split, no communication. Backward: all-gather. Raises ValueError when the group's size does not divide T,
-    or the sizes do not add up to it.
+    Forward: split, no communication. Backward: all-gather.
+
+    Raises:
+        ValueError: T does not divide by the group's size, or `sizes` does not add up to T.
     """
     return _split(x, group, 0, sizes)
 
@@ -120,10 +128,13 @@ def gather_from_sequence_parallel(
     reduce_dtype: torch.dtype | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Concatenate the ranks' tokens: `[T/size, ...]`, or `sizes[rank]` of them, -> `[T, ...]`.
+    """Concatenate the ranks' tokens: `[T/tp, ...]` or `[sizes[rank], ...]` -> `[T, ...]`.
 
-    Forward: all-gather. Backward: reduce-scatter; without `reduce_gradient`, for ranks that all compute the same from
-    the gathered tensor, split. Raises ValueError when `sizes` does not state what this rank has.
+    Forward: all-gather. Backward: reduce-scatter; with `reduce_gradient=False` (all ranks compute the same from the
+    gathered tensor) split.
+
+    Raises:
+        ValueError: `sizes[rank]` differs from dim 0 of `x`.
     """
     return _gather(x, group, 0, reduce_gradient, reduce_dtype, sizes)
 
@@ -135,9 +146,9 @@ def reduce_scatter_to_sequence_parallel(
     reduce_dtype: torch.dtype | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/size, ...]`, or `sizes[rank]` of them.
+    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/tp, ...]` or `[sizes[rank], ...]`.
 
-    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_sequence_parallel`.
+    Forward: reduce-scatter. Backward: all-gather. Raises ValueError as `scatter_to_sequence_parallel` does.
     """
     return _reduce_scatter(x, group, 0, reduce_dtype, sizes)
 
@@ -151,26 +162,26 @@ def all_to_all(
     input_sizes: Sequence[int] | None = None,
     output_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cut `x` along `split_dim`, send part r to rank r, concatenate what arrives along `concat_dim`.
+    """Cut `x` along `split_dim`, send part r to rank r, and concatenate the received parts along `concat_dim`.
 
-    With `split_dim=1, concat_dim=0` a tensor of some tokens and all heads or hidden units becomes one of all tokens and
-    some heads, `[T/size, H]` -> `[T, H/size]`; with `split_dim=0, concat_dim=1` it turns back. With both 0 rows are
-    exchanged, as experts need it.
+    `split_dim=1, concat_dim=0` turns some tokens and all heads into all tokens and some heads, `[T/n, H]` -> `[T, H/n]`
+    on n ranks; `split_dim=0, concat_dim=1` is the way back. With both 0, experts exchange rows.
 
     Args:
         x: The tensor to exchange.
-        group: None returns `x`.
+        group: The ranks; None returns `x`.
         split_dim: The dim to cut.
-        concat_dim: The dim to join along.
-        input_sizes: `input_sizes[r]` units of `split_dim` go to rank r; default equal parts. When the two dims differ
-            they must be the same on all ranks.
-        output_sizes: `output_sizes[r]` units of `concat_dim` arrive from rank r; default as many as this rank sends
-            (when the dims differ: as many as this rank has).
+        concat_dim: The dim to concatenate along.
+        input_sizes: Units of `split_dim` for each rank (default: equal parts). If the two dims differ, `input_sizes`
+        must
+            be the same on all ranks.
+        output_sizes: Units of `concat_dim` from each rank. Default: `input_sizes`, or if the dims differ this rank's
+            size of `concat_dim` from every rank.
 
-    Forward: all-to-all. Backward: all-to-all with the two sides exchanged.
+    Forward: all-to-all. Backward: all-to-all in the other direction.
 
     Raises:
-        ValueError: `split_dim` does not divide and no sizes are given, or the sizes do not add up.
+        ValueError: `split_dim` does not divide by the group's size and no sizes are given, or sizes do not add up.
     """
     split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
     if group is None or group.size() == 1:
@@ -236,7 +247,7 @@ def _gather(
 
 
 def _sizes_of_parts(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None) -> _Sizes:
-    """Sizes of the parts of `x`, checked."""
+    """Return `sizes` as a tuple after checking it against dim `dim` of `x`."""
     assert group is not None
     checked = _one_for_each_rank(sizes, group)
     if checked is not None and sum(checked) != x.shape[dim]:
@@ -245,7 +256,7 @@ def _sizes_of_parts(x: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequ
 
 
 def _one_for_each_rank(sizes: Sequence[int] | None, group: ProcessGroup) -> _Sizes:
-    """The sizes, checked."""
+    """Return `sizes` as a tuple after checking its length."""
     if sizes is None:
         return None
     if len(sizes) != group.size() or min(sizes) < 0:
@@ -255,7 +266,7 @@ def _one_for_each_rank(sizes: Sequence[int] | None, group: ProcessGroup) -> _Siz
     return tuple(sizes)
 
 
-# Each backward applies the conjugate as a Function of its own, which makes second derivatives right as well.
+# Each backward applies the conjugate Function, so that second derivatives are right as well.
 
 
 class _Copy(torch.autograd.Function):
@@ -305,7 +316,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherPart(torch.autograd.Function):
-    """All-gather for ranks that then compute different parts: the conjugate of reduce-scatter."""
+    """All-gather whose ranks then compute different parts: the conjugate of reduce-scatter."""
 
     @staticmethod
     def forward(
@@ -351,7 +362,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.sizes = input_sizes, output_sizes
         if split_dim == concat_dim == 0:
             return async_collectives.wait(async_collectives.start_all_to_all(x, group, output_sizes, input_sizes))
-        # In general the parts for the ranks are no runs of memory: lay them out one after another.
+        # The parts for the ranks are not contiguous in general: lay them out one after another.
         parts = x.split(input_sizes, split_dim)
         shapes = []
         for size in output_sizes:

@@ -1,10 +1,9 @@
-"""At the end of a process, wait until gloo's threads have nothing left to do (Linux).
+"""Wait at the end of a process until gloo's threads are idle (Linux, Python before 3.14).
 
-A thread of gloo lets go of a collective's tensors a moment after those who wait for the result go on. A tensor that
-Python has seen needs the interpreter's lock for that, and before Python 3.14 a thread that asks for the lock while the
-interpreter ends is unwound, through functions of gloo that must not be: "terminate called without an active exception".
-The rank's work is done by then, but torchrun takes it for a failure and stops the ranks that are still at work.
-`destroy_process_group` joins the threads of the groups that nothing holds any more; a model holds its groups.
+A gloo thread releases a collective's tensors a moment after `wait` returns. To release a tensor that Python has seen,
+the thread takes the interpreter's lock. Before Python 3.14 a thread that asks for the lock while the interpreter exits
+is unwound through gloo's functions, and the process aborts: "terminate called without an active exception". torchrun
+then stops the other ranks. `destroy_process_group` does not help while a model holds its groups.
 """
 
 from __future__ import annotations
@@ -23,26 +22,27 @@ _MOST_LOOKS = 1000
 
 
 def wait_for_gloo() -> None:
-    """Return once gloo's threads rest, and after a thousand looks in any case: others may be waiting for this rank."""
+    """Return when gloo's threads are idle, or after 1000 looks: other ranks may be waiting for this process."""
     looks_at_rest = 0
     before: dict[str, str] | None = None
     for _ in range(_MOST_LOOKS):
         threads = _threads()
         if threads == {}:
             return
-        # Several in a row: a thread just woken may have found the lock taken by the look itself, and sleep again.
+        # Several idle looks in a row: a thread that just woke up may sleep because the look itself holds the lock.
         looks_at_rest = looks_at_rest + 1 if threads is not None and threads == before else 0
         if looks_at_rest == _LOOKS:
             return
         before = threads
-        time.sleep(_SECONDS_BETWEEN)  # without the lock, so that a thread that waits for it runs
+        time.sleep(_SECONDS_BETWEEN)  # releases the lock to threads that wait for it
 
 
 def _threads() -> dict[str, str] | None:
-    """How often each of gloo's threads in this process has gone to sleep; None when one is awake (proc_pid_status(5)).
+    """Return how often each gloo thread of this process has gone to sleep, or None while one is awake.
 
-    One that looks after connections wakes up every 10 ms, and has no tensors: it counts as one that never did. One that
-    was just made bears the name of this thread until it runs: awake under that name, it may be gloo's.
+    A "runloop" thread looks after connections: it wakes up every 10 ms and holds no tensors, so its count is left out.
+    A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's. See
+    proc_pid_status(5).
     """
     threads, this = {}, str(threading.get_native_id())
     unnamed = (_TASKS / this / "comm").read_text().rstrip("\n")
@@ -52,7 +52,7 @@ def _threads() -> dict[str, str] | None:
         try:
             status = dict(line.split(":\t") for line in (task / "status").read_text().splitlines() if ":\t" in line)
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the thread has ended
         asleep, name = status["State"].startswith("S"), status["Name"]
         if not asleep and ("gloo" in name or name == unnamed):
             return None
@@ -63,6 +63,6 @@ def _threads() -> dict[str, str] | None:
 
 @functools.cache
 def install() -> None:
-    """Have Python call `wait_for_gloo` when the process ends, once."""
+    """Make Python call `wait_for_gloo` when the process ends; later calls do nothing."""
     if sys.platform == "linux" and sys.version_info < (3, 14):
         atexit.register(wait_for_gloo)

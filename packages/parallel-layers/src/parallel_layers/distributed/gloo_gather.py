@@ -1,12 +1,11 @@
-"""torch's functional all-gather of CPU tensors, by an operator that does not corrupt memory; see `install`.
+"""Replace torch's functional all-gather of CPU tensors by an operator that does not corrupt memory.
 
-`_c10d_functional::all_gather_into_tensor` begins what gloo calls ALLGATHER_COALESCED. A gloo group (as of torch 2.13)
-has two threads, which write the name of what each has just completed into one std::string, without a lock. A name of
-more than 15 characters takes memory, and two writes at once free it twice: soon where several gathers are under way,
-and every few million times where each is waited for, as DTensor does. The operator's variant with an `out` is called
-ALLGATHER; the names of the other collectives are short as well. It takes no complex numbers, but pairs of real ones.
+The two threads of a gloo group (as of torch 2.13) write the name of their last collective into one std::string without
+a lock. A name of more than 15 characters is on the heap, so two writes at once free it twice. The functional all-gather
+has such a name (ALLGATHER_COALESCED). Its variant with an `out` is called ALLGATHER; that variant takes complex tensors
+only as pairs of real numbers. All other names are short.
 
-Given to torch's dispatcher for CPU tensors, it serves everybody in this process: DTensor, FSDP2, and this package.
+The replacement is registered with torch's dispatcher, so it also serves DTensor and FSDP2 in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: Any) -> Tens
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Give the operator to torch's dispatcher, once. The library must live on: the operator goes with it."""
+    """Register the operator; later calls do nothing. The cached library keeps the operator registered."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
     return library

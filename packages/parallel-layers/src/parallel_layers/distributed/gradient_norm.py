@@ -1,4 +1,4 @@
-"""The gradient norm of a model that is spread over ranks, with every parameter counted once."""
+"""The gradient norm of a sharded model; every parameter counts once."""
 
 from __future__ import annotations
 
@@ -23,34 +23,32 @@ def clip_grad_norm_(
     groups: Sequence[ProcessGroup | None] = (),
     pipeline_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale all gradients so that the whole model's gradient has at most the 2-norm `max_norm`.
+    """Scale all gradients so that the 2-norm of the whole model's gradient is at most `max_norm`.
 
-    It takes modules, not parameters, because the modules know what is divided (`parallel_layers.sharding`); parameter
-    objects forget it when FSDP2 or `to_empty` replaces them. The squares of a parameter are summed over the groups that
-    it is divided over, those of FSDP2's shards included, and over no others: a KV head on several ranks counts once, so
-    does a parameter that every rank holds, and experts may be divided over other ranks than dense layers, whichever way
-    these groups overlap.
+    The squares of a parameter are summed over the groups that it is sharded over, FSDP2's included. So a KV head or a
+    parameter that several ranks hold counts once, and experts may be sharded over other ranks than dense layers. The
+    function takes modules because they know the sharding (`parallel_layers.sharding`); FSDP2 and `to_empty` replace
+    parameter objects.
 
-    A parameter's gradient is its `.grad`, its `main_grad` (`accumulate_main_grad`), or where it has both, as a table
-    does that is embedding and head, their sum; both are scaled. One that was copied from the other has to be cleared.
+    The gradient of a parameter is its `.grad`, its `main_grad` (`accumulate_main_grad`), or the sum of both (a table
+    that is embedding and head). Clear one of them if it is a copy of the other.
 
     Args:
-        modules: The model, or the pipeline stages' modules that this rank holds.
-        max_norm: The largest norm to leave as it is; `math.inf` only measures, and writes nothing.
-        groups: Every group over which layers are divided (tensor parallel, expert parallel). Their ranks get the same
-            norm, bit for bit, even if gradients that should be equal on them differ. None entries are left out.
+        modules: The model, or the modules of the pipeline stages on this rank.
+        max_norm: The largest norm that is left unscaled; `math.inf` only measures.
+        groups: Every group over which layers are sharded (tensor parallel, expert parallel). Their ranks get the same
+            norm, bit for bit. None entries are ignored.
         pipeline_group: The group of ranks that hold other layers; their norms are added.
 
     Returns:
-        The norm before clipping, a 0-dim tensor, the same on every rank: fp32, or fp64 where a module has parameters in
-        fp64. A norm that is not finite leaves the gradients as they are, for the caller to look at and drop the step
-        (torch's function would set what is finite of them to 0 or NaN). On CUDA nothing waits for it.
+        The norm before clipping, the same on every rank: a 0-dim fp32 tensor (fp64 if a parameter is fp64). If the norm
+        is not finite, the gradients stay unchanged. On CUDA the host does not wait.
 
-    Communication: an all-reduce of a few numbers for each group that something is divided over, and of one number for
-    each of `groups` and the pipeline group.
+    Communication: an all-reduce of a few numbers for each group that shards parameters, and of one number for each of
+    `groups` and the pipeline group.
 
     Raises:
-        ValueError: A parameter is divided over a group that is not in `groups`.
+        ValueError: A parameter is sharded over a group that is not in `groups`.
     """
     layered = [group for group in groups if group is not None and group.size() > 1]
     roots = _roots(modules)
@@ -61,7 +59,7 @@ def clip_grad_norm_(
         divided = _groups_of(shardings)
         _check_groups(name, owner, divided, layered)
         divided += _shard_groups(parameter)
-        # The ranks of a group meet the same classes, whether or not a parameter has a gradient here.
+        # All ranks of a group find the same classes, because parameters without a gradient count, too.
         same = classes.setdefault(frozenset(group.group_name for group in divided), _Class(divided))
         found = _gradients_of(parameter)
         if found:
@@ -72,7 +70,7 @@ def clip_grad_norm_(
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
     for group in layered:
-        # Equal numbers, but for what their last bits may have come to.
+        # Average away last-bit differences between ranks.
         dist.all_reduce(total, group=group)
         total /= group.size()
     norm = total.sqrt().to(_norm_dtype(roots))
@@ -84,15 +82,17 @@ def clip_grad_norm_(
 
 @dataclass
 class _Class:
-    """The parameters that are divided over the same groups: these groups, and what this rank counts of gradients."""
+    """The groups that some parameters are sharded over, and the gradient pieces that this rank counts."""
 
     groups: list[ProcessGroup]
     pieces: list[Tensor] = field(default_factory=list)
 
 
 def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor:
-    """Of all classes, each summed over its own groups; in fp64, in which ranks that hold other dtypes agree, where the
-    kind of device has it."""
+    """Return the sum of squares of all classes, each summed over its own groups.
+
+    The sum is in fp64, on which ranks with different dtypes agree; devices without fp64 take fp32.
+    """
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     totals = [
         torch.linalg.vector_norm(_norms(same.pieces), dtype=dtype).square()
@@ -110,7 +110,7 @@ def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor
 
 
 def _norms(pieces: Sequence[Tensor]) -> Tensor:
-    """Of each piece, in fp32, those of fp64 in fp64."""
+    """Return the norm of each piece in fp32 (fp64 pieces: in fp64)."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for piece in pieces:
         by_dtype.setdefault(wide(piece.dtype), []).append(piece)
@@ -123,7 +123,7 @@ def _norm_dtype(roots: Sequence[nn.Module]) -> torch.dtype:
 
 
 def _gradients_of(parameter: nn.Parameter) -> list[Tensor]:
-    """The tensors that hold a parameter's gradient, which is their sum."""
+    """Return the tensors whose sum is the gradient of a parameter."""
     grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
     return [gradient for gradient in (grad, None if main_grad is grad else main_grad) if gradient is not None]
 
@@ -133,7 +133,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _device(roots: Sequence[nn.Module], pipeline_group: ProcessGroup | None) -> torch.device:
-    """Where to compute: a stage that trains nothing, or is empty, adds up norms with the others all the same."""
+    """Return the device to compute on; a pipeline stage without parameters takes that of its group."""
     for root in roots:
         for parameter in root.parameters():
             return parameter.device
@@ -146,25 +146,25 @@ def _roots(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
         if not isinstance(root, nn.Module):
             raise ValueError(
                 f"clip_grad_norm_ takes modules, got {type(root).__name__}; pass the model itself, "
-                "which knows how its parameters are divided"
+                "which knows how its parameters are sharded"
             )
     return roots
 
 
 def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every trainable parameter once, with the module that owns it."""
+    """Return every trainable parameter once, with its module and name."""
     found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for root in roots:
         for owner in root.modules():
             for name, parameter in owner.named_parameters(recurse=False):
-                # Of a tied parameter the owner that knows how it is divided counts.
+                # Of the owners of a tied parameter, prefer the one that knows the sharding.
                 if parameter.requires_grad and (id(parameter) not in found or get_sharding(owner, name)):
                     found[id(parameter)] = (owner, name, parameter)
     return list(found.values())
 
 
 def _groups_of(shardings: Sequence[Sharding]) -> list[ProcessGroup]:
-    """The groups over which a parameter is divided by its layer."""
+    """Return the groups over which a layer has sharded a parameter."""
     return [s.group for s in shardings if s.group is not None and s.group.size() > 1]
 
 
@@ -172,16 +172,16 @@ def _check_groups(name: str, owner: nn.Module, divided: Sequence[ProcessGroup], 
     for group in divided:
         if group.group_name not in {given.group_name for given in groups}:
             raise ValueError(
-                f"parameter {name!r} of {type(owner).__name__} is divided over {group.size()} ranks whose "
+                f"parameter {name!r} of {type(owner).__name__} is sharded over {group.size()} ranks whose "
                 "group is not among the groups; pass it in groups=[...]"
             )
 
 
 def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> list[Tensor]:
-    """The pieces of a local gradient that this rank counts."""
+    """Return the pieces of a local gradient that this rank counts."""
     pieces = [local]
     for sharding in shardings:
-        # FSDP2 leaves a run of rows: of dim 0 only what lies in it is at hand.
+        # Under FSDP2 the local tensor holds only some rows of dim 0.
         first = first_row(gradient) if sharding.dim == 0 else 0
         size = local.shape[sharding.dim]
         ranges = [
@@ -199,7 +199,7 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
 
 
 def _shard_groups(parameter: Tensor) -> list[ProcessGroup]:
-    """The groups over which FSDP2 has sharded a parameter."""
+    """Return the groups over which FSDP2 has sharded a parameter."""
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""`meet`: ranks that are about to form a process group find each other, or learn why they cannot."""
+"""`meet`: check that all ranks are about to form the same process group before they form it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from torch._C._distributed_c10d import Store
 def meet(members: list[int], what: str) -> None:
     """Wait until all members are about to form `what`, and bring all of them to the same number of groups.
 
-    With `use_local_synchronization` torch names a group by its ranks and by the number of groups that the process is in
-    already. If some members belong to another grid, the numbers differ, the names do not match, and `new_group` waits
-    for ever. The members exchange their numbers through the default group's store; members that lag form groups of
-    themselves alone, without any other rank.
+    With `use_local_synchronization` torch names a group by its ranks and by the number of groups of the process. If
+    these numbers differ between members, the names differ and `new_group` waits for ever. The members exchange their
+    numbers through the default group's store; a member with fewer groups forms groups of itself alone.
 
     Raises:
-        ValueError: Members form different things, or wait for each other with different lists of members. Every waiting
-            member raises it.
+        ValueError: Members form different groups, or wait for each other with different lists of members; on every
+            waiting member.
         TimeoutError: A member did not come within the time limit of the store; names the missing ranks.
     """
     store = dist.distributed_c10d._get_default_store()
@@ -49,14 +48,14 @@ def meet(members: list[int], what: str) -> None:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """One call of `meet` on a list of members, as its members find each other in the store."""
+    """One call of `meet` on a list of members, and its keys in the store."""
 
     members: list[int]
     what: str
     done: int
-    """Meetings on this list that succeeded before; the same number on every member."""
+    """Earlier meetings on this list that succeeded; the same number on every member."""
     failed: int
-    """Meetings on this list that failed before."""
+    """Earlier meetings on this list that failed."""
 
     @classmethod
     def next(cls, store: Store, members: list[int], what: str) -> _Meeting:
@@ -72,7 +71,7 @@ class _Meeting:
 
     @staticmethod
     def entry(rank: int) -> str:
-        """Return the key under which a rank says which meeting it waits in."""
+        """Return the key under which a rank stores the meeting that it waits in."""
         return f"parallel_layers/waits/{rank}"
 
     @property
@@ -85,7 +84,7 @@ class _Meeting:
         return f"{self.name}/{self.done}/{self.failed}/{rank}"
 
     def missing(self, store: Store) -> list[int]:
-        """Return the members that have not arrived, by bisection: one request to the store tells of many members."""
+        """Return the members that have not arrived, by bisection: one request to the store covers many members."""
         todo, missing = [self.members], []
         while todo:
             part = todo.pop()
@@ -112,7 +111,7 @@ class _Meeting:
 
 
 def _wait(store: Store, meeting: _Meeting) -> None:
-    """Wait for all members; raise if some of them wait, on another list, for members of this one."""
+    """Wait for all members; raise if members wait for each other on different lists."""
     limit: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
     deadline = time.monotonic() + limit
     pause = 0.25
@@ -133,10 +132,9 @@ def _wait(store: Store, meeting: _Meeting) -> None:
 
 
 def _fail_if_stuck(store: Store) -> None:
-    """Fail the meetings that can never succeed, on the smallest of the ranks that wait in them.
+    """On the smallest stuck rank, fail the meetings that can never succeed.
 
-    A rank in a meeting waits for the members that have not arrived. If that relation leads to a cycle, none of the
-    ranks on the way can go on.
+    A rank in a meeting waits for the members that have not arrived. Ranks on a cycle of this relation are stuck.
     """
     meetings = {rank: _Meeting.of(store, rank) for rank in range(dist.get_world_size())}
     waits = {rank: [] if each is None else each.missing(store) for rank, each in meetings.items()}
@@ -147,7 +145,7 @@ def _fail_if_stuck(store: Store) -> None:
     if min(stuck, default=None) != dist.get_rank():
         return
     if any(each.count_failed(store) > each.failed for each in failing.values()):
-        return  # ranks have moved on while this one read
+        return  # some ranks left their meetings while this rank read the store
     one, other = dist.get_rank(), next(rank for rank in waits[dist.get_rank()] if rank in stuck)
     reason = (
         f"rank {one} forms a group of ranks={failing[one].members} and rank {other} one of "

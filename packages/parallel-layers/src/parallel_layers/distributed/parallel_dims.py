@@ -97,7 +97,7 @@ class ParallelDims:
         """
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         if ranks is None:
-            # Every rank calls: meet first, so that all of them raise if sizes differ.
+            # Meet before the checks, so that all ranks raise if sizes differ.
             meet(members, str(self))
         if len(members) != self.world_size:
             raise ValueError(f"{self} needs {self.world_size} ranks, but was given {len(members)}: {members}")

@@ -1,9 +1,8 @@
 """`TrainingState`: a model of this package and its optimizers in `torch.distributed.checkpoint`, FSDP2 or not.
 
-A rank holds rectangles of full tensors (`parallel_layers.sharding`): a run of rows, the query, key and value rows of
-its heads, its parts of gate and up, the rows of a vocabulary before the padding. FSDP2 leaves some rows of them. Each
-rectangle is written as a chunk of the full tensor, at its place there. Chunks that several ranks hold (copies of KV
-heads, data-parallel copies) are written once. So a checkpoint depends on no grid, and every grid reads its own parts.
+A rank holds rectangles of full tensors (`parallel_layers.sharding`), under FSDP2 some rows of them. Each rectangle is
+written as a chunk of the full tensor, and chunks that several ranks hold are written once. So a checkpoint is
+independent of the grid.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from parallel_layers.sharding import blocks_of, first_row, full_shape, get_sharding, is_dtensor
 
-# What torch.compile and activation checkpointing put into the names of modules; torch's own state dicts leave it out.
+# Parts of module names that torch.compile and activation checkpointing add; torch's own state dicts omit them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 Owners = dict[str, tuple[nn.Module, str]]
@@ -48,7 +47,7 @@ class TrainingState:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of `model` and `optimizers`; divided tensors as chunks of full ones."""
+        """Return the states of `model` and `optimizers`, with sharded tensors as chunks of full tensors."""
         from torch.distributed.checkpoint.state_dict import (
             get_state_dict,
         )  # a second's import that training may not need
@@ -66,7 +65,7 @@ class TrainingState:
         return wrapped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded into the tensors of `state_dict()`."""
+        """Load the values that were read into the tensors of `state_dict()`."""
         from torch.distributed.checkpoint.state_dict import set_state_dict  # as above
 
         plain = _unwrapped(state_dict)
@@ -79,7 +78,7 @@ class TrainingState:
 
 
 class ShardedTensorView(Tensor):
-    """This rank's rectangles of a full tensor, whose shape and dtype it has; for `torch.distributed.checkpoint` alone.
+    """This rank's rectangles of a full tensor, with the full shape, for `torch.distributed.checkpoint` alone.
 
     Attributes:
         held: The tensor that holds the rectangles.
@@ -91,13 +90,13 @@ class ShardedTensorView(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], held: Tensor, pieces: dict[tuple[int, ...], Tensor]) -> ShardedTensorView:
-        """Wrap the rectangles; no memory is taken."""
+        """Wrap the rectangles without allocating memory."""
         view: ShardedTensorView = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
         view.held, view.pieces = held, pieces
         return view
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        """Return what this rank writes: each of its rectangles."""
+        """Return a write item for each rectangle of this rank."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -113,18 +112,18 @@ class ShardedTensorView(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return where the rectangles are in the full tensor."""
+        """Return the place of each rectangle in the full tensor."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(place), piece.shape) for place, piece in self.pieces.items()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the rectangle at a place, as a view that may be written to."""
+        """Return a writable view of the rectangle at a place."""
         return self.pieces[tuple(index.offset)]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Refuse all arithmetic, and copies that an asynchronous save would make."""
+        """Refuse all operations, among them the copies of an asynchronous save."""
         raise ValueError(
             f"{func} was called on a tensor of TrainingState.state_dict(), which only torch.distributed.checkpoint's "
             "save and load take (not async_save); use model.state_dict() for anything else"
@@ -136,7 +135,7 @@ class ShardedTensorView(Tensor):
 
 
 def _owners(model: nn.Module) -> Owners:
-    """Return the module and the local name of each divided parameter and buffer, by torch's name for it."""
+    """Return the module and the local name of each sharded parameter and buffer, by torch's full name."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     found = {}
@@ -153,7 +152,7 @@ def _chunks(owners: Owners, fqn: str, x: Any) -> Any:
 
 
 def _slot(owners: Owners, fqn: str, slot: str, x: Any) -> Any:
-    """Return an optimizer's state of a parameter: divided as the parameter is, or one number."""
+    """Return an optimizer's state of a parameter: sharded as the parameter is, or one number."""
     if fqn not in owners or not isinstance(x, Tensor):
         return x
     parameter = getattr(*owners[fqn])
@@ -168,7 +167,7 @@ def _slot(owners: Owners, fqn: str, slot: str, x: Any) -> Any:
 
 
 def _pieces(owner: nn.Module, name: str, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the rectangles of the full tensor in `x`, of which FSDP2 may have left a run of rows here."""
+    """Yield the rectangles of the full tensor in `x`; under FSDP2 `x` holds some rows."""
     first = first_row(x)
     local = x.to_local() if is_dtensor(x) else x
     for part, full in blocks_of(owner, name):
@@ -179,7 +178,7 @@ def _pieces(owner: nn.Module, name: str, x: Tensor) -> Iterator[tuple[tuple[int,
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return a nested state dict with the held tensors in the place of their views."""
+    """Return a nested state dict with views replaced by the tensors that hold them."""
     if isinstance(value, ShardedTensorView):
         return value.held
     return {key: _unwrapped(each) for key, each in value.items()} if isinstance(value, dict) else value
