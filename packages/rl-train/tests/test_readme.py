@@ -1,4 +1,4 @@
-"""What the README says of the command line is so."""
+"""The README and docs/rl-train.md agree with the command line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from rl_train.cli import app
 from rl_train.options.options import TrainOptions
+from rl_train.quickstart.task import make_checkpoint
 
-SECTION = (Path(__file__).resolve().parent.parent / "README.md").read_text().split("\n## Command line\n")[1]
+PACKAGE = Path(__file__).resolve().parent.parent
+README = (PACKAGE / "README.md").read_text()
+SECTION = (PACKAGE.parents[1] / "docs" / "rl-train.md").read_text().split("\n## Command line\n")[1]
 COMMANDS: Any = typer.main.get_command(app)
 
 
@@ -48,9 +52,28 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
 
 def test_the_options_in_its_text_exist() -> None:
     known = {name for command in COMMANDS.commands for name in defaults(command)}
-    named = set(re.findall(r"`(--[a-z-]+)", SECTION))
+    named = set(re.findall(r"`(--[a-z-]+)", README + SECTION))
     assert len(named) > 10
     assert named <= known
+
+
+def test_its_example_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("checkpoint"), seed=0)
+    Path("prompts.jsonl").write_text("\n".join(re.findall(r'^    (\{"text".*)$', README, re.M)))
+    Path("rewards.py").write_text(re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)[0])
+    # The prompts are longer than the quickstart's model allows.
+    config = json.loads(Path("checkpoint/config.json").read_text())
+    Path("checkpoint/config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    commands = re.findall(r"^    rl-train (plan|train) ((?:.*\\\n)*.*)$", README, re.M)
+    assert [name for name, _ in commands] == ["plan", "train", "train"]
+    for name, options in commands[:2]:
+        sys.modules.pop("rewards", None)
+        given = [name, *options.replace("\\\n", " ").split(), "--json", *["--device=cpu"] * (name == "train")]
+        found = CliRunner().invoke(app, given)
+        assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["number_of_prompts"] == 2
+    assert commands[1][1].removesuffix(" --dry-run") == commands[2][1]
 
 
 @pytest.mark.slow
