@@ -4,118 +4,78 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.comparison.compare import verify, verify_live
-    from ckpt.comparison.report import Difference, Report
-    from ckpt.files.atomic import FolderWriter
-    from ckpt.files.boxio import IOCounter
-    from ckpt.files.folder import Checkpoint, open_checkpoint
-    from ckpt.files.written_files import copy_companions
-    from ckpt.layout.families import Role
-    from ckpt.layout.model_layout import Canonical, Layout, layout_for
-    from ckpt.layout.pieces import Block, Piece
-    from ckpt.layout.place import Grid, Place
-    from ckpt.training.checkpoint import PendingSave, TrainingState, load_training, save_training
-    from ckpt.training.rng import capture_rng, restore_rng
-    from ckpt.training.runs import latest_step, saved_steps, steps_of_latest
-    from ckpt.transfer.agreement import agree, all_gather_json
-    from ckpt.transfer.load import load_hf
-    from ckpt.transfer.offline import merge, reshard
-    from ckpt.transfer.redistribute import redistribute, redistribute_optimizer
-    from ckpt.transfer.save import save_hf
-    from ckpt.transfer.shards import Shards, load_shards, open_shards, save_shards
-    from ckpt.transfer.stream import stream_hf
+    from ckpt.comparison.compare import verify as verify
+    from ckpt.comparison.compare import verify_live as verify_live
+    from ckpt.comparison.report import Difference as Difference
+    from ckpt.comparison.report import Report as Report
+    from ckpt.files.atomic import FolderWriter as FolderWriter
+    from ckpt.files.boxio import IOCounter as IOCounter
+    from ckpt.files.folder import Checkpoint as Checkpoint
+    from ckpt.files.folder import open_checkpoint as open_checkpoint
+    from ckpt.files.written_files import copy_companions as copy_companions
+    from ckpt.layout.families import Role as Role
+    from ckpt.layout.model_layout import Canonical as Canonical
+    from ckpt.layout.model_layout import Layout as Layout
+    from ckpt.layout.model_layout import layout_for as layout_for
+    from ckpt.layout.pieces import Block as Block
+    from ckpt.layout.pieces import Piece as Piece
+    from ckpt.layout.place import Grid as Grid
+    from ckpt.layout.place import Place as Place
+    from ckpt.training.checkpoint import PendingSave as PendingSave
+    from ckpt.training.checkpoint import TrainingState as TrainingState
+    from ckpt.training.checkpoint import load_training as load_training
+    from ckpt.training.checkpoint import save_training as save_training
+    from ckpt.training.rng import capture_rng as capture_rng
+    from ckpt.training.rng import restore_rng as restore_rng
+    from ckpt.training.runs import latest_step as latest_step
+    from ckpt.training.runs import saved_steps as saved_steps
+    from ckpt.training.runs import steps_of_latest as steps_of_latest
+    from ckpt.transfer.agreement import agree as agree
+    from ckpt.transfer.agreement import all_gather_json as all_gather_json
+    from ckpt.transfer.load import load_hf as load_hf
+    from ckpt.transfer.offline import merge as merge
+    from ckpt.transfer.offline import reshard as reshard
+    from ckpt.transfer.redistribute import redistribute as redistribute
+    from ckpt.transfer.redistribute import redistribute_optimizer as redistribute_optimizer
+    from ckpt.transfer.save import save_hf as save_hf
+    from ckpt.transfer.shards import Shards as Shards
+    from ckpt.transfer.shards import load_shards as load_shards
+    from ckpt.transfer.shards import open_shards as open_shards
+    from ckpt.transfer.shards import save_shards as save_shards
+    from ckpt.transfer.stream import stream_hf as stream_hf
 
-__all__ = [
-    "Block",
-    "Canonical",
-    "Checkpoint",
-    "Difference",
-    "FolderWriter",
-    "Grid",
-    "IOCounter",
-    "Layout",
-    "PendingSave",
-    "Piece",
-    "Place",
-    "Report",
-    "Role",
-    "Shards",
-    "TrainingState",
-    "agree",
-    "all_gather_json",
-    "capture_rng",
-    "copy_companions",
-    "latest_step",
-    "layout_for",
-    "load_hf",
-    "load_shards",
-    "load_training",
-    "merge",
-    "open_checkpoint",
-    "open_shards",
-    "redistribute",
-    "redistribute_optimizer",
-    "reshard",
-    "restore_rng",
-    "save_hf",
-    "save_shards",
-    "save_training",
-    "saved_steps",
-    "steps_of_latest",
-    "stream_hf",
-    "verify",
-    "verify_live",
-]
-
-# Where each name lives. Imported when it is first asked for: `ckpt --help` need not wait for torch, and only training
-# checkpoints for torch.distributed.checkpoint, which takes about as long to import as torch itself.
-_HOME = {
-    "Block": "ckpt.layout.pieces",
-    "Canonical": "ckpt.layout.model_layout",
-    "Checkpoint": "ckpt.files.folder",
-    "Difference": "ckpt.comparison.report",
-    "FolderWriter": "ckpt.files.atomic",
-    "Grid": "ckpt.layout.place",
-    "IOCounter": "ckpt.files.boxio",
-    "Layout": "ckpt.layout.model_layout",
-    "PendingSave": "ckpt.training.checkpoint",
-    "Piece": "ckpt.layout.pieces",
-    "Place": "ckpt.layout.place",
-    "Report": "ckpt.comparison.report",
-    "Role": "ckpt.layout.families",
-    "Shards": "ckpt.transfer.shards",
-    "TrainingState": "ckpt.training.checkpoint",
-    "agree": "ckpt.transfer.agreement",
-    "all_gather_json": "ckpt.transfer.agreement",
-    "capture_rng": "ckpt.training.rng",
-    "copy_companions": "ckpt.files.written_files",
-    "latest_step": "ckpt.training.runs",
-    "layout_for": "ckpt.layout.model_layout",
-    "load_hf": "ckpt.transfer.load",
-    "load_shards": "ckpt.transfer.shards",
-    "load_training": "ckpt.training.checkpoint",
-    "merge": "ckpt.transfer.offline",
-    "open_checkpoint": "ckpt.files.folder",
-    "open_shards": "ckpt.transfer.shards",
-    "redistribute": "ckpt.transfer.redistribute",
-    "redistribute_optimizer": "ckpt.transfer.redistribute",
-    "reshard": "ckpt.transfer.offline",
-    "restore_rng": "ckpt.training.rng",
-    "save_hf": "ckpt.transfer.save",
-    "save_shards": "ckpt.transfer.shards",
-    "save_training": "ckpt.training.checkpoint",
-    "saved_steps": "ckpt.training.runs",
-    "steps_of_latest": "ckpt.training.runs",
-    "stream_hf": "ckpt.transfer.stream",
-    "verify": "ckpt.comparison.compare",
-    "verify_live": "ckpt.comparison.compare",
+# The public names of each module. A module is imported when one of its names is first used: `ckpt --help` runs without
+# torch, and only training checkpoints import torch.distributed.checkpoint, which takes as long to import as torch.
+_NAMES = {
+    "ckpt.comparison.compare": ("verify", "verify_live"),
+    "ckpt.comparison.report": ("Difference", "Report"),
+    "ckpt.files.atomic": ("FolderWriter",),
+    "ckpt.files.boxio": ("IOCounter",),
+    "ckpt.files.folder": ("Checkpoint", "open_checkpoint"),
+    "ckpt.files.written_files": ("copy_companions",),
+    "ckpt.layout.families": ("Role",),
+    "ckpt.layout.model_layout": ("Canonical", "Layout", "layout_for"),
+    "ckpt.layout.pieces": ("Block", "Piece"),
+    "ckpt.layout.place": ("Grid", "Place"),
+    "ckpt.training.checkpoint": ("PendingSave", "TrainingState", "load_training", "save_training"),
+    "ckpt.training.rng": ("capture_rng", "restore_rng"),
+    "ckpt.training.runs": ("latest_step", "saved_steps", "steps_of_latest"),
+    "ckpt.transfer.agreement": ("agree", "all_gather_json"),
+    "ckpt.transfer.load": ("load_hf",),
+    "ckpt.transfer.offline": ("merge", "reshard"),
+    "ckpt.transfer.redistribute": ("redistribute", "redistribute_optimizer"),
+    "ckpt.transfer.save": ("save_hf",),
+    "ckpt.transfer.shards": ("Shards", "load_shards", "open_shards", "save_shards"),
+    "ckpt.transfer.stream": ("stream_hf",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typer.testing import CliRunner
 
-from ckpt import Grid, layout_for, load_hf, reshard, save_hf
+from ckpt import Grid, layout_for, load_hf, reshard, save_hf, save_training
 from ckpt.cli import app
 
 Checkpoints = Callable[..., Path]
@@ -59,6 +59,32 @@ def test_inspect_describes_a_sharded_folder(checkpoint: Checkpoints, tmp_path: P
     shown = CliRunner().invoke(app, ["inspect", str(shards)])
     assert shown.exit_code == 0
     assert "tp=4 pp=2" in shown.stdout
+
+
+def test_inspect_describes_and_checks_a_training_run(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = layout_for(checkpoint("qwen2"), role="value")
+    tensors = {**load_hf(checkpoint("qwen2"), layout), "score.weight": torch.ones(1, 32)}
+    moments = {name: {"exp_avg": torch.zeros_like(tensor)} for name, tensor in tensors.items()}
+    for step in (1, 2):
+        save_training(tmp_path, step, tensors, layout, optimizer=moments)
+
+    def inspect(folder: Path, *options: str) -> dict[str, object]:
+        facts: dict[str, object] = json.loads(
+            CliRunner().invoke(app, ["inspect", str(folder), "--json", *options]).stdout
+        )
+        return facts
+
+    facts = inspect(tmp_path, "--check")
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    assert (facts["family"], facts["role"], facts["layers"], facts["step"]) == ("qwen2", "value", layout.num_layers, 2)
+    assert (facts["parameters"], facts["bytes"], facts["optimizer"]) == (elements, 8 * elements, ["exp_avg"])
+    assert inspect(tmp_path / "step-00000001")["step"] == 1
+    assert "exp_avg" in CliRunner().invoke(app, ["inspect", str(tmp_path)]).stdout
+    file = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    damaged = CliRunner().invoke(app, ["inspect", str(tmp_path), "--check"])
+    assert damaged.exit_code == 2
+    assert "is damaged" in damaged.stderr
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

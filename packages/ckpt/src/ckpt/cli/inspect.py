@@ -1,8 +1,10 @@
-"""`ckpt inspect`: what a checkpoint is, from its headers alone."""
+"""`ckpt inspect`: show what a checkpoint is, from its headers alone."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ from ckpt.cli.options import Check
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
 
 if TYPE_CHECKING:
+    from ckpt.layout.model_layout import Layout
     from ckpt.transfer.sources import Source
 
 
@@ -20,16 +23,22 @@ def inspect(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face folder, a sharded one, or one file of weights with a config.json beside it."
+            help="A Hugging Face folder, a sharded one, a training run's (the latest step) or one of its steps, or one "
+            "file of weights with a config.json beside it."
         ),
     ],
     check: Check = False,
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
+    from ckpt.files.contents import STATE
+    from ckpt.training.runs import LATEST
     from ckpt.transfer.sources import open_source
 
-    facts = describe(open_source(folder, check=check))
+    if (folder / STATE).is_file() or (folder / LATEST).is_file():
+        facts = describe_training(folder, check)
+    else:
+        facts = describe(open_source(folder, check=check))
     if json:
         print_json(facts)
         return
@@ -50,6 +59,8 @@ def inspect(
     if facts["grid"] is not None:
         grid = " ".join(f"{axis}={size}" for axis, size in facts["grid"].items() if size is not None)
         rows += [("grid", grid), ("target", facts["target"])]
+    if "step" in facts:
+        rows += [("step", f"{facts['step']:,}"), ("optimizer", ", ".join(facts["optimizer"]) or "none")]
     print_table(str(folder), ("", ""), rows, header=False)
 
 
@@ -80,3 +91,65 @@ def describe(source: Source) -> dict[str, Any]:
         "tied": layout.tied,
         "checksums": all(read_header(file).checksums for file in source.files),
     }
+
+
+def describe_training(folder: Path, check: bool) -> dict[str, Any]:
+    """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest one.
+
+    `bytes` counts the optimizer state, too; `parameters`, `dtypes` and `tensors` count the weights alone. With `check`,
+    the bytes of all files are compared with their recorded checksums.
+    """
+    from ckpt.files.contents import STATE
+    from ckpt.files.dtypes import NAMES
+    from ckpt.files.tensor_bytes import check_bytes
+    from ckpt.files.unchanged import while_unchanged
+    from ckpt.training.checkpoint import open_step
+    from ckpt.training.dcp_storage import check_headers, stored_tensors
+    from ckpt.training.runs import step_of
+
+    is_step = (folder / STATE).is_file()
+    step = step_of(folder.resolve().name) if is_step else None
+    opened, state, files = open_step(folder.resolve().parent if is_step else folder, step)
+    with while_unchanged(files):
+        headers = check_headers(opened, 0, 1)
+        if check:
+            check_bytes(headers)
+        stored = stored_tensors(opened)
+    weights = {name.removeprefix("model/"): kind for name, kind in stored.items() if name.startswith("model/")}
+    layout = _layout_of(opened, weights.keys())
+    dtypes: dict[str, int] = {}
+    for dtype, shape in weights.values():
+        dtypes[NAMES[dtype]] = dtypes.get(NAMES[dtype], 0) + math.prod(shape)
+    return {
+        "family": layout.family.name,
+        "role": layout.role,
+        "target": None,
+        "grid": None,
+        "parameters": sum(dtypes.values()),
+        "bytes": sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored.values()),
+        "dtypes": dtypes,
+        "tensors": len(weights),
+        "files": len(headers),
+        "layers": layout.num_layers,
+        "experts": layout.num_experts,
+        "tied": layout.tied,
+        "checksums": all(header.checksums for header in headers.values()),
+        "step": state["step"],
+        "optimizer": sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")}),
+    }
+
+
+def _layout_of(folder: Path, weights: Set[str]) -> Layout:
+    """Return the layout of a training checkpoint's model, in the role whose tensors the checkpoint holds."""
+    from ckpt.layout.config import load_config
+    from ckpt.layout.families import ROLES
+    from ckpt.layout.model_layout import layout_for
+
+    config = load_config(folder)
+    for role in ROLES:
+        layout = layout_for(config, role=role)
+        language_model = {name for name in weights if not name.startswith(layout.family.carried or "\0")}
+        required = {name for name, canonical in layout.canonical.items() if not canonical.optional}
+        if required <= language_model <= layout.canonical.keys():
+            return layout
+    raise ValueError(f"{folder} does not hold the weights that its config.json describes; restore it from a copy")

@@ -43,7 +43,7 @@ from ckpt.training.dcp_storage import (
     stored_tensors,
 )
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
-from ckpt.training.runs import latest_step, point_to, prune, remove_leftovers, saved_steps
+from ckpt.training.runs import folder_name, latest_step, point_to, prune, remove_leftovers, saved_steps
 from ckpt.training.state_boxes import Places, WantedState, all_places, held_boxes, wanted_state
 from ckpt.transfer.agreement import agree, all_gather_json, require_same
 from ckpt.transfer.redistribute import OptimizerState
@@ -221,7 +221,7 @@ def _write(
 ) -> None:
     require_equal_boxes(boxes, layout, all_places(place), group)
     rank = 0 if group is None else group.rank()
-    folder = root / f"step-{step:08d}"
+    folder = root / folder_name(step)
 
     def open_folder() -> FolderWriter | None:
         if rank:
@@ -317,7 +317,7 @@ def load_training(
             on every rank.
     """
     rank = 0 if group is None else group.rank()
-    folder, state, files = agree(lambda: _open(Path(root), step), group)
+    folder, state, files = agree(lambda: open_step(Path(root), step), group)
     # On a network file system ranks may see different pointers.
     require_same(group, step=state["step"])
 
@@ -348,12 +348,19 @@ def load_training(
     return TrainingState(state["step"], wanted.tensors, wanted.optimizer, state["extra"], rng, streams)
 
 
-def _open(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path, int]]:
-    """A checkpoint's folder, its facts, and a file that a new save would replace, with the time of its last change."""
+def open_step(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[Path, int]]:
+    """Open a run's checkpoint of a step (None: the latest) and check its state.json.
+
+    Returns:
+        The folder, the content of state.json, and the time of that file's last change, which a new save alters.
+
+    Raises:
+        ValueError: The run has no such checkpoint, or its state.json is malformed.
+    """
     chosen = latest_step(root) if step is None else step
     if chosen is None or chosen not in saved_steps(root):
         raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
-    folder = root / f"step-{chosen:08d}"
+    folder = root / folder_name(chosen)
     files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}
     state = read_json_file(folder / STATE)
     if not isinstance(state, dict) or not state.keys() >= _FACTS:

@@ -12,6 +12,23 @@ LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{8,20})")
 
 
+def folder_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """Return the step whose folder has this name.
+
+    Raises:
+        ValueError: The name is no step's; says which names are.
+    """
+    match = _STEP.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name} is not the folder of a step; the folder of step 12 is called {folder_name(12)}")
+    return int(match[1])
+
+
 def point_to(root: Path, name: str) -> None:
     """Let `latest` name a checkpoint, in one step."""
     temporary = root / f".{LATEST}.saving"
@@ -76,7 +93,7 @@ def prune(root: Path, keep: int | None) -> None:
     own = steps_of_latest(root)
     left = [step for step in saved_steps(root) if step not in own]
     for step in [] if keep is None else [*left, *own][:-keep]:
-        folder = root / f"step-{step:08d}"
+        folder = root / folder_name(step)
         gone = root / f".{folder.name}.saving-{os.getpid()}-pruned"
         os.rename(folder, gone)
         remove_checkpoint(gone, folder)

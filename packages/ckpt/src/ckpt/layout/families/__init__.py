@@ -1,34 +1,17 @@
-"""The known families: one table in one file each."""
+"""The known families, and the choice of the family that describes a configuration."""
 
-import importlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt.layout.families.entries import FAMILIES
 from ckpt.layout.families.table import ROLES, Family, Role, Row, Size, Target
-
-_TABLES = (
-    "apertus",
-    "deepseek_v3",
-    "glm4v",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-)
-FAMILIES: dict[str, Family] = {name: importlib.import_module(f"ckpt.layout.families.{name}").FAMILY for name in _TABLES}
 
 __all__ = ["FAMILIES", "ROLES", "Family", "Role", "Row", "Size", "Target", "family_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family whose table describes `config`: by `architectures` where given, else by `model_type`.
+    """Return the family whose entry describes `config`: by `architectures` where given, else by `model_type`.
 
     Raises:
         ValueError: neither is known; the message lists those that are.

@@ -6,14 +6,13 @@ from ckpt.layout.families.rows import (
     LAYER,
     MEGATRON,
     NORMS,
-    ROTARY_BUFFERS,
     SIZES,
     experts,
     gate_up,
     norm,
     same,
 )
-from ckpt.layout.families.table import Family, Row, Size
+from ckpt.layout.families.table import Row, Size
 
 
 def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
@@ -56,23 +55,16 @@ _MOE = (
     same("mlp.shared_experts.down_proj.weight", "H S/tp", "mlp.shared_experts.linear_fc2.weight", layers="moe"),
 )
 
-FAMILY = Family(
-    name="deepseek_v3",
-    class_prefix="DeepseekV3",
-    rows=(*ENDS, *_ATTENTION, *NORMS[1:], *GATED_MLP, *_MOE),
-    sizes={
-        **SIZES,
-        "A": Size("q_lora_rank"),
-        "C": Size("kv_lora_rank"),
-        "CR": Size("kv_lora_rank + qk_rope_head_dim"),
-        "Q": Size("num_attention_heads", unit="qk_nope_head_dim + qk_rope_head_dim"),
-        "KV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
-        "O": Size("num_attention_heads", unit="v_head_dim"),
-        "E": Size("num_experts"),
-        "M": Size("moe_intermediate_size"),
-        "S": Size("n_shared_experts * moe_intermediate_size"),
-    },
-    flags={"q_lora": "q_lora_rank", "mlp_bias": False},
-    experts=True,
-    ignored=ROTARY_BUFFERS,
-)
+DEEPSEEK_ROWS = (*ENDS, *_ATTENTION, *NORMS[1:], *GATED_MLP, *_MOE)
+DEEPSEEK_SIZES = {
+    **SIZES,
+    "A": Size("q_lora_rank"),
+    "C": Size("kv_lora_rank"),
+    "CR": Size("kv_lora_rank + qk_rope_head_dim"),
+    "Q": Size("num_attention_heads", unit="qk_nope_head_dim + qk_rope_head_dim"),
+    "KV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
+    "O": Size("num_attention_heads", unit="v_head_dim"),
+    "E": Size("num_experts"),
+    "M": Size("moe_intermediate_size"),
+    "S": Size("n_shared_experts * moe_intermediate_size"),
+}

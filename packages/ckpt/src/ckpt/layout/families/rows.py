@@ -201,6 +201,3 @@ def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
             layers="moe",
         ),
     )
-
-
-ROTARY_BUFFERS = (r"(^|\.)rotary_emb\.inv_freq$",)

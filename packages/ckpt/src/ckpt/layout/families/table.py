@@ -23,6 +23,8 @@ from typing import Any, Literal, get_args
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 Target = Literal["parallel", "megatron", "megatron_te"]
+# What decides a flag of a family: a constant, a config field (absent: False), or a field and its default.
+Flags = Mapping[str, bool | str | tuple[str, bool]]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -102,7 +104,7 @@ class Family:
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
         rows: the table.
         sizes: the symbols.
-        flags: flag -> True, False, the config field that decides (absent: False), or the field and its default.
+        flags: what decides each flag that rows name in `when`.
         aliases: further `model_type`s.
         inner_tie: whether `tie_word_embeddings` of the config's `text_config` ties them, too, whatever the outer one
             says, as transformers' classes of the family have it.
@@ -112,8 +114,7 @@ class Family:
         carried: prefixes of tensors that are carried whole, on the first stage (a vision tower), whatever they are; the
             one that transformers saves comes first.
         tower: what a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
-        ignored: regular expressions of tensors that files may hold and no model reads (rotary buffers, extra prediction
-            layers).
+        ignored: regular expressions of tensors that files may hold and no model reads (rotary buffers).
         reads: further config fields that the family understands without needing them for the layout.
     """
 
@@ -121,7 +122,7 @@ class Family:
     class_prefix: str
     rows: tuple[Row, ...]
     sizes: Mapping[str, Size]
-    flags: Mapping[str, bool | str | tuple[str, bool]] = field(default_factory=dict)
+    flags: Flags = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     inner_tie: bool = True
     experts: bool = False
@@ -129,7 +130,7 @@ class Family:
     other_prefixes: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = (r"(^|\.)rotary_emb\.inv_freq$",)
     reads: tuple[str, ...] = ()
 
     @property

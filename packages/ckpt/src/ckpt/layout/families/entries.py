@@ -1,0 +1,130 @@
+"""The table of known families."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, DEEPSEEK_SIZES
+from ckpt.layout.families.rows import (
+    ATTENTION,
+    ENDS,
+    GATED_MLP,
+    LAYER,
+    MEGATRON,
+    NORMS,
+    SIZES,
+    experts,
+    norm,
+    norms,
+    same,
+)
+from ckpt.layout.families.table import Family, Flags, Row, Size
+from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+
+# Grouped-query attention and a gated MLP, as in Llama.
+_DENSE = (*ENDS, *NORMS, *ATTENTION, *GATED_MLP)
+_NO_BIASES: Flags = {"qkv_bias": False, "o_bias": False, "qk_norm": False, "mlp_bias": False}
+_QKV_BIAS: Flags = {**_NO_BIASES, "qkv_bias": True}
+_CONFIGURED_BIAS: Flags = {**_NO_BIASES, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_QK_NORM: Flags = {**_CONFIGURED_BIAS, "qk_norm": True}
+
+# The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
+# its own heads.
+_OLMO2_NORMS = (
+    norm("post_attention_layernorm", "post_attention_layernorm"),
+    norm("post_feedforward_layernorm", "post_feedforward_layernorm"),
+    same("self_attn.q_norm.weight", "Q"),
+    same("self_attn.k_norm.weight", "KV"),
+)
+
+# The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
+_APERTUS_MLP = (
+    same("mlp.up_proj.weight", "I/tp H", "mlp.linear_fc1.weight"),
+    same("mlp.down_proj.weight", "H I/tp", "mlp.linear_fc2.weight"),
+    same("mlp.act_fn.alpha_p", "L", "mlp.activation_func.alpha_p"),
+    same("mlp.act_fn.alpha_n", "L", "mlp.activation_func.alpha_n"),
+    same("mlp.act_fn.beta", "", "mlp.activation_func.beta", optional=True),
+    same("mlp.act_fn.eps", "", "mlp.activation_func.eps", optional=True),
+)
+
+# GLM-4 has two more norms, behind attention and the MLP, and files hold its gate and up projections fused.
+_GLM4_LAYERS = (
+    norm("post_self_attn_layernorm", "post_self_attn_layernorm", "post_self_attn_layernorm"),
+    norm("post_mlp_layernorm", "post_mlp_layernorm", "post_mlp_layernorm"),
+    *ATTENTION,
+    Row(
+        {f"{LAYER}mlp.gate_up_proj.weight": "I/tp+I/tp H"},
+        parallel=f"{LAYER}mlp.gate_up_proj.weight",
+        megatron=f"{MEGATRON}mlp.linear_fc1.weight",
+    ),
+    same("mlp.down_proj.weight", "H I/tp", "mlp.linear_fc2.weight"),
+)
+
+# transformers saves the language model and the vision tower of newer families under "model."; older files do not.
+_NESTED: Mapping[str, Any] = {
+    "prefix": "model.language_model.",
+    "other_prefixes": ("model.",),
+    "carried": ("model.visual.", "visual."),
+}
+_QWEN2_VISION = Family(
+    "qwen2_vl",
+    "Qwen2VL",
+    _DENSE,
+    SIZES,
+    _QKV_BIAS,
+    other_prefixes=("model.language_model.",),
+    carried=("visual.", "model.visual."),
+    tower=QWEN2_VL,
+)
+
+_ENTRIES = (
+    Family(
+        "apertus",
+        "Apertus",
+        (*ENDS, *norms("attention_layernorm", "feedforward_layernorm"), *ATTENTION, *_APERTUS_MLP),
+        SIZES,
+        _QK_NORM,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3",
+        DEEPSEEK_ROWS,
+        DEEPSEEK_SIZES,
+        {"q_lora": "q_lora_rank", "mlp_bias": False},
+        experts=True,
+    ),
+    Family(
+        "glm4v",
+        "Glm4v",
+        (*ENDS, *NORMS, *_GLM4_LAYERS),
+        SIZES,
+        {**_NO_BIASES, "qkv_bias": ("attention_bias", True)},
+        tower=GLM4V,
+        **_NESTED,
+    ),
+    Family("llama", "Llama", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
+    Family("mistral", "Mistral", _DENSE, SIZES, _NO_BIASES),
+    Family(
+        "mixtral",
+        "Mixtral",
+        (*ENDS, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
+        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
+        _NO_BIASES,
+        experts=True,
+    ),
+    Family("olmo2", "Olmo2", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
+    Family("qwen2", "Qwen2", _DENSE, SIZES, _QKV_BIAS),
+    _QWEN2_VISION,
+    dataclasses.replace(_QWEN2_VISION, name="qwen2_5_vl", class_prefix="Qwen2_5_VL", tower=QWEN2_5_VL),
+    Family("qwen3", "Qwen3", _DENSE, SIZES, _QK_NORM),
+    Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        (*_DENSE, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
+        {**SIZES, "E": Size("num_experts"), "M": Size("moe_intermediate_size")},
+        _QK_NORM,
+        experts=True,
+    ),
+    Family("qwen3_vl", "Qwen3VL", _DENSE, SIZES, _QK_NORM, inner_tie=False, tower=QWEN3_VL, **_NESTED),
+)
+FAMILIES = {family.name: family for family in _ENTRIES}
