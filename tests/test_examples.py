@@ -1,4 +1,4 @@
-"""The programs in `examples/`, and those in rl-models' README, run as printed: under torchrun, or over Ray."""
+"""The programs in `examples/`, in the READMEs of rl-models and rl-train, and in docs/rl-models.md run as printed."""
 
 import os
 import re
@@ -39,10 +39,10 @@ def assert_rewards_rise(output: str) -> None:
     assert rewards[-1] > 3 * rewards[0]
 
 
-def readme_programs(checkpoint: Path) -> list[str]:
-    """The programs in rl-models' README; `checkpoint` becomes the folder that they start from."""
-    make_checkpoint(checkpoint, seed=0)
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "packages/rl-models/README.md").read_text(), re.S | re.M)
+def printed_program(page: str) -> str:
+    """The only program on a page."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    return program
 
 
 @pytest.mark.slow
@@ -77,16 +77,26 @@ def test_the_run_over_ray_goes_on_after_the_loss_of_a_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["two models", "one backbone"])
-def test_the_programs_on_ranks_in_the_readme_of_rl_models(number: int, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(readme_programs(tmp_path / "checkpoint")[number])
+def test_the_reward_of_the_program_in_the_readme_of_rl_models_rises(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "quickstart" / "start", seed=0)
+    (tmp_path / "program.py").write_text(printed_program("packages/rl-models/README.md"))
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", torchrun(tmp_path / "program.py"))]
+    assert rewards[-1] > 3 * rewards[0]
+    assert (tmp_path / "learned" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_program_on_one_backbone_runs(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", seed=0)
+    (tmp_path / "program.py").write_text(printed_program("docs/rl-models.md"))
     torchrun(tmp_path / "program.py")
     assert (tmp_path / "learned" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_the_program_over_ray_in_the_readme_of_rl_models(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(readme_programs(tmp_path / "checkpoint")[2])
+def test_the_program_over_ray_in_the_readme_of_rl_train(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", seed=0)
+    (tmp_path / "program.py").write_text(printed_program("packages/rl-train/README.md"))
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
 

@@ -1,8 +1,8 @@
 """Losses of reinforcement learning, as pure functions of per-token tensors.
 
-Every function takes flat `[T]` tensors aligned with the token they belong to (see `rl_models.Batch`) and returns one
-value per token. Which tokens count, and how they are averaged over micro-batches and data-parallel ranks, is the
-business of `Actor.update` and `Critic.update`; so no function here divides by a number of tokens.
+Every function takes flat `[T]` tensors, aligned with their tokens (see `rl_models.Batch`), and returns one value per
+token. `Actor.update` and `Critic.update` choose the tokens that count and average over micro-batches and data-parallel
+ranks, so no function here divides by a number of tokens.
 """
 
 from rl_models.losses.advantages import Advantages, gae, token_rewards, whiten

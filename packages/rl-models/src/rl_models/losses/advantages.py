@@ -1,8 +1,8 @@
-"""From rewards to advantages, over packed sequences.
+"""Rewards, advantages and returns of packed sequences.
 
-Tensors are `[T]`, the sequences one after the other; `lengths` says where they end. `mask` marks the tokens that the
-policy chose (its actions). Tokens outside the mask (the prompt, or a tool's answer between two turns) are no steps in
-time: the state after an action is the state before the next action of the same sequence.
+Tensors are `[T]`, the sequences one after another with the given `lengths`. `mask` marks the tokens that the policy
+chose (its actions). Other tokens (the prompt, a tool's answer between two turns) take no time: the state after an
+action is the state before the next action of the same sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rl_models.losses.terms import same_shape
 
 
 class Advantages(NamedTuple):
-    """Both `[T]`; zero outside the mask."""
+    """Advantages and returns, both `[T]`; zero outside the mask."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def _action_grid(mask: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Row (sequence) and column (number of the action inside its sequence) of every masked token, in order."""
+    """Return the row (its sequence) and the column (its number in the sequence) of every masked token, in order."""
     sequence = sequence_ids(lengths, mask)[mask]
     actions = torch.bincount(sequence, minlength=len(lengths))
     start = actions.cumsum(0) - actions
@@ -37,7 +37,7 @@ def _action_grid(mask: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, lengths: Sequence[int], *, gamma: float = 1.0, lam: float = 0.95
 ) -> Advantages:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16).
+    """Estimate advantages by GAE (Schulman et al. 2016, arXiv:1506.02438, equation 16).
 
     For the actions t = 1 .. n of one sequence, with V_{n+1} = 0 (the episode ends with its last action):
 
@@ -45,17 +45,18 @@ def gae(
         A_t = delta_t + gamma lam A_{t+1},        R_t = A_t + V_t
 
     Args:
-        rewards: `[T]`, received for the token.
-        values: `[T]`, of the state before the token (`Critic.values`).
-        mask: `[T]` bool, the tokens that are actions.
-        lengths: of the sequences.
-        gamma: discount of a step; lam: weight of longer returns (1: Monte Carlo, 0: one step).
+        rewards: `[T]`, received for each token.
+        values: `[T]`, the value of the state before each token (`Critic.values`).
+        mask: `[T]` bool, the actions.
+        lengths: The lengths of the sequences.
+        gamma: The discount of a step.
+        lam: The weight of longer returns (1: Monte Carlo, 0: one step).
 
     Returns:
         Advantages and returns `[T]` fp32 without gradient, zero outside the mask.
 
     Raises:
-        ValueError: if the shapes or lengths disagree, or gamma or lam are outside [0, 1].
+        ValueError: The shapes or lengths disagree, or gamma or lam is outside [0, 1].
     """
     same_shape(rewards=rewards, values=values, mask=mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
@@ -63,7 +64,7 @@ def gae(
     rewards, values, mask = rewards.detach().float(), values.detach().float(), mask.bool()
     row, column = _action_grid(mask, lengths)
     steps = int(column.max()) + 1 if len(column) else 0
-    # Rows are sequences; one column more than the longest, which is the zero value and advantage after the end.
+    # Rows are sequences. The last column holds the zero value and advantage after the end of the longest one.
     reward_NL = rewards.new_zeros(len(lengths), steps)
     value_NL = rewards.new_zeros(len(lengths), steps + 1)
     reward_NL[row, column], value_NL[row, column] = rewards[mask], values[mask]
@@ -80,21 +81,22 @@ def gae(
 def token_rewards(
     scores: Tensor, mask: Tensor, lengths: Sequence[int], *, penalty: Tensor | None = None, coefficient: float = 0.0
 ) -> Tensor:
-    """One score per sequence, given to its last action, less a penalty at every action.
+    """Give the score of each sequence to its last action, and subtract a penalty at every action.
 
     r_t = score [t is the last action] - coefficient * penalty_t   (Ouyang et al. 2022, arXiv:2203.02155, eq. 2)
 
     Args:
         scores: `[N]`.
         mask: `[T]` bool, the actions.
-        lengths: of the N sequences.
+        lengths: The lengths of the N sequences.
         penalty: `[T]`, usually `kl_penalty(log_probs, reference_log_probs, "k1")`.
+        coefficient: The factor of the penalty.
 
     Returns:
         `[T]` fp32 without gradient, zero outside the mask.
 
     Raises:
-        ValueError: if the shapes disagree, or a sequence that is scored has no action to receive its score.
+        ValueError: The shapes disagree, or a sequence has no action to receive its score.
     """
     if len(scores) != len(lengths):
         raise ValueError(f"{len(scores)} scores for {len(lengths)} sequences")
@@ -102,7 +104,7 @@ def token_rewards(
     row, column = _action_grid(mask, lengths)
     actions = torch.bincount(row, minlength=len(lengths))
     if empty := torch.nonzero(actions == 0).flatten().tolist():
-        raise ValueError(f"sequences {empty} have a score and no action: their masks are empty")
+        raise ValueError(f"sequences {empty} have a score and no action; put at least one token of each into the mask")
     rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
     if penalty is not None:
         same_shape(mask=mask, penalty=penalty)
@@ -115,15 +117,20 @@ def token_rewards(
 def whiten(
     values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, shift: bool = True, eps: float = 1e-8
 ) -> Tensor:
-    """Mean 0 and variance 1 over the masked tokens of all ranks of `group`; zero outside the mask.
+    """Normalise values to mean 0 and variance 1 over the masked tokens of all ranks of `group`.
 
-    The statistics are those of the whole data-parallel batch, whatever its division: two all-reduces of two numbers, in
-    fp64, the second around the mean so that a large mean costs no precision. The variance is the biased one.
+    The statistics cover the whole data-parallel batch. The variance is the biased one; it sums squares around the mean,
+    so that a large mean costs no precision. Communication: two all-reduces, of two fp64 numbers and of one.
 
     Args:
-        values: `[T]`; mask: `[T]` bool.
-        group: the data-parallel group, or None for this rank's tokens alone.
-        shift: False keeps the mean and only divides by the deviation.
+        values: `[T]`.
+        mask: `[T]` bool, the tokens to normalise.
+        group: The data-parallel group. None: this rank's tokens alone.
+        shift: Subtract the mean. False divides by the deviation and keeps the mean.
+        eps: Added to the variance.
+
+    Returns:
+        `[T]` fp32 without gradient, zero outside the mask.
     """
     same_shape(values=values, mask=mask)
     mask = mask.bool()

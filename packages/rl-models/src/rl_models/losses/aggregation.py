@@ -1,4 +1,4 @@
-"""How per-token numbers become one: weights that are right over micro-batches and data-parallel ranks."""
+"""Weights that average per-token numbers over micro-batches and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean")
 
 
 def total_weight(counts: Sequence[int], aggregation: str) -> int:
-    """Return what a batch adds to the sum that `token_weights` divides by: its masked tokens, or its sequences that
-    have any.
+    """Count the masked tokens of a batch, or its sequences with masked tokens, for `token_weights`.
 
     Args:
         counts: Masked tokens of each sequence.
@@ -30,8 +29,8 @@ def total_weight(counts: Sequence[int], aggregation: str) -> int:
 def token_weights(batch: Batch, aggregation: str, total: int) -> Tensor:
     """Return the weight of every token in the mean over the whole batch, all data-parallel ranks together.
 
-        token-mean      1 / (all masked tokens): every token counts the same (DAPO, arXiv:2503.14476, section 3.3)
-        sequence-mean   1 / (masked tokens of its sequence) / (sequences that have any): every sequence counts the same
+        token-mean      1 / (all masked tokens): all tokens weigh the same (DAPO, arXiv:2503.14476, section 3.3)
+        sequence-mean   1 / (masked tokens of its sequence) / (sequences that have any): all sequences weigh the same
                         (GRPO, arXiv:2402.03300, equation 3)
 
     Args:
@@ -46,7 +45,7 @@ def token_weights(batch: Batch, aggregation: str, total: int) -> Tensor:
         ValueError: No token of any rank is in the mask.
     """
     if total < 1:
-        raise ValueError("no token of the batch is in its mask, on any rank: there is nothing to learn from")
+        raise ValueError("no token of the batch is in its mask, on any rank; put at least one token into the mask")
     weights = batch.mask.double()
     if aggregation == "sequence-mean":
         weights = weights / batch.masked_counts.clamp(min=1)[batch.sequence_ids]

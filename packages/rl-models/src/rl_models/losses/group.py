@@ -1,6 +1,6 @@
-"""Advantages without a critic: from the scores of several responses to one prompt, or from returns alone.
+"""Advantages without a critic, from the scores of several responses to one prompt or from returns.
 
-N sequences, T tokens. `groups` is `[N]`: equal numbers mark responses to the same prompt; they need not be neighbours.
+N sequences, T tokens. Equal numbers in `groups` `[N]` mark responses to the same prompt, in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl_models.losses.advantages import gae
 
 
 def _by_group(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each sequence's group as a number from 0, the groups' sizes, and the scores in fp64."""
+    """Return the number of each sequence's group, the sizes of the groups, and the scores in fp64."""
     if scores.dim() != 1 or groups.shape != scores.shape:
         raise ValueError(f"scores and groups must both be [N], got {list(scores.shape)} and {list(groups.shape)}")
     _, number = torch.unique(groups, return_inverse=True)
@@ -22,15 +22,17 @@ def _by_group(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grpo_advantages(scores: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
+    """Compute group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
 
         A_i = (score_i - mean of its group) / (standard deviation of its group + eps)
 
-    The deviation is the unbiased one. `scale=False` leaves the division out (Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783). A group of one, or of equal scores, has advantage 0.
+    The deviation is the unbiased one. A group of one response, or of equal scores, has advantage 0.
 
     Args:
-        scores: `[N]`; groups: `[N]`.
+        scores: `[N]`.
+        groups: `[N]`.
+        scale: Divide by the deviation. False: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+        eps: Added to the deviation.
 
     Returns:
         `[N]` fp32 without gradient; `advantages[batch.sequence_ids]` is per token.
@@ -45,18 +47,19 @@ def grpo_advantages(scores: Tensor, groups: Tensor, *, scale: bool = True, eps: 
 
 
 def rloo_advantages(scores: Tensor, groups: Tensor) -> Tensor:
-    """REINFORCE with a leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, equation 10).
+    """Compute leave-one-out advantages (RLOO, Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, equation 10).
 
         A_i = score_i - mean of the other scores of its group
 
     Args:
-        scores: `[N]`; groups: `[N]`.
+        scores: `[N]`.
+        groups: `[N]`.
 
     Returns:
         `[N]` fp32 without gradient; `advantages[batch.sequence_ids]` is per token.
 
     Raises:
-        ValueError: a group has only one response, which has no others to compare with.
+        ValueError: A group has only one response.
     """
     number, sizes, scores = _by_group(scores, groups)
     if alone := torch.nonzero(sizes[number] < 2).flatten().tolist():
@@ -66,13 +69,16 @@ def rloo_advantages(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Sequence[int], *, gamma: float = 1.0) -> Tensor:
-    """The sum of each action's own and later rewards: R_t = r_t + gamma R_{t+1}.
+    """Sum the reward of each action and the discounted later rewards: R_t = r_t + gamma R_{t+1}.
 
     REINFORCE++ (Hu 2025, arXiv:2501.03262) is `whiten(discounted_returns(rewards, ...), mask, group=dp)` with rewards
     from `token_rewards(scores, ..., penalty=kl_penalty(..., "k1"))`, in the clipped surrogate of PPO.
 
     Args:
-        rewards: `[T]`; mask: `[T]` bool, the actions; lengths: of the sequences.
+        rewards: `[T]`.
+        mask: `[T]` bool, the actions.
+        lengths: The lengths of the sequences.
+        gamma: The discount of a step.
 
     Returns:
         `[T]` fp32 without gradient, zero outside the mask.
@@ -81,7 +87,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Sequence[int], *,
 
 
 def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment of responses that are too long (Yu et al. 2025, arXiv:2503.14476, equation 13).
+    """Compute the overlong penalty of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13).
 
         0                                        for length <= max_length - buffer
         (max_length - buffer - length) / buffer  inside the buffer, down to -1
@@ -89,13 +95,14 @@ def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) 
 
     Args:
         response_lengths: `[N]`.
-        max_length: the longest response that is allowed; buffer: the last so many tokens of it.
+        max_length: The largest allowed length.
+        buffer: The number of tokens before `max_length` in which the penalty grows.
 
     Returns:
-        `[N]` fp32, to be added to the scores.
+        `[N]` fp32, to add to the scores.
 
     Raises:
-        ValueError: unless 0 < buffer <= max_length.
+        ValueError: The buffer is not in (0, max_length].
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer} must be above 0 and at most max_length={max_length}")

@@ -1,4 +1,4 @@
-"""Estimators of the divergence between the policy and a reference, from the chosen tokens alone.
+"""Estimators of the KL divergence between the policy and a reference, from the chosen tokens.
 
 k1, k2 and k3: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
 """
@@ -31,7 +31,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k
 
 
 def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Per-token estimates of KL(policy || reference) on tokens drawn from the policy.
+    """Estimate KL(policy || reference) per token, on tokens drawn from the policy.
 
     With l = log_probs - reference_log_probs (J. Schulman, "Approximating KL Divergence", 2020,
     http://joschu.net/blog/kl-approx.html):
@@ -41,14 +41,15 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = 
         k3 = exp(-l) - 1 + l       unbiased, never negative, low variance; constant below l = -20
 
     Args:
-        log_probs, reference_log_probs: `[T]`.
-        estimator: one of `KL_ESTIMATORS`.
+        log_probs: `[T]` under the policy.
+        reference_log_probs: `[T]` under the reference, a constant.
+        estimator: One of `KL_ESTIMATORS`.
 
     Returns:
-        `[T]`, differentiable in `log_probs`; the reference is a constant.
+        `[T]`, differentiable in `log_probs`.
 
     Raises:
-        ValueError: for an unknown estimator or shapes that differ.
+        ValueError: The estimator is unknown, or the shapes differ.
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(KL_ESTIMATORS)}")

@@ -1,4 +1,4 @@
-"""What a loss returns: one number per token to minimise, and named numbers per token to report."""
+"""`LossTerms`: the result of a loss, one number per token to minimise and named numbers to report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Per-token loss terms `[T]` and metrics: per token, of the same shape, or one number for all tokens alike.
+    """Loss terms and metrics per token; terms add: `ppo_clip(...) + entropy_bonus(entropy, 0.01)`.
 
-    Both are averaged in the same way, over the same tokens, so a metric such as the clip fraction is exact whatever
-    the micro-batches. Terms add: `ppo_clip(...) + entropy_bonus(entropy, 0.01)`.
+    `update` averages both in the same way over the same tokens, so metrics are exact for any micro-batches.
+
+    Attributes:
+        loss: `[T]`.
+        metrics: Each `[T]`, or one number for all tokens.
     """
 
     loss: Tensor
@@ -21,7 +24,7 @@ class LossTerms:
 
     def __add__(self, other: LossTerms) -> LossTerms:
         if twice := self.metrics.keys() & other.metrics.keys():
-            raise ValueError(f"two loss terms report the same metrics: {sorted(twice)}")
+            raise ValueError(f"two loss terms report the same metrics {sorted(twice)}; rename them in one of the two")
         return LossTerms(self.loss + other.loss, {**self.metrics, **other.metrics})
 
     def __mul__(self, scale: float) -> LossTerms:
@@ -30,7 +33,7 @@ class LossTerms:
     __rmul__ = __mul__
 
     def weighted(self, weights: Tensor) -> LossTerms:
-        """The terms times constants `[T]`, such as `importance_weights`, which are reported as `weight`."""
+        """Multiply the terms by constants `[T]`, such as `importance_weights`, and report these as `weight`."""
         same_shape(loss=self.loss, weights=weights)
         return LossTerms(self.loss * weights.detach(), {**self.metrics, "weight": weights.detach()})
 

@@ -9,23 +9,23 @@ from rl_models.losses.terms import LossTerms, same_shape
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> LossTerms:
-    """Half the squared error of the value, clipped around the old value, per token.
+    """Compute half the squared error of the value, clipped around the old value, per token.
 
         term_t = 1/2 max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2)
 
-    as in the reference code of PPO (Engstrom et al. 2020, arXiv:2005.12729, section 3). The larger of the two is taken,
-    so the clip only removes the gradient where the value has already moved by `clip` in the right direction.
+    (Engstrom et al. 2020, arXiv:2005.12729, section 3, after the reference code of PPO.) The maximum of the two errors
+    removes the gradient only where the value has already moved by `clip` in the right direction.
 
     Args:
-        values: `[T]`, value of the state before each token; receives the gradient.
-        old_values: `[T]`, the same when the advantages were computed.
+        values: `[T]`, the value of the state before each token; receives the gradient.
+        old_values: `[T]`, these values when the advantages were computed.
         returns: `[T]`, the targets (`gae(...).returns`).
-        clip: the interval; None for the plain squared error.
+        clip: The half-width of the interval. None: the plain squared error.
 
     Metrics: `value_clip_fraction`, and `value_error` (V - R)^2.
 
     Raises:
-        ValueError: if the shapes differ or the clip is negative.
+        ValueError: The shapes differ, or the clip is negative.
     """
     same_shape(values=values, old_values=old_values, returns=returns)
     if clip is not None and clip < 0:
