@@ -10,6 +10,7 @@ from pathlib import Path
 import parallel_layers
 from parallel_layers import attention, inference, invariant, moe, rotary, testing
 from parallel_layers.attention import context_parallel
+from parallel_layers.data import micro_batch_packing, micro_batches
 from parallel_layers.distributed import collectives, equal_parts
 from parallel_layers.head.embedding import check_token_ids, vocab_range
 from parallel_layers.memory import random_states
@@ -57,7 +58,7 @@ def test_the_tables_list_every_public_name() -> None:
     communication = (ROOT / "docs/communication.md").read_text().split("| name | forward | backward |")[1]
     functions = {
         name
-        for module in (collectives, equal_parts)
+        for module in (collectives, equal_parts, micro_batch_packing, micro_batches)
         for name, value in vars(module).items()
         if callable(value) and value.__module__ == module.__name__
     }
@@ -72,7 +73,7 @@ def test_the_tables_list_every_public_name() -> None:
         *random_states.__all__,
         *rotary.__all__,
         *(one.__name__ for one in (available_norm_backends, check_token_ids, load_full_, vocab_range)),
-        "FAMILIES",
+        *("FAMILIES", "HostOffload", "ContiguousBuffer", "NamedBuffers", "map_parameters"),
         *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),
     }
     assert names(communication, 1) == public

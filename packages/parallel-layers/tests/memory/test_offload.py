@@ -149,7 +149,7 @@ def test_what_is_kept_and_discarded_is_kept() -> None:
 @pytest.mark.parametrize("discarded", [False, True])
 def test_memory_that_is_not_torchs_own_is_refused_before_anything_moves(discarded: bool) -> None:
     own, foreign, host = torch.ones(3), torch.frombuffer(bytearray(12), dtype=torch.float32), HostOffload()
-    with pytest.raises(ValueError, match=r"memory of 12 bytes \(1 in all\) cannot be given up.*clone\(\) the tensors"):
+    with pytest.raises(ValueError, match=r"memory of 12 bytes \(1 in all\) cannot be freed.*clone\(\) the tensors"):
         host.offload([own, *[foreign] * (not discarded)], discard=[foreign])
     assert not host.offloaded
     assert own.tolist() == [1, 1, 1]

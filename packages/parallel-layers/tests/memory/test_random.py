@@ -111,7 +111,7 @@ def test_mistakes() -> None:
             states.add(name, 1)
     with pytest.raises(ValueError, match="not a snapshot"):
         states.load_state_dict({"a.cpu": torch.zeros(1, dtype=torch.uint8)})
-    with pytest.raises(ValueError, match="neither a CPU nor a CUDA device"):
+    with pytest.raises(ValueError, match="must be a CPU or a CUDA device"):
         RngStates("meta")
 
 

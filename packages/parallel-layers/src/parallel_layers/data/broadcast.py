@@ -1,4 +1,4 @@
-"""Sending a batch from one rank to its group."""
+"""Send a batch from one rank to its group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.sharding import is_dtensor
 
-# Each tensor begins at a multiple of this in the common buffer, so that any dtype can be viewed there.
+# Each tensor starts at a multiple of this many bytes in the common buffer, so that the buffer can be viewed as any
+# dtype.
 _ALIGNMENT = 16
-# torch can hold numbers of less than a byte, but has no kernel that copies them.
+# torch has no kernel that copies tensors of these dtypes.
 _PART_BYTES = frozenset(getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8))
 
 
@@ -26,24 +27,24 @@ def broadcast_data(
     source: int = 0,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
-    """The source's tensors on every rank of the group, whatever their dtypes, numbers of dims and sizes.
+    """Return the source's tensors on every rank of the group; tensors may have any dtypes and shapes.
 
     Args:
-        data: On the source, tensors by name; on the other ranks it is not looked at and may be None.
-        group: The ranks; None returns the source's tensors.
-        source: The source's rank in `group`; without a group 0.
-        device: Where the results lie, and what is sent over: default CUDA's current device for an `nccl` group, else
-            the CPU. The source's own tensors may lie elsewhere.
+        data: Tensors by name; read on the source only.
+        group: The ranks; None returns copies of the tensors.
+        source: The source's rank in `group`; 0 without a group.
+        device: The device of the results and of the communication. Default: CUDA's current device for an `nccl` group,
+            else the CPU. The source's tensors may be on other devices.
 
     Returns:
-        A dict in the source's order, of tensors that share no memory with the source's and need no gradient.
+        New tensors by name, in the source's order, without gradient.
 
-    Communication: three broadcasts, however many tensors: the size of a header, the header (JSON: names, dtypes,
-    shapes; nothing is pickled), and all the tensors in one buffer.
+    Communication: three broadcasts: the size of a header, the header (JSON with names, dtypes and shapes), and one
+    buffer with all tensors.
 
     Raises:
-        ValueError: The source's data is not a mapping of strings to dense tensors with numbers, or there is no such
-            source; on every rank alike.
+        ValueError: The source's data is no mapping of strings to dense tensors, or `source` is no rank of the group;
+            on every rank.
     """
     size = 1 if group is None else group.size()
     if not 0 <= source < size:
@@ -78,7 +79,7 @@ def broadcast_data(
 
 
 def _describe(data: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """The header and the tensors; raises nothing, for the other ranks wait for the header."""
+    """Return the header and the tensors. Mistakes go into the header, because the other ranks wait for it."""
     if data is None:
         return {"error": "the source was given data=None"}, {}
     if not isinstance(data, Mapping):
@@ -93,7 +94,7 @@ def _describe(data: Mapping[str, Tensor] | None) -> tuple[dict[str, Any], Mappin
 
 
 def _why_not_sent(name: object, value: object) -> str | None:
-    """What an entry is instead of a tensor of numbers with a name; None when it is one."""
+    """Return why an entry cannot be sent, or None if it can."""
     if not isinstance(name, str):
         return f"{type(name).__name__} as a name"
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Packing the micro-batches of a split: padding for tensor parallelism, zig-zag for context parallelism, dummies.
+"""Pack micro-batches: with padding for tensor parallelism, zigzag parts for context parallelism, and dummies.
 
 Shape suffixes: T tokens, L_i length of sequence i.
 """
@@ -27,14 +27,14 @@ def pack_micro_batches(
     """Pack each micro-batch of a split.
 
     Args:
-        sequences: token ids `[L_i]` of all samples, in the caller's order.
-        micro_batches: what `split_micro_batches` returned.
-        multiple_of: every total is a multiple of it (tp under sequence parallelism).
-        pad_id: the token of the padding.
-        device: of the dummies of a rank without samples, default the CPU; a rank with samples has all where they are.
+        sequences: Token ids `[L_i]` of all samples, in the caller's order.
+        micro_batches: The result of `split_micro_batches`.
+        multiple_of: The number of tokens of each micro-batch is a multiple of it (tp under sequence parallelism).
+        pad_id: The token of the padding.
+        device: The device of dummies on a rank without samples (default: the CPU).
 
     Returns:
-        One packed batch each. An empty micro-batch becomes a dummy: `multiple_of` tokens of padding and no sequence.
+        A packed batch for each micro-batch. An empty micro-batch becomes a dummy of `multiple_of` tokens of padding.
     """
     device = sequences[0].device if len(sequences) else device
     empty = PackedSequence.from_sequences([torch.zeros(0, dtype=torch.int64, device=device)])
@@ -50,10 +50,10 @@ def pack_micro_batches(
 
 
 def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
-    """The same batch with padding up to `num_tokens`; padding that is there grows, still one last segment.
+    """Return the same batch padded to `num_tokens`; all padding is one last segment.
 
     Raises:
-        ValueError: the batch is longer.
+        ValueError: The batch has more tokens.
     """
     more = num_tokens - packed.num_tokens
     if more < 0:
@@ -74,21 +74,21 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
 
 @dataclasses.dataclass(frozen=True)
 class ZigzagBatch:
-    """One context-parallel rank's part of a packed batch, and the way back.
+    """The part of a packed batch on one context-parallel rank.
 
-    Every sequence is padded to a multiple of 2 * tp * cp and cut into 2 * cp equal chunks; rank r holds the chunks r
-    and 2 * cp - 1 - r of each, so that causal attention is equal work on all ranks.
+    Every sequence is padded to a multiple of 2 * tp * cp and cut into 2 * cp equal chunks. Rank r holds the chunks r
+    and 2 * cp - 1 - r, so that causal attention is equal work on all ranks.
     """
 
     input_ids: Tensor
     """`[T / cp]`"""
     position_ids: Tensor
-    """`[T / cp]`, positions in the whole sequences."""
+    """`[T / cp]`, positions in the complete sequences."""
     cu_seqlens: Tensor
-    """`[N+1]` int32, boundaries of the whole, padded sequences, as attention over all ranks' parts counts them."""
+    """`[N+1]` int32, borders of the complete, padded sequences."""
     max_seqlen: int
     source: Tensor
-    """`[T / cp]`, each token's place in the caller's concatenated sequences; -1 for padding."""
+    """`[T / cp]`, index of each token in the concatenation of the caller's sequences; -1 for padding."""
 
 
 def pack_zigzag(
@@ -100,9 +100,9 @@ def pack_zigzag(
     pad_id: int = 0,
     device: torch.device | None = None,
 ) -> ZigzagBatch:
-    """Rank `rank`'s part of the sequences `[L_i]` under context parallelism; empty sequences hold no tokens anywhere.
+    """Return the part of the sequences `[L_i]` on context-parallel rank `rank`.
 
-    Without any sequence the empty part is on `device`, default the CPU.
+    Without sequences the part is empty, on `device` (default: the CPU).
 
     Raises:
         ValueError: `rank` is not in 0 .. cp - 1.
@@ -139,10 +139,10 @@ def pack_zigzag(
 
 
 def unpack_zigzag(parts: Sequence[tuple[ZigzagBatch, Tensor]], num_tokens: int) -> Tensor:
-    """Put every rank's per-token values `[T / cp, ...]` back into the order of the caller's concatenated sequences.
+    """Return the values `[T / cp, ...]` of all ranks in the order of the concatenated sequences, `[num_tokens, ...]`.
 
     Raises:
-        ValueError: the parts together do not hold each of the `num_tokens` tokens exactly once.
+        ValueError: The parts together do not hold each of the `num_tokens` tokens exactly once.
     """
     sources = torch.cat([batch.source for batch, _ in parts])
     values = torch.cat([value for _, value in parts])

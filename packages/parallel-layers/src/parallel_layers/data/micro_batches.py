@@ -1,9 +1,9 @@
-"""Micro-batches of a ragged batch: a hard cap on tokens, balanced work, the caller's order at the end.
+"""Split a ragged batch into micro-batches with a cap on tokens and balanced work.
 
-A packed micro-batch costs what its sequences cost, not how many they are: the products with the weights grow with the
-tokens, causal attention with the square of each sequence. The number of micro-batches is the smallest that the cap, the
-pipeline schedule and the other data-parallel ranks allow, and the work is spread over them by the longest-processing-
-time rule (Graham 1969: the heaviest micro-batch is at most 4/3 of the best possible).
+The work of the linears grows with the tokens, the work of causal attention with the square of each sequence's length.
+The number of micro-batches is the smallest that the cap, the pipeline schedule and the other data-parallel ranks
+allow. The longest-processing-time rule balances the work (Graham 1969: the heaviest micro-batch is at most 4/3 of the
+optimum).
 """
 
 import heapq
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Estimated work of one sequence of L tokens: `linear * L + attention * L**2`, in FLOPs or any other unit.
+    """Estimated work of a sequence of L tokens: `linear * L + attention * L**2`, in any unit.
 
-    The default is that of a decoder 4096 wide, in units of one token's products with the weights: causal attention
-    does 2 H L FLOPs a token and layer, the linears about 24 H**2, hence 1 / (12 H).
+    The default is a decoder with H = 4096, in units of the linears' work for one token: causal attention takes 2 H L
+    FLOPs for each token and layer, the linears about 24 H**2, hence 1 / (12 H).
     """
 
     linear: float = 1.0
     attention: float = 1.0 / (12 * 4096)
 
     def __call__(self, length: int) -> float:
-        """The cost of one sequence."""
+        """Return the cost of a sequence of `length` tokens."""
         return self.linear * length + self.attention * length * length
 
     @classmethod
@@ -46,10 +46,13 @@ class SequenceCost:
         intermediate_size: int,
         vocab_size: int = 0,
     ) -> "SequenceCost":
-        """FLOPs of a gated decoder's forward pass (for a mixture, `intermediate_size` times the active experts)."""
+        """Return the cost in FLOPs of a gated decoder's forward.
+
+        For a mixture of experts, pass `intermediate_size` times the active experts.
+        """
         attention_weights = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
         weights = num_layers * (attention_weights + 3 * hidden_size * intermediate_size) + vocab_size * hidden_size
-        # Q K^T and P V, two FLOPs a product, and half of the square is masked.
+        # Q K^T and P V, 2 FLOPs for each multiply-add, half of the square masked.
         return cls(linear=2.0 * weights, attention=2.0 * num_layers * num_heads * head_dim)
 
 
@@ -62,25 +65,24 @@ def split_micro_batches(
     min_count: int = 1,
     group: ProcessGroup | None = None,
 ) -> list[list[int]]:
-    """Split samples into micro-batches of at most `max_tokens` tokens each, with their estimated work balanced.
+    """Split samples into micro-batches of at most `max_tokens` tokens each, with balanced estimated work.
 
     Args:
-        lengths: tokens of each sample.
-        max_tokens: the hard cap on the tokens of one micro-batch.
-        cost: estimated work of a sample; the default counts attention as a decoder 4096 wide does.
-        count_multiple_of: the number of micro-batches is a multiple of it (interleaved schedules want one).
-        min_count: at least so many micro-batches.
-        group: data-parallel group whose ranks must end with equally many micro-batches: one all-reduce of three
-            numbers.
+        lengths: Tokens of each sample.
+        max_tokens: The most tokens of a micro-batch.
+        cost: Estimated work of a sample (default: `SequenceCost()`).
+        count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
+        min_count: The least number of micro-batches.
+        group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of three numbers.
 
     Returns:
-        The indices of each micro-batch's samples, ascending; every sample is in exactly one. When more micro-batches
-        are demanded than there are samples, the last lists are empty: such a micro-batch is to run as a dummy
-        of zero weight, so that the schedule's communication still matches. The same arguments give the same split.
+        The increasing sample indices of each micro-batch; every sample is in exactly one. If there are more
+        micro-batches than samples, the last lists are empty: run them as dummies of zero weight, so that the
+        schedule's communication matches. The same arguments give the same split.
 
     Raises:
-        ValueError: a sample is longer than `max_tokens` or of negative length (named; raised on every rank of `group`
-            alike), or an option is below 1.
+        ValueError: A sample is longer than `max_tokens` or of negative length (on every rank of `group`), or an option
+            is below 1.
     """
     for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
         if value < 1:
@@ -93,7 +95,7 @@ def split_micro_batches(
     if shortest_length >= 0 and longest_length <= max_tokens:
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
         bins = _pack_smallest(lengths, max_tokens, cost, least, count_multiple_of)
-    # No rank raises before all of them know: the others would wait for it.
+    # Exchange before raising: the other ranks would wait for a rank that raised.
     told = [len(bins), longest_length, -shortest_length]
     count, longest_anywhere, below_zero = told if group is None or group.size() == 1 else _largest(told, group)
     if shortest_length < 0:
@@ -117,15 +119,14 @@ def split_micro_batches(
 
 
 def restore_order(results: Sequence[Sequence[T]], micro_batches: Sequence[Sequence[int]]) -> list[T]:
-    """Put per-sample results of micro-batches back into the caller's order.
+    """Return the results of micro-batches in the caller's order of samples.
 
     Args:
-        results: for each micro-batch, one result for each of its samples; what an empty (dummy) micro-batch gave is
-            dropped.
-        micro_batches: what `split_micro_batches` returned.
+        results: For each micro-batch a result for each of its samples; results of empty micro-batches are dropped.
+        micro_batches: The result of `split_micro_batches`.
 
     Raises:
-        ValueError: the numbers of results and samples differ.
+        ValueError: The numbers of results and samples differ.
     """
     if len(results) != len(micro_batches):
         raise ValueError(f"{len(results)} results for {len(micro_batches)} micro-batches; give one for each")
@@ -147,7 +148,7 @@ def _largest(values: list[int], group: ProcessGroup) -> list[int]:
 def _pack_smallest(
     lengths: Sequence[int], max_tokens: int, cost: SequenceCost, least: int, multiple: int
 ) -> list[list[int]]:
-    """The first count >= `least`, a multiple of `multiple`, into which the samples fit."""
+    """Pack the samples into the smallest number of bins, at least `least` and a multiple of `multiple`."""
     count = math.ceil(least / multiple) * multiple
     while True:
         bins = _spread(lengths, max_tokens, cost, count) or _best_fit(lengths, max_tokens, count)
@@ -157,10 +158,10 @@ def _pack_smallest(
 
 
 def _spread(lengths: Sequence[int], max_tokens: int, cost: SequenceCost, count: int) -> list[list[int]] | None:
-    """Heaviest sample first, each into the lightest bin with room; None when one finds no room."""
+    """Put samples, heaviest first, into the lightest bin with room; return None if a sample finds no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
-    # (work, samples, bin): samples of no tokens weigh nothing and still spread out.
+    # (work, samples, bin): the number of samples spreads samples without tokens.
     heap = [(0.0, 0, number) for number in range(count)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         full = []
@@ -177,7 +178,7 @@ def _spread(lengths: Sequence[int], max_tokens: int, cost: SequenceCost, count: 
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]] | None:
-    """Longest sample first, each into the fullest bin with room: fits where spreading does not."""
+    """Put samples, longest first, into the fullest bin with room, which fits where `_spread` does not."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -191,7 +192,7 @@ def _best_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[
 
 
 def _fill_empty(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Give every empty bin a sample for as long as another bin has two."""
+    """Give every empty bin a sample while another bin has two."""
     for empty in (members for members in bins if not members):
         donor = max(bins, key=lambda members: (len(members) > 1, sum(lengths[index] for index in members)))
         if len(donor) < 2:

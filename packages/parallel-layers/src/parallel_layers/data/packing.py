@@ -1,4 +1,4 @@
-"""Packed batches: all sequences of a batch in one flat run of tokens, with the boundaries between them.
+"""Packed batches: the sequences of a batch in one run of tokens, with the borders between them.
 
 A batch of sequences of lengths 3, 1, 2, padded to a multiple of 4:
 
@@ -6,8 +6,8 @@ A batch of sequences of lengths 3, 1, 2, padded to a multiple of 4:
     position_ids 0 1 2 0 0 1 0 1
     cu_seqlens   0 3 4 6 8          (padding=2: the last segment is not a sequence)
 
-The padding that a parallel form needs is added once, here, as a last segment of its own. No layer needs to know of it:
-to attention it is one more short sequence, and no loss looks at it.
+The padding that a grid needs is added here, once, as a last segment. Layers treat it as one more sequence; losses
+ignore it.
 
 Shape suffixes: B sequences, S padded length, N segments, T tokens, L_i length of sequence i.
 """
@@ -30,15 +30,15 @@ class PackedSequence:
 
     Args:
         input_ids: `[T]` int64 token ids.
-        position_ids: `[T]` int64 positions, counted from 0 in every segment by `from_sequences` and `pack`.
-        cu_seqlens: `[N+1]` int32: segment i is the tokens `cu_seqlens[i]` up to `cu_seqlens[i+1]`, possibly none.
-        max_seqlen: Length of the longest segment, an int on the host as attention kernels want it.
-        padding: How many tokens at the end are padding; when not 0 they are the last segment.
+        position_ids: `[T]` int64 positions; `from_sequences` and `pack` count from 0 in every segment.
+        cu_seqlens: `[N+1]` int32: segment i holds the tokens from `cu_seqlens[i]` up to `cu_seqlens[i+1]`.
+        max_seqlen: Length of the longest segment.
+        padding: Number of tokens of padding at the end; if not 0, they are the last segment.
 
     Raises:
-        ValueError: Shapes or dtypes other than stated, or `padding` outside `0..T`; or boundaries, on the CPU, that do
-            not go from 0 up to T, or that `max_seqlen` or `padding` does not fit. On a GPU, where reading them would
-            wait for the device, they are taken as they are.
+        ValueError: Other shapes or dtypes, or `padding` outside `0..T`. For `cu_seqlens` on the CPU also: borders that
+            do not rise from 0 to T, or do not agree with `max_seqlen` or `padding`. Borders on a GPU are not checked,
+            because reading them would wait for the device.
     """
 
     input_ids: Tensor
@@ -75,22 +75,22 @@ class PackedSequence:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """Return T, with padding."""
         return self.input_ids.numel()
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences, the padding segment not included."""
+        """Return the number of sequences, without the padding segment."""
         return self.cu_seqlens.numel() - 1 - (self.padding > 0)
 
     @property
     def lengths(self) -> list[int]:
-        """Each sequence's length, the padding segment not included; on a GPU this waits for the device."""
+        """Return the length of each sequence, without the padding segment; on a GPU this waits for the device."""
         bounds = self.cu_seqlens.tolist()
         return [bounds[i + 1] - bounds[i] for i in range(self.num_sequences)]
 
     def to(self, device: torch.device | str) -> PackedSequence:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return dataclasses.replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -103,7 +103,7 @@ class PackedSequence:
         """Pack sequences `[L_i]` and pad the total to a multiple of `multiple_of` with `pad_id`.
 
         Raises:
-            ValueError: A sequence is no tensor, is not 1-D, holds no integers, or `multiple_of` is below 1.
+            ValueError: A sequence is no 1-D tensor of integers, or `multiple_of` is below 1.
         """
         for i, ids in enumerate(sequences):
             if not isinstance(ids, Tensor):
@@ -125,10 +125,10 @@ class PackedSequence:
         )
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """The rows of `values` `[T, ...]` that belong to each sequence: `[L_i, ...]` each, the padding left out.
+        """Return the rows of `values` `[T, ...]` of each sequence, `[L_i, ...]`, without the padding.
 
         Raises:
-            ValueError: `values` has another number of rows than the batch has tokens.
+            ValueError: The number of rows is not T.
         """
         self._check_rows(values)
         return list(values[: self.num_tokens - self.padding].split(self.lengths))
@@ -136,14 +136,14 @@ class PackedSequence:
     def _check_rows(self, values: Tensor) -> None:
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(
-                f"values of shape {tuple(values.shape)} are not one row for each of {self.num_tokens} tokens"
+                f"values of shape {tuple(values.shape)} must have one row for each of {self.num_tokens} tokens"
             )
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
-    """Pack the tokens of `input_ids` `[B, S]` that `attention_mask` `[B, S]` keeps (1 or True).
+    """Pack the tokens of `input_ids` `[B, S]` where `attention_mask` `[B, S]` is 1 or True.
 
-    Rows may be padded on the right, on the left, or both; positions count from 0 at a row's first kept token.
+    Rows may be padded on the right, on the left, or both. Positions count from 0 at the first kept token of a row.
 
     Raises:
         ValueError: The shapes differ or are not 2-D, or `multiple_of` is below 1.
@@ -166,22 +166,23 @@ def unpack(
     padding_value: float = 0.0,
     side: Literal["left", "right"] = "right",
 ) -> Tensor:
-    """Lay the rows of `values` `[T, ...]` out as `[B, S, ...]`, one row of the result for each sequence.
+    """Return the rows of `values` `[T, ...]` as `[B, S, ...]`, one row for each sequence.
 
     Args:
         values: One row for each token of `packed`; gradients flow back to it.
-        packed: The batch that `values` belongs to.
-        attention_mask: `[B, S]`, the mask given to `pack`: values go back to where their tokens were. Without it S is
-            the longest sequence's length.
-        padding_value: What stands where there is no token.
-        side: Without a mask, the side on which shorter sequences are padded.
+        packed: The batch of `values`.
+        attention_mask: `[B, S]`, the mask given to `pack`: values return to the places of their tokens. Without a
+        mask, S
+            is the length of the longest sequence.
+        padding_value: The value at places without a token.
+        side: The side on which shorter sequences are padded, if there is no mask.
 
     Raises:
-        ValueError: `values` or the mask do not fit the batch, or `side` is neither of the two.
+        ValueError: `values` or the mask do not fit the batch, or `side` is unknown.
     """
     packed._check_rows(values)
     if side not in ("left", "right"):
-        raise ValueError(f"side={side!r} is neither 'left' nor 'right'")
+        raise ValueError(f"side={side!r} must be 'left' or 'right'")
     if attention_mask is None:
         lengths = torch.tensor(packed.lengths, dtype=torch.int64)
         columns = torch.arange(int(lengths.max()) if len(lengths) else 0)
@@ -197,14 +198,13 @@ def unpack(
 
 
 def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tensor:
-    """What each token should predict: `[T]` with `label[t] = input_ids[t + 1]` inside a sequence.
+    """Return the next token of each token: `[T]` with `label[t] = input_ids[t + 1]` inside a sequence.
 
-    The last token of each sequence and all padding get `ignore_index`. Made for the whole batch before anything is
-    sharded, so no shard's last label is wrong.
+    The last token of each sequence and all padding get `ignore_index`. Call it on the whole batch, before sharding.
     """
     labels = packed.input_ids.roll(-1)
     if packed.num_tokens:
-        # For an empty segment this is the end of the one before it or, with none before, of the whole batch (-1).
+        # For an empty segment, the index is the end of the segment before, or of the whole batch (-1).
         labels.index_fill_(0, packed.cu_seqlens[1:].long() - 1, ignore_index)
         labels[packed.num_tokens - packed.padding :] = ignore_index
     return labels

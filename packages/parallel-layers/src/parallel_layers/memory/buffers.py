@@ -1,8 +1,7 @@
 """Contiguous memory: one aligned buffer per dtype, carved into named tensors.
 
-A thousand small tensors cost a thousand copies and a thousand collectives; the same numbers in one buffer cost one.
-Every tensor starts at a multiple of 128 bytes, as Megatron-Core's buffers and vectorised kernels want it, and nothing
-is ever handed out beyond a buffer's end.
+One buffer needs one copy or one collective where many small tensors need many. Every tensor starts at a multiple of 128
+bytes, as Megatron-Core's buffers and vectorised kernels require.
 """
 
 import math
@@ -19,7 +18,7 @@ ALIGNMENT = 128  # bytes
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a named tensor lies: `numel` elements of `dtype` from element `offset` of that dtype's buffer."""
+    """The place of a named tensor: `numel` elements from element `offset` of the buffer of `dtype`."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -27,27 +26,23 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 class ContiguousBuffer:
     """One allocation of `numel` elements of `dtype` whose first byte is 128-byte aligned.
 
-    The allocation is a little larger than asked for and starts where the alignment is met (host memory is often
-    aligned to 64 bytes only).
-
     Args:
-        numel: elements to hold; 0 is allowed.
-        dtype: any dtype: floating point, integer or bool.
-        device: where; default the CPU.
-        pin_memory: page-locked host memory, so that copies to and from a GPU run asynchronously. It is this large and
-            no larger, and goes back to the system with the buffer; torch's own allocator rounds up to a power of two
-            and keeps what is freed.
+        numel: Number of elements; 0 is allowed.
+        dtype: Any floating point, integer or bool dtype.
+        device: Default: the CPU.
+        pin_memory: Lock the host memory, so that copies to and from a GPU run asynchronously. The memory returns to the
+            system with the buffer. torch's own allocator would round up to a power of two and keep freed memory.
 
     Raises:
         ValueError: `numel` is negative.
-        RuntimeError: the system does not lock so much memory.
+        RuntimeError: The system cannot lock so much memory.
     """
 
     def __init__(
@@ -63,14 +58,14 @@ class ContiguousBuffer:
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Return the number of elements."""
         return self.data.numel()
 
     def carve(self, offset: int, shape: Iterable[int]) -> Tensor:
-        """A tensor of `shape` over the elements from `offset` on; it shares this buffer's memory.
+        """Return a view of `shape` over the elements from `offset` on.
 
         Raises:
-            ValueError: the tensor would not start at a multiple of 128 bytes, or not lie within the buffer.
+            ValueError: The view would not start at a multiple of 128 bytes, or not lie within the buffer.
         """
         size = torch.Size(shape)
         step = alignment_of(self.data.dtype)
@@ -84,25 +79,25 @@ class ContiguousBuffer:
 
 
 def _lock_pages(memory: Tensor, owner: object) -> None:
-    """Lock host memory for as long as its owner lives."""
+    """Lock host memory for the lifetime of its owner."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-    # At exit the driver has gone, and the locks with it.
+    # At exit the driver has gone and has released its locks.
     weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 def alignment_of(dtype: torch.dtype) -> int:
-    """How many elements of `dtype` make 128 bytes."""
+    """Return the number of elements of `dtype` in 128 bytes."""
     return ALIGNMENT // dtype.itemsize
 
 
 def plan_slots(
     tensors: Mapping[str, tuple[Iterable[int], torch.dtype]],
 ) -> tuple[dict[str, Slot], dict[torch.dtype, int]]:
-    """Lay out named (shape, dtype) pairs: the slot of each, and the number of elements of each dtype's buffer.
+    """Lay out named (shape, dtype) pairs in memory, in the order of the mapping.
 
-    The order of the mapping is the order in memory; the plan depends on nothing else, so ranks that agree on names
-    and shapes agree on offsets.
+    Returns:
+        The slot of each name, and the number of elements of each dtype's buffer.
     """
     slots: dict[str, Slot] = {}
     used: dict[torch.dtype, int] = {}
@@ -114,11 +109,12 @@ def plan_slots(
 
 
 class NamedBuffers(Mapping[str, Tensor]):
-    """Named tensors over one contiguous, aligned buffer per dtype: views, so that writing one writes the buffer.
+    """Named tensors that are views of one contiguous, aligned buffer per dtype.
 
     Args:
-        tensors: (shape, dtype) of each name; the order is the order in memory.
-        device, pin_memory: as for `ContiguousBuffer`.
+        tensors: (shape, dtype) of each name, in the order in memory.
+        device: As for `ContiguousBuffer`.
+        pin_memory: As for `ContiguousBuffer`.
     """
 
     def __init__(
@@ -140,7 +136,7 @@ class NamedBuffers(Mapping[str, Tensor]):
     def like(
         cls, tensors: Mapping[str, Tensor], *, device: torch.device | str = "cpu", pin_memory: bool = False
     ) -> "NamedBuffers":
-        """Buffers for tensors of these names, shapes and dtypes; nothing is copied."""
+        """Return buffers for tensors of these names, shapes and dtypes; values are not copied."""
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         return cls(shapes, device=device, pin_memory=pin_memory)
 
@@ -155,15 +151,15 @@ class NamedBuffers(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, alignment gaps included."""
+        """Return the bytes of all buffers, with alignment gaps."""
         return sum(buffer.data.nbytes for buffer in self.buffers.values())
 
     @torch.no_grad()
     def copy_from(self, tensors: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
-        """Copy every named tensor in.
+        """Copy every named tensor into the buffers.
 
         Raises:
-            ValueError: the names, a shape or a dtype are not those of the buffers; nothing is copied then.
+            ValueError: Names, a shape or a dtype differ from those of the buffers; nothing is copied then.
         """
         if missing := sorted(self.keys() ^ tensors.keys()):
             raise ValueError(f"names differ from the buffers': {missing[:8]}")
@@ -178,14 +174,13 @@ class NamedBuffers(Mapping[str, Tensor]):
 
 
 def map_parameters(parameters: Mapping[str, torch.nn.Parameter], *, gradients: bool = False) -> NamedBuffers:
-    """Move parameters, or their gradients, into one contiguous buffer per dtype; names and values stay.
+    """Move parameters, or with `gradients` their gradients, into one contiguous buffer per dtype; values stay.
 
-    With `gradients=True` each `.grad` becomes a view of the buffer (zero where there was none), so that one operation
-    on the buffer clips, reduces or clears them all; clear with `buffer.zero_()`, since `zero_grad(set_to_none=True)`
-    would cut the views off.
+    Each `.grad` becomes a view of the buffer (zero without a gradient before), so that one operation clips, reduces or
+    clears all gradients. Clear them with `buffer.zero_()`: `zero_grad(set_to_none=True)` would drop the views.
 
     Raises:
-        ValueError: a parameter appears under two names, or they lie on several devices.
+        ValueError: A parameter has two names, or the parameters are on several devices.
     """
     names: dict[int, str] = {}
     for name, parameter in parameters.items():

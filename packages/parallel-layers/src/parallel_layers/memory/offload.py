@@ -1,8 +1,7 @@
-"""Device memory given up for a while: tensors' bytes go to one reused host buffer and come back, bit for bit.
+"""Free device memory for a while: move tensors to one reused host buffer and back, bit for bit.
 
-In reinforcement learning on language models, generation and training take turns on the same GPUs. What moves here are
-storages, not tensors: parameters that are views of one buffer, optimizer shards that are views of parameters, and every
-Python reference to any of them stay as they are, and find their numbers again afterwards.
+In reinforcement learning, generation and training take turns on the same GPUs. The storages move, so views of
+parameters and all Python references stay valid and have their values again afterwards.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from parallel_layers.memory.buffers import ALIGNMENT, ContiguousBuffer
 
 
 class HostOffload:
-    """Moves tensors to the host and back; the host buffer is made once, as large as the largest offload yet.
+    """Moves tensors to the host and back; the host buffer is as large as the largest offload so far.
 
     Args:
-        pin_memory: page-locked host memory: the copies run at the bus's full speed. Default: with a GPU.
-
-    The host holds one copy, never more: bytes are copied straight from the device into their place.
+        pin_memory: Lock the host memory, so that copies run at the full speed of the bus. Default: with a GPU.
     """
 
     def __init__(self, *, pin_memory: bool | None = None) -> None:
@@ -31,29 +28,29 @@ class HostOffload:
 
     @property
     def offloaded(self) -> bool:
-        """Whether tensors are away; reading one then is an error of the caller's."""
+        """Return whether tensors are offloaded; reading such a tensor is the caller's mistake."""
         return bool(self._away)
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host buffer."""
+        """Return the size of the host buffer in bytes."""
         return self._buffer.numel
 
     @torch.no_grad()
     def offload(self, tensors: Iterable[Tensor], *, discard: Iterable[Tensor] = ()) -> int:
-        """Copy the memory of tensors to the host and give it up on their device.
+        """Copy the memory of tensors to the host and free it on their device.
 
         Args:
-            tensors: what must come back; several views of one memory count once.
-            discard: what need not (gradients between two steps): its memory is given up uncopied, and is zero when
-                it comes back. Memory that `tensors` use, too, is copied.
+            tensors: Tensors whose values return with `onload`; several views of one storage count once.
+            discard: Tensors whose memory is freed without a copy and returns as zeros (gradients between two steps).
+                Memory that `tensors` use as well is copied.
 
         Returns:
-            Bytes given up on the device.
+            Bytes freed on the device.
 
         Raises:
-            RuntimeError: tensors are away already.
-            ValueError: torch cannot give up the memory of one; nothing has been moved.
+            RuntimeError: Tensors are offloaded already.
+            ValueError: torch cannot free the memory of a tensor; nothing has moved then.
         """
         if self._away:
             raise RuntimeError("tensors are offloaded already; call onload first")
@@ -61,15 +58,15 @@ class HostOffload:
         dropped = {key: storage for key, storage in _storages(discard).items() if key not in kept}
         if fixed := [storage.nbytes() for storage in (*kept.values(), *dropped.values()) if not storage.resizable()]:
             raise ValueError(
-                f"memory of {fixed[0]} bytes ({len(fixed)} in all) cannot be given up: it is not torch's own, but a "
-                "mapped file's, say; clone() the tensors first"
+                f"memory of {fixed[0]} bytes ({len(fixed)} in all) cannot be freed: torch does not own it (a mapped "
+                "file, for example); clone() the tensors first"
             )
         offsets, size = {}, 0
         for key, storage in kept.items():
             offsets[key] = size
             size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if size > self._buffer.numel:
-            self._buffer = ContiguousBuffer(0, torch.uint8)  # before the larger one is made
+            self._buffer = ContiguousBuffer(0, torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = ContiguousBuffer(size, torch.uint8, pin_memory=self._pin_memory)
         for key, storage in kept.items():
             place = self._buffer.carve(offsets[key], (storage.nbytes(),))
@@ -82,7 +79,7 @@ class HostOffload:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Bring everything back; without an offload before, nothing happens."""
+        """Return all offloaded memory to the device; without an offload before, do nothing."""
         for storage, nbytes, offset in self._away:
             storage.resize_(nbytes)
             if offset is None:
@@ -94,7 +91,7 @@ class HostOffload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The distinct memories of tensors, in order; empty ones left out."""
+    """Return the distinct, non-empty storages of tensors, in order."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,8 +1,7 @@
 """Named streams of random numbers, and recomputation that replays them.
 
-In a tensor-parallel model some random numbers must differ between the ranks (dropout of each rank's own heads) and some
-must agree (dropout of replicated hidden states). Each kind gets a stream of its own; `RngStates.fork` makes torch's
-default generators continue a stream for the length of a `with` block.
+In a tensor-parallel model some random numbers must differ between the ranks (dropout of sharded heads) and some must
+agree (dropout of replicated hidden states). Each kind has its own stream.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from parallel_layers.memory.recompute import checkpoint, recomputed
 
 __all__ = ["RngStates", "checkpoint", "recomputed"]
 
-# What torch's default generators do outside of any fork.
+# The stream of torch's default generators outside of any fork.
 _DEFAULT = "default"
-# The entry of a snapshot that names the stream that was being drawn from; the others are called "stream.device".
+# The entry of a snapshot that names the active stream; the other entries are called "stream.device".
 _ACTIVE = "active"
 
 
@@ -29,27 +28,27 @@ class RngStates:
     """Random number streams by name, for the CPU and, if given, one CUDA device.
 
     Args:
-        device: The CUDA device whose generator the streams drive, besides the CPU's; None: the CPU's alone.
+        device: The CUDA device whose generator the streams drive beside the CPU's; None: the CPU's alone.
 
-    `fork(name)` may be nested, also in itself: the inner block continues where the outer one stands, the outer one
-    continues where the inner one has ended. No state is kept outside the object.
+    `fork(name)` makes torch's default generators continue a stream inside a `with` block. Blocks may be nested, also
+    blocks of the same stream. All state is in this object.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = torch.device(device) if device is not None and torch.device(device).type != "cpu" else None
         if self.device is not None and self.device.type != "cuda":
-            raise ValueError(f"device={device!r} is neither a CPU nor a CUDA device")
+            raise ValueError(f"device={device!r} must be a CPU or a CUDA device")
         self._states: dict[str, tuple[Tensor, ...]] = {}
-        # The streams that are being drawn from, innermost last; the state of the last one is torch's own.
+        # The streams of the open forks, innermost last. torch's generators hold the state of the last stream.
         self._active = [_DEFAULT]
 
     @classmethod
     def tensor_parallel(
         cls, seed: int, group: ProcessGroup | None, device: torch.device | str | None = None
     ) -> RngStates:
-        """Two streams: `"replicated"`, the same on all ranks of `group`, and `"sharded"`, another one on each rank.
+        """Return two streams: `"replicated"`, equal on all ranks of `group`, and `"sharded"`, different on each rank.
 
-        Ranks of different groups that should draw different numbers (data parallelism) pass different seeds.
+        Pass different seeds on groups that should draw different numbers (data parallelism).
         """
         states = cls(device)
         states.add("replicated", seed)
@@ -58,14 +57,14 @@ class RngStates:
 
     @property
     def names(self) -> list[str]:
-        """The streams, in the order in which they were added."""
+        """Return the names of the streams in the order in which they were added."""
         return [name for name in self._states if name != _DEFAULT]
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream from a seed.
+        """Start a stream from a seed.
 
         Raises:
-            ValueError: There is a stream of that name, or the name is `"default"`, which torch's own state has here.
+            ValueError: The name is taken, or is `"default"`, the name of torch's own state.
         """
         if name == _DEFAULT or name in self._states:
             raise ValueError(
@@ -77,7 +76,7 @@ class RngStates:
 
     @contextlib.contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Draw from the stream `name` inside the block; afterwards from what was drawn from before.
+        """Draw from the stream `name` inside the block, and from the former stream afterwards.
 
         Raises:
             ValueError: There is no such stream.
@@ -95,7 +94,7 @@ class RngStates:
             self._resume()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A snapshot, all `uint8` tensors on the CPU: each stream's state, torch's own included, and the active one."""
+        """Return a snapshot of all streams, of torch's own state, and of the active stream: `uint8` CPU tensors."""
         self._suspend()
         return {_ACTIVE: torch.tensor(list(self._active[-1].encode()), dtype=torch.uint8, device="cpu")} | {
             f"{name}.{generator.device.type}": state.clone()
@@ -104,10 +103,10 @@ class RngStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Return to a snapshot; streams added since are forgotten. What is being drawn from is left to the forks.
+        """Return to a snapshot; later streams are removed. Open forks stay open.
 
         Raises:
-            ValueError: The snapshot is of other devices, or lacks a stream that is being drawn from.
+            ValueError: The snapshot is of other devices, or lacks the stream of an open fork.
         """
         types = [generator.device.type for generator in self._generators()]
         names = list(dict.fromkeys(key.rpartition(".")[0] for key in state if key != _ACTIVE))
@@ -120,7 +119,7 @@ class RngStates:
 
     @contextlib.contextmanager
     def replay(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """Draw inside the block as at the snapshot, from the same stream, and afterwards as if it had not been.
+        """Draw inside the block as at the snapshot; afterwards go on as if the block had not run.
 
         Raises:
             ValueError: As `load_state_dict`.
@@ -151,6 +150,6 @@ class RngStates:
 
 
 def _derived(seed: int, *key: object) -> int:
-    """A seed that is unlike those of all other keys."""
+    """Return a seed that differs between keys."""
     text = "/".join(map(str, (seed, *key)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,8 +1,7 @@
-"""Trading computation for memory: run a function again in the backward instead of saving what is inside it.
+"""Activation recomputation: run a function again in the backward instead of saving its intermediate tensors.
 
-`checkpoint` saves a function's inputs only, optionally a shard of them on each rank. `recomputed` also drops the
-function's output once it has been used, for cheap functions whose output is large (an activation between two matrix
-products).
+`checkpoint` saves only a function's inputs, optionally a shard of them on each rank. `recomputed` also drops the
+output, for cheap functions with a large output (an activation between two GEMMs).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat
 
 
 class Streams(Protocol):
-    """Random number streams that can be replayed: `parallel_layers.memory.random_states.RngStates`."""
+    """Random number streams that can be replayed, such as `parallel_layers.memory.random_states.RngStates`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A snapshot."""
+        """Return a snapshot."""
 
     def replay(self, state: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Draw as at the snapshot inside the block."""
@@ -37,19 +36,19 @@ def checkpoint(
     shard_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`fn(*args, **kwargs)`, saving only the arguments and running `fn` again in the backward.
+    """Return `fn(*args, **kwargs)`, save only the arguments, and run `fn` again in the backward.
 
-    The second run draws the same random numbers and its gradients are bitwise those of a plain call. Non-reentrant:
-    it works with `torch.autograd.grad`, with arguments that need no gradient, with structures of tensors, and nested in
-    itself.
+    The second run draws the same random numbers, and gradients are bitwise those of a plain call. The function is
+    torch's non-reentrant checkpoint: it works with `torch.autograd.grad`, arguments without gradient, structures of
+    tensors, and nested.
 
     Args:
         fn: The function.
-        *args: Its arguments.
-        rng: Replay these streams; without it only torch's default generators are replayed.
-        shard_group: Save `1/size` of each tensor argument on each rank of this group, and gather them for the second
-            run. For arguments that are equal on all its ranks (hidden states without sequence parallelism). Leaves,
-            which live on anyway, and tensors whose size does not divide, are saved whole.
+        *args: Positional arguments of `fn`.
+        rng: Streams to replay; without them only torch's default generators are replayed.
+        shard_group: Save one shard of each tensor argument on each rank of this group, and gather them for the second
+            run. The arguments must be equal on all its ranks (hidden states without sequence parallelism). Leaves, and
+            tensors whose size does not divide, are saved whole.
         **kwargs: Keyword arguments of `fn`.
 
     Communication: with `shard_group`, one all-gather for each sharded argument in the backward.
@@ -57,7 +56,7 @@ def checkpoint(
     contexts: dict[str, Any] = {}
     if rng is not None:
         snapshot = rng.state_dict()
-        # The snapshot holds the default generators' states, too.
+        # The snapshot includes the default generators.
         contexts = {
             "preserve_rng_state": False,
             "context_fn": lambda: (contextlib.nullcontext(), _Replay(rng, snapshot)),
@@ -68,24 +67,23 @@ def checkpoint(
 
 @contextlib.contextmanager
 def recomputed(fn: Callable[..., Tensor], *args: Any, rng: Streams | None = None) -> Iterator[Tensor]:
-    """A `with` block that gives `fn(*args)`, which what runs in the block does not save.
+    """Yield `fn(*args)` to a `with` block whose operations do not save it for their backward.
 
         with recomputed(F.gelu, up) as activation:
             out = down(activation)
 
-    Where an operation in the block would save the output (or a view of it) for its backward it saves the recipe. The
-    first that needs it in the backward runs `fn` once more, and from that run also comes what `fn`'s own backward
-    needs. So once the caller has dropped the output, nothing of it or of the inside of `fn` is held. Gradients are
-    bitwise those of a plain call. Consumers outside the block save the output as always.
+    The backward runs `fn` once more when it first needs the output, and takes the tensors for `fn`'s own backward from
+    the same run. Neither the output nor intermediate tensors of `fn` are kept until then. Gradients are bitwise those
+    of a plain call. Operations outside the block save the output as usual.
 
     Args:
         fn: A function that returns one tensor.
-        *args: Its arguments; they are held for the backward.
-        rng: Streams to replay; without it torch's default CPU and CUDA generators.
+        *args: Arguments of `fn`; they are kept for the backward.
+        rng: Streams to replay; default: torch's default CPU and CUDA generators.
     """
     recomputation = _Recomputation(fn, args, rng)
     output = recomputation.forward()
-    # A number, since autograd keeps the hooks alive; `output` itself is alive as long as the block runs.
+    # The address, not the tensor: autograd keeps the hooks alive, and with them what they refer to.
     address = output.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Any:
@@ -101,7 +99,7 @@ def recomputed(fn: Callable[..., Tensor], *args: Any, rng: Streams | None = None
 
 
 class _Replay(contextlib.AbstractContextManager[None]):
-    """Draw as at the snapshot inside the block, which each backward through a retained graph enters again."""
+    """Draw as at the snapshot inside the block; backwards through a retained graph enter the block again."""
 
     def __init__(self, rng: Streams, snapshot: Mapping[str, Tensor]) -> None:
         self._rng, self._snapshot = rng, snapshot
@@ -116,7 +114,7 @@ class _Replay(contextlib.AbstractContextManager[None]):
 
 
 class _Recomputation:
-    """One function call whose saved tensors, and output, are made again when first asked for."""
+    """One function call whose output and saved tensors are recomputed when they are first needed."""
 
     def __init__(self, fn: Callable[..., Tensor], args: tuple[Any, ...], rng: Streams | None) -> None:
         self._fn, self._args = fn, args
@@ -133,7 +131,7 @@ class _Recomputation:
             return self._fn(*self._args)
 
     def output(self) -> Tensor:
-        """The output, made again."""
+        """Return the recomputed output."""
         if self._output is None:
             self._recompute()
         assert self._output is not None
@@ -146,7 +144,7 @@ class _Recomputation:
     def _take(self, number: int) -> Tensor:
         if number not in self._values:
             self._recompute()
-        # fn's own backward runs after that of everything that has used its output.
+        # The backward of `fn` runs after all backwards that need its output.
         self._output = None
         return self._values.pop(number)
 
@@ -164,13 +162,13 @@ class _Recomputation:
             self._output = self._fn(*detached).detach()
         if len(values) != self._saved:
             raise RuntimeError(
-                f"the second run saved {len(values)} tensors, the first {self._saved}: not the same function"
+                f"the second run saved {len(values)} tensors, the first {self._saved}; fn must do the same in both runs"
             )
         self._values = dict(enumerate(values))
 
 
 class _Autocast(NamedTuple):
-    """What torch.autocast does to a device's operations."""
+    """The state of torch.autocast for a device."""
 
     device: str
     enabled: bool
@@ -187,7 +185,7 @@ class _Autocast(NamedTuple):
 
 
 class _DefaultStreams:
-    """torch's default generators of the CPU and of the arguments' CUDA devices."""
+    """The default generators of the CPU and of the arguments' CUDA devices."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._devices = sorted({a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda})
@@ -206,7 +204,7 @@ class _DefaultStreams:
 
 
 def _sharded_saving(group: ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """Save a chunk on each rank of what torch's checkpoint saves: the arguments. (Its own hooks cover the function.)"""
+    """Shard over `group` the arguments that torch's checkpoint saves."""
     if group is None or group.size() == 1:
         return contextlib.nullcontext()
 
