@@ -30,7 +30,7 @@ from measure import Call, ceilings, machine, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.kernels import rms_norm, rotary, swiglu
+from parallel_layers.kernels import rms_norm, rms_norm_triton, rotary, swiglu
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
@@ -296,7 +296,7 @@ def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
     count = TOKENS * HIDDEN // size
     tensors = [[normal(count, size) for _ in range(3)] for _ in range(2)]
     weight, rstd, bytes_moved = normal(size), torch.ones(count, device="cuda"), 4 * 2 * count * size
-    base = rms_norm.forward_launch(size, residual=True).rows
+    base = rms_norm_triton.forward_launch(size, residual=True).rows
     forwards = [(base * n, warps, None, 1) for n in (1, 2) for warps in (4, 8, 16)]
     loops = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
     backwards = [
@@ -305,13 +305,13 @@ def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
         if base * n * size <= 16384
     ]
     for cut in forwards + backwards:
-        launch = rms_norm.Launch(*cut)
+        launch = rms_norm_triton.Launch(*cut)
 
-        def forward(x: Tensor, residual: Tensor, _: Tensor, launch: rms_norm.Launch = launch) -> object:
-            return rms_norm.launch_forward(x, residual, weight, 1e-6, False, launch)
+        def forward(x: Tensor, residual: Tensor, _: Tensor, launch: rms_norm_triton.Launch = launch) -> object:
+            return rms_norm_triton.launch_forward(x, residual, weight, 1e-6, False, launch)
 
-        def backward(x: Tensor, dy: Tensor, dtotal: Tensor, launch: rms_norm.Launch = launch) -> object:
-            return rms_norm.launch_backward(dy, dtotal, x, weight, rstd, False, launch)
+        def backward(x: Tensor, dy: Tensor, dtotal: Tensor, launch: rms_norm_triton.Launch = launch) -> object:
+            return rms_norm_triton.launch_backward(dy, dtotal, x, weight, rstd, False, launch)
 
         name, function = ("forward", forward) if launch.programs is None else ("backward", backward)
         try:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.rms_norm import MAX_SIZE, fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
+from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
+from parallel_layers.kernels.rms_norm_triton import MAX_SIZE
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:

@@ -1,5 +1,4 @@
-"""Triton kernels behind the layers: each is an operator that torch.compile can take whole.
+"""Triton kernels of the layers, as operators that torch.compile does not break on.
 
-Nothing here needs Triton to be imported: `parallel_layers.kernels.runtime` says whether kernels can run, and every
-layer asks it there and takes plain torch otherwise.
+All modules import without Triton. Layers ask `parallel_layers.kernels.runtime` and use plain torch without Triton.
 """

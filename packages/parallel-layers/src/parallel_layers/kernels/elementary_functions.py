@@ -1,11 +1,10 @@
-"""Sums, exponentials, logarithms, sines whose bits depend on the number alone, not on its place in a tensor.
+"""Sums, exponentials, logarithms and sines whose bits do not depend on an element's place in the tensor.
 
-On a CPU torch computes most of a tensor with vector instructions and its end, or an uneven thread's share, with other
-code whose exponential may differ in the last bit; sums take an order that depends on the shape. What is here is made of
-single additions, products, quotients and roots, which IEEE 754 rounds alike everywhere. On CUDA one code computes every
-element, so torch's own functions serve.
+On a CPU torch computes most of a tensor with vector instructions and the rest with scalar code, which can differ in the
+last bit; the order of its sums depends on the shape. These functions use only additions, products, quotients and roots
+in fp64, which IEEE 754 defines to the bit. On CUDA torch's own functions treat all elements alike and are used.
 
-fp64 inside, results in the argument's dtype; within one ulp of the exact value in fp32.
+Results have the argument's dtype and are within one ulp of the exact value in fp32.
 """
 
 import math
@@ -26,9 +25,9 @@ _COS_TERMS = [(-1) ** n / math.factorial(2 * n) for n in range(10)]
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last dim, by adding its second half to its first until one number is left: `[..., n] -> [...]`.
+    """Sum over the last dim by adding its second half to its first until one number is left: `[..., n] -> [...]`.
 
-    Each addition is elementwise, so that a row's sum depends on the row alone, on every device.
+    Each addition is elementwise: the bits of a row's sum depend only on the row, on every device.
     """
     while (size := x.shape[-1]) > 1:
         half = size // 2
@@ -38,50 +37,50 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x, for x up to 700."""
+    """Return e^x, for x up to 700."""
     return x.exp() if x.is_cuda else _in_double(_exp, x)
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive numbers."""
+    """Return the natural logarithm of positive numbers."""
     return x.log() if x.is_cuda else _in_double(_log, x)
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return x.tanh() if x.is_cuda else _in_double(_tanh, x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     return x.sigmoid() if x.is_cuda else _in_double(_sigmoid, x)
 
 
 def cos(x: Tensor) -> Tensor:
-    """The cosine, of angles up to 2^20 quarter turns."""
+    """Return the cosine of angles up to 2^20 quarter turns."""
     return x.cos() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 1), x)
 
 
 def sin(x: Tensor) -> Tensor:
-    """The sine, of angles up to 2^20 quarter turns."""
+    """Return the sine of angles up to 2^20 quarter turns."""
     return x.sin() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 0), x)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + e^-x), in the place of torch's."""
+    """Return x / (1 + e^-x)."""
     wide = x.double()
     return (wide * _sigmoid(wide)).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2."""
+    """Return x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2."""
     wide = x.double()
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
     return (0.5 * wide * (1 + _tanh(inner))).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)²."""
+    """Return max(x, 0)²."""
     positive = F.relu(x)
     return positive * positive
 
@@ -102,7 +101,7 @@ def _in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """By Horner's rule: each step one product and one sum."""
+    """Evaluate a polynomial by Horner's rule."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient
@@ -110,7 +109,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^n as fp64, for integers n; 0 below the normal numbers."""
+    """Return 2^n as fp64 for integers n; 0 below the normal numbers."""
     bits = (exponent.long() + 1023).clamp(min=0) << 52
     return bits.view(torch.float64)
 
@@ -123,7 +122,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """log(m 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), with m within a factor sqrt(2) of 1."""
+    """Return log(m 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), with m within a factor sqrt(2) of 1."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, 2 * mantissa, mantissa)
@@ -138,7 +137,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """By the series of sinh and cosh's quotient near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    """Return tanh: near 0 as the quotient of the series of sinh and cosh, because 1 - 2 / (e^2x + 1) cancels there."""
     square = x * x
     sinh = x * _polynomial(square, [abs(c) for c in _SIN_TERMS])
     cosh = _polynomial(square, [abs(c) for c in _COS_TERMS])
@@ -146,7 +145,7 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 def _sine_of_quarters(x: Tensor, ahead: int) -> Tensor:
-    """sin(x + ahead π/2)."""
+    """Return sin(x + ahead π/2)."""
     quarters = (x * (2 / math.pi)).round()
     rest = x
     for part in _HALF_PI:

@@ -1,12 +1,12 @@
-"""Matrix products without rounding: bits that no order of summation can change, whatever BLAS, threads or shape.
+"""Matrix products without intermediate rounding: the bits do not depend on BLAS, threads or shape.
 
 The splitting of Ozaki, Ogita, Oishi and Rump (https://doi.org/10.1007/s11075-011-9478-1):
 
     x = x1 + x2 + rest,   w = w1 + w2 + rest,   each part b bits wide, relative to the largest number of its row
 
-With b = (55 - log2 K) / 2 every partial sum of x1 w1 is an integer of at most 53 bits in units of its row and column:
-an fp64 product of x1 and W1 is exact. So are x1 w2 and x2 w1, the rest lies below 2^-40 of the largest product, and the
-three are added elementwise. That costs three fp64 products.
+With b = (55 - log2 K) / 2 every partial sum of x1 w1 is an integer of at most 53 bits in units of its row and column,
+so an fp64 GEMM of x1 and W1 is exact, and so are those of x1 w2 and x2 w1. The rest is below 2^-40 of the largest
+product. The three fp64 GEMMs are added elementwise.
 
 Shape suffixes: M rows, N columns of the result, K contraction.
 """
@@ -18,7 +18,7 @@ _MAX_WEIGHT = 1 << 24  # numbers of W that are split at a time: 4 x 128 MiB in f
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W^T` of `[..., M, K]` and `[..., N, K]`, as if computed exactly and rounded to fp32: `[..., M, N]`."""
+    """Return `x W^T` computed exactly and rounded to fp32: `[..., M, K]`, `[..., N, K]` -> `[..., M, N]`."""
     size, columns = x.shape[-1], weight.shape[-2]
     if not size:
         return x.new_zeros(*x.shape[:-1], columns, dtype=torch.float32)
@@ -33,7 +33,7 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """fp64 `x1` and `x2`: multiples of 2^(1 - bits) and of 2^(1 - 2 bits) times the power of two above the largest."""
+    """Return fp64 `x1` and `x2`, multiples of 2^(1 - bits) and 2^(1 - 2 bits) times the power of two above max |x|."""
     x = x.double()
     largest = x.abs().amax(dim=-1, keepdim=True)
     _, exponent = torch.frexp(largest)
@@ -42,6 +42,6 @@ def _split(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _round_to(x: Tensor, exponent: Tensor) -> Tensor:
-    """`x` to multiples of 2^(exponent - 52), by a number so large that its unit is that, on either side of it."""
+    """Round `x` to multiples of 2^(exponent - 52), by adding and subtracting a number with this last place."""
     anchor = 1.5 * ((exponent.long() + 1023) << 52).view(torch.float64)
     return (x + anchor) - anchor

@@ -1,16 +1,16 @@
-"""Triton kernels of the language-model head: matrix products whose epilogue never writes a logit.
+"""Triton kernels of the language-model head: GEMMs that never write logits to memory.
 
-Each product kernel is persistent: as many programs as there are multiprocessors walk the tiles (`Launch`) of the
-logits, read both operands through tensor descriptors (the copy engine of Hopper and later), and finish a tile while
-it is in registers. With z the logits of a tile and m their maximum in a row:
+Each GEMM kernel is persistent: one program per multiprocessor walks tiles of the logits (`Launch`), reads both operands
+through tensor descriptors (Hopper and newer), and finishes each tile in registers. With the logits z of a tile and
+their maximum m in a row:
 
-- `product_statistics` reduces the tile to m, s = sum e^(z - m) and u = sum (z - m) e^(z - m), and may keep e^(z - m) in
+- `product_statistics` reduces the tile to m, s = sum e^(z - m) and u = sum (z - m) e^(z - m), and can keep e^(z - m) in
   the inputs' dtype;
 - `product_gradient` writes `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (log p_j + H)` in the inputs' dtype;
-- `kept_gradient` makes the same dz from kept exponentials instead of a product: log p = log e^(z - m) + m - logsumexp.
+- `kept_gradient` computes dz from kept exponentials without a GEMM: log p = log e^(z - m) + m - logsumexp.
 
-Logits are `z = softcap * tanh(scale * raw / softcap) / temperature`. All arithmetic after the product is fp32, and
-exponentials are taken to base 2, which is what the hardware computes.
+Logits are `z = softcap * tanh(scale * raw / softcap) / temperature`. All arithmetic after the GEMM is fp32.
+Exponentials are to base 2, which the hardware computes.
 
 Shape suffixes: T tokens, H hidden, V vocabulary entries at hand, N tiles along the vocabulary.
 """
@@ -35,18 +35,18 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_V = 256
-"""Vocabulary entries of a tile whose exponentials are kept."""
+"""Vocabulary entries in a tile of kept exponentials."""
 
 _STEP = 64  # of the contraction
 _KEPT_ROWS = 8
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _OUTSIDE = -1e30
-"""A logit outside the vocabulary: finite, so that it can be multiplied by its probability of zero."""
+"""The logit of entries outside the vocabulary: finite, so that its product with a probability of 0 is 0."""
 
 
 class Numbers(NamedTuple):
-    """What turns products into logits, beside the temperatures of single tokens."""
+    """The factors that turn raw products into logits, the same for all tokens."""
 
     scale: float
     softcap: float
@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the gradient of the logits needs of each token: `[T]`, fp32 but for the labels."""
+    """Inputs of the logits' gradient per token, `[T]` each; labels are int64, the others fp32."""
 
     labels: Tensor
     inverse_temperatures: Tensor | None
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     grad_entropy: Tensor | None
     logsumexps: Tensor
     entropies: Tensor | None
-    """None only where `grad_entropy` is."""
+    """None only if `grad_entropy` is None."""
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> Any:
@@ -72,15 +72,15 @@ def _descriptor(x: Tensor, block: tuple[int, int]) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a product is cut up.
+    """The tiling of a GEMM.
 
     Attributes:
-        tokens: Of a tile of the logits.
-        entries: Of a tile: with 128 tokens 256 are the largest accumulator that two warp groups hold in registers.
-        group: Rows of tiles that are walked side by side, so that programs share operands in the L2 cache.
-        stages: Steps of the contraction on their way to shared memory; a product that writes its tile has less of it.
+        tokens: Tokens of a tile.
+        entries: Vocabulary entries of a tile. 128 x 256 is the largest accumulator in registers of two warp groups.
+        group: Rows of tiles walked side by side, so that programs share operands in the L2 cache.
+        stages: Prefetched steps of the contraction; a GEMM that writes its tiles has shared memory for fewer.
         num_warps: Warps of one program.
-        programs: Programs for each multiprocessor; one finishes its tile while another one multiplies.
+        programs: Programs per multiprocessor.
     """
 
     tokens: int = 128
@@ -91,7 +91,7 @@ class Launch:
     programs: int = 1
 
     def options(self, num_tokens: int, num_entries: int, device: torch.device) -> dict[str, Any]:
-        """What the kernels are launched with."""
+        """Return the keyword arguments of the kernels."""
         tiles = cdiv(num_tokens, self.tokens) * cdiv(num_entries, self.entries)
         return {
             "BT": self.tokens,
@@ -106,7 +106,7 @@ class Launch:
 
 
 REDUCES, WRITES = Launch(), Launch(stages=3)
-"""The launches of a product that reduces its tiles, and of one that also writes them."""
+"""The launches of a GEMM that only reduces its tiles, and of a GEMM that also writes tiles."""
 
 
 @on_its_device
@@ -121,9 +121,9 @@ def product_statistics(
     exponentials_TV: Tensor | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Statistics `[4, T]` of the logits, fp32 (see `losses.softmax`).
+    """Return fp32 statistics `[4, T]` of the logits (see `head.softmax_statistics`).
 
-    If given, `parts_N3T` is filled with m, s and u of each tile, and `exponentials_TV` with e^(z - m) of that m.
+    `parts_N3T` receives m, s and u of each tile, and `exponentials_TV` receives e^(z - m), where given.
     """
     num_tokens, hidden_size = hidden_TH.shape
     num_entries = len(weight_VH)
@@ -178,7 +178,7 @@ def product_gradient(
     first_entry: int,
     launch: Launch = WRITES,
 ) -> None:
-    """Write the gradient of the raw products of these rows of the head, which begin at entry `first_entry`."""
+    """Write the gradient of the raw products `[T, V]` for the rows of the head from `first_entry` on."""
     num_tokens, hidden_size = hidden_TH.shape
     num_entries = len(weight_VH)
     options = launch.options(num_tokens, num_entries, hidden_TH.device)
@@ -209,7 +209,7 @@ def kept_gradient(
     *,
     first_entry: int,
 ) -> None:
-    """As `product_gradient`, from what `product_statistics` kept; `first_entry` is a multiple of `BLOCK_V`."""
+    """Write the gradient from the results that `product_statistics` kept; `first_entry` is a multiple of `BLOCK_V`."""
     num_tokens, num_entries = gradient_TV.shape
     kept_gradient_kernel[(cdiv(num_entries, BLOCK_V) * cdiv(num_tokens, _KEPT_ROWS),)](
         exponentials_TV,

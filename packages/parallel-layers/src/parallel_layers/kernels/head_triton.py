@@ -1,7 +1,7 @@
-"""The Triton code of the language-model head; `parallel_layers.kernels.head` launches it and says what it computes.
+"""The Triton code of the language-model head; `parallel_layers.kernels.head` launches and documents the kernels.
 
-Arguments named `*_ptr` are tensors, or None where a kernel can do without; `hidden`, `weight`, `exponentials` and
-`gradient` are tensor descriptors. Tiles are `[BT, BV]`, BT tokens by BV vocabulary entries, contracted BH at a time.
+Arguments named `*_ptr` are tensors, or None if optional. `hidden`, `weight`, `exponentials` and `gradient` are tensor
+descriptors. A tile is `[BT, BV]`, BT tokens by BV vocabulary entries, contracted in steps of BH.
 """
 
 # Triton reads a kernel's annotations as its own.
@@ -15,7 +15,7 @@ if HAS_TRITON:
 
 @triton.jit
 def _tile_of(index, tiles_t, tiles_v, GROUP: tl.constexpr):
-    """Walk GROUP rows of tiles at a time, so that programs side by side share operands in the L2 cache."""
+    """Return the tile of an index. GROUP rows of tiles are walked together and share operands in the L2 cache."""
     group = index // (GROUP * tiles_v)
     first = group * GROUP
     height = tl.minimum(tiles_t - first, GROUP)
@@ -38,7 +38,7 @@ def _tanh(x):
 
 @triton.jit
 def _fast_log2(x):
-    """The hardware's logarithm; tl.log2 is several times as many instructions, for digits that bf16 does not have."""
+    """Return the hardware's logarithm. tl.log2 needs several times as many instructions, for more digits than bf16."""
     return libdevice.fast_log2f(x)
 
 
@@ -85,7 +85,7 @@ def product_statistics_kernel(
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
         factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * LOG2_E
-        # Scaling before the reduction is measured faster than folding the factor into z - m: the product is then dead.
+        # Scaling before the reduction measured faster than folding the factor into z - m: it frees the product.
         if SOFTCAP:
             z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
         else:
@@ -149,7 +149,7 @@ def label_logits_kernel(
     SOFTCAP: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """The logit of each token's label, 0 where the label is not among the entries at hand."""
+    """Write the logit of each token's label, 0 for a label outside this rank's entries."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     inside = (label >= 0) & (label < num_entries)
@@ -185,7 +185,7 @@ def _gradient_of_logits(
     num_tokens,
     LN_2: tl.constexpr,
 ):
-    """dz of a tile `[BT, BV]` times a number a row, from probabilities and their logarithms to base 2."""
+    """Return dz of a tile `[BT, BV]` times `row_scale [BT]`, from probabilities and their base-2 logarithms."""
     inside = rows < num_tokens
     grad_log_prob = tl.load(grad_log_prob_ptr + rows, mask=inside, other=0.0) * row_scale
     if grad_entropy_ptr is not None:
@@ -226,7 +226,7 @@ def product_gradient_kernel(
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """The gradient of the raw products, from a new product."""
+    """Write the gradient of the raw products; recompute the GEMM."""
     tiles_t = tl.cdiv(num_tokens, BT)
     tiles_v = tl.cdiv(num_entries, BV)
     for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=FLATTEN):
@@ -285,8 +285,8 @@ def kept_gradient_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """The gradient of the raw products, from kept exponentials."""
-    # One axis: the others of a grid end at 65535. Neighbouring programs take neighbouring columns: rows are far apart.
+    """Write the gradient of the raw products from kept exponentials."""
+    # A one-dim grid: the other dims end at 65535. Neighbouring programs take neighbouring columns of the same rows.
     tiles_v = tl.cdiv(num_entries, BV)
     tile_v = tl.program_id(0) % tiles_v
     rows = (tl.program_id(0) // tiles_v) * BT + tl.arange(0, BT)
@@ -298,7 +298,7 @@ def kept_gradient_kernel(
     tile = (first_entry // BV + tile_v).to(tl.int64)
     maximum = tl.load(parts_ptr + tile * 3 * num_tokens + rows, mask=inside, other=0.0)
     shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * LOG2_E
-    # Where the exponential underflowed the probability is zero, whatever finite number stands for its logarithm.
+    # If the exponential underflowed, the probability is 0 and any finite logarithm will do.
     log2_exponential = _fast_log2(tl.maximum(exponential, 1e-37))
     factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
     dz = _gradient_of_logits(

@@ -1,17 +1,14 @@
-"""`y = x W^T` whose every element depends on its own row of x and its own row of W alone, to the bit.
+"""A GEMM `y = x W^T` in which the bits of an element depend only on its row of x and its row of W.
 
-cuBLAS chooses a kernel by the whole shape, and with it the order in which an element's products are added: the same row
-gives other bits in another batch, and the same column on another number of ranks. Here one tile and one step of the
-contraction serve every shape; nothing is split along the contraction and nothing added by atomics. Rows and columns
-past the ends are read as zeros and not written.
+cuBLAS chooses the order of summation by the whole shape, so a row gets different bits in a different batch, and a
+column at a different number of ranks. This kernel uses one tile size for all shapes, no split-K and no atomics.
 
-The contraction can be cut into `leaves` equal parts, each summed from zero by itself in fp32, and their sums added in a
-binary tree: ((0 + 1) + (2 + 3)). A rank that holds the first half of the contraction computes, with half the leaves,
-the very bits of the left subtree.
+The contraction can be cut into `leaves` equal parts. Each part is summed in fp32, and the sums are added in a binary
+tree: ((0 + 1) + (2 + 3)). A rank with the first half of the contraction and half the leaves computes exactly the bits
+of the left subtree.
 
-The kernel is persistent, as those of `kernels.head`: as many programs as multiprocessors walk the tiles and read
-through tensor descriptors. All leaves of a tile are one program's, one after the other. Registers hold one leaf's sum
-alone; what the tree still waits for is in the program's own scratch, which is small enough for the L2 cache.
+The kernel is persistent (one program per multiprocessor) and reads through tensor descriptors. One program computes
+all leaves of a tile: registers hold one leaf's sum, and scratch in the L2 cache holds the sums that wait for the tree.
 
 Shape suffixes: M rows, N columns of the result, K contraction.
 """
@@ -28,16 +25,16 @@ from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_de
 
 BLOCK_M, BLOCK_N = 128, 256
 _PARTS = 4
-"""A tile is finished in so many groups of columns, so that shared memory is left for the copies of the next one."""
+"""Groups of columns in which a tile is finished; this leaves shared memory for loading the next tile."""
 MAX_LEAVES = 4
 _GROUP = 8
 _STAGES = 3
 
 
 def supports_matmul(x: Tensor, weight_NK: Tensor, leaf_size: int | None = None) -> bool:
-    """Whether `invariant_matmul` takes these: bf16 or fp16 on a GPU with tensor descriptors, rows of whole 16 bytes.
+    """Return True if `invariant_matmul` takes these tensors: bf16 or fp16 on Hopper or newer, rows of whole 16 bytes.
 
-    `leaf_size`: of the contraction's parts, where it is cut; the answer is the same for every number of them.
+    `leaf_size` is the size of a part of the contraction; None: the contraction is not cut.
     """
     return (
         use_triton(x, weight_NK)
@@ -51,28 +48,28 @@ def supports_matmul(x: Tensor, weight_NK: Tensor, leaf_size: int | None = None) 
 
 
 def _step(leaf_size: int) -> int:
-    """The step of the contraction: the largest of 64, 32, 16 that ends where a leaf of `leaf_size` ends; 0: none."""
+    """Return the step of the contraction: the largest of 64, 32, 16 that divides `leaf_size`, or 0."""
     return next((step for step in (64, 32, 16) if leaf_size % step == 0), 0)
 
 
 @triton.jit
 def _halves(x):
-    """The left and the right columns of `[M, 2 N]`: `[M, N]` each."""
+    """Return the left and the right half of the columns: `[M, 2 N]` -> two `[M, N]`."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _finish(part, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAVES: tl.constexpr):
-    """Add to a leaf's sums `part [M, N]` those that it completes; write the whole tree's to `y`, others to scratch.
+    """Add the earlier leaves in the tree to a leaf's sums `part [M, N]`; write the root to `y`, other sums to scratch.
 
-    Sums of two leaves go to the left one's slot: 0 and 1 to the first, 2 and 3 to the second. Loads and stores of
-    scratch have one layout, so a thread reads what it wrote itself, and nothing has to wait.
+    Leaves 0 and 1 share the first slot of scratch, 2 and 3 the second. Loads and stores of scratch have the same
+    layout: each thread reads its own writes, so no barrier is needed.
     """
     M: tl.constexpr = part.shape[0]
     N: tl.constexpr = part.shape[1]
     root = scratch_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     slot = root + (leaf // 2) * (M * N)
-    # Masks, not branches with a result: of these the compiler cannot make one loop with that over the contraction.
+    # Masks instead of branches: the compiler cannot fuse branches with results into the loop over the contraction.
     if LEAVES > 1:
         left = tl.load(slot, mask=tl.full((M, N), leaf % 2 == 1, tl.int1), other=0.0)
         part = tl.where(leaf % 2 == 1, left + part, part)
@@ -86,12 +83,12 @@ def _finish(part, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAV
             columns = column + tl.arange(0, N)
             bias = tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
             y.store([row, column], (part + bias[None, :]).to(y.dtype))
-    # The store is last: neither does Triton 3.6 make one loop of one that ends with a branch.
+    # The store is last: Triton 3.6 cannot fuse a loop that ends with a branch either.
     if LEAVES > 1:
         tl.store(slot, part, mask=tl.full((M, N), leaf < LEAVES - 1, tl.int1))
 
 
-# A leaf of a single step stays a loop: else the compiler takes the sum so far as its accumulator, and rounds elsewhere.
+# Without specialisation a leaf of one step stays a loop. Unrolled, the compiler would round in a different place.
 @triton.jit(do_not_specialize=["steps"])
 def _matmul_kernel(
     x,
@@ -109,7 +106,10 @@ def _matmul_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """`steps`: of one leaf. `x`, `weight` and `y` are tensor descriptors; scratch is `[PROGRAMS, 4, 2, BM, BN / 4]`."""
+    """Compute y; `x`, `weight` and `y` are tensor descriptors, scratch is `[PROGRAMS, 4, 2, BM, BN / 4]`.
+
+    `steps` is the number of steps of one leaf.
+    """
     tiles_m = tl.cdiv(num_rows, BM)
     tiles_n = tl.cdiv(num_columns, BN)
     program = tl.program_id(0)
@@ -146,24 +146,23 @@ def invariant_matmul(
     dtype: torch.dtype | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """`x W^T + b`, summed in fp32 and rounded once to `dtype` (default x's): `[M, N]`.
+    """Return `x W^T + b` `[M, N]`, summed in fp32 and rounded once.
 
     Args:
         x_MK: `[M, K]`, bf16 or fp16.
-        weight_NK: `[N, K]`, likewise.
+        weight_NK: `[N, K]`, in x's dtype.
         bias_N: `[N]`, added in fp32 before rounding.
-        leaves: 1, 2 or 4 parts of the contraction.
-        in_tree: This rank's leaves are a part of a tree over several ranks: take the steps of the whole tree even for
-            one leaf.
-        dtype: Of the result: x's or fp32.
-        programs: How many walk the tiles; None: one a multiprocessor. It changes no bit.
+        leaves: Parts of the contraction: 1, 2 or 4.
+        in_tree: The leaves belong to a tree over several ranks; a single leaf then has the same steps as the tree.
+        dtype: dtype of the result, x's or fp32 (default: x's).
+        programs: Programs that walk the tiles (default: one per multiprocessor). The bits do not depend on it.
     """
     assert leaves in (1, 2, MAX_LEAVES)
     dtype = x_MK.dtype if dtype is None else dtype
     (num_rows, size), num_columns = x_MK.shape, len(weight_NK)
     leaf_size = size // leaves
     block_k = _step(leaf_size) if in_tree or leaves > 1 else 64
-    # Rows that a descriptor can write are whole 16 bytes, too.
+    # A tensor descriptor writes rows of whole 16 bytes.
     y = torch.empty(num_rows, -(-num_columns // 8) * 8, dtype=dtype, device=x_MK.device)[:, :num_columns]
     tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)
     programs = min(num_multiprocessors(x_MK.device) if programs is None else programs, tiles)
@@ -190,7 +189,7 @@ def invariant_matmul(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`x` as a tensor descriptor can read it: dense rows that begin at multiples of 16 bytes (they mostly do)."""
-    dense = x.stride(1) == 1 and x.stride(0) >= x.shape[1]  # rows that were expanded are one and the same
+    """Return `x`, copied unless its rows are dense and begin at multiples of 16 bytes, as tensor descriptors need."""
+    dense = x.stride(1) == 1 and x.stride(0) >= x.shape[1]  # expanded rows have stride 0
     readable = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if readable else x.clone(memory_format=torch.contiguous_format)

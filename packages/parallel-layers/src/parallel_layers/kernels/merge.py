@@ -1,10 +1,10 @@
-"""Attention over two sets of keys, from the attention over each of them, in one pass over memory.
+"""Merge the attention over two sets of keys, in one pass over memory.
 
-With o and L the output and log-sum-exp over one set, and p and M those over another,
+With output o and log-sum-exp L over one set, and p and M over the other:
 
     L' = log(e^L + e^M),   o' = e^(L - L') o + e^(M - L') p.
 
-A query that has no key in a set has zero and -inf of it. https://arxiv.org/abs/2205.14135, section 3.1.
+A query without keys in a set has output 0 and log-sum-exp -inf. https://arxiv.org/abs/2205.14135, section 3.1.
 
 Shape legend: T tokens, Q query heads, D head size.
 """
@@ -34,7 +34,7 @@ def _merge_kernel(
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     weight, part_weight = tl.exp(lse - highest), tl.exp(part_lse - highest)
     total = weight + part_weight
-    # Not over `lse`: several warps load an element of it, and one that is late would find the merged one.
+    # A separate buffer: several warps load an element of `lse`, and a late warp would load the merged value.
     tl.store(merged_lse_ptr + head * count + token, highest + tl.log(total), mask=there)
     total = tl.where(total > 0.0, total, 1.0)
     column = tl.arange(0, SIZE)
@@ -47,7 +47,7 @@ def _merge_kernel(
 
 @on_its_device
 def launch(out_TQD: Tensor, lse_QT: Tensor, part_TQD: Tensor, part_lse_QT: Tensor) -> None:
-    """The kernel, on tensors as `merge_attention` takes them; `out` and the log-sum-exps are fp32."""
+    """Launch the kernel; arguments as in `merge_attention`, with `out` and both log-sum-exps in fp32."""
     tokens, heads, size = out_TQD.shape
     part_TQD, part_lse_QT = part_TQD.contiguous(), part_lse_QT.contiguous()
     merged_lse_QT = torch.empty_like(part_lse_QT)
@@ -62,15 +62,15 @@ def launch(out_TQD: Tensor, lse_QT: Tensor, part_TQD: Tensor, part_lse_QT: Tenso
 
 
 def merge_attention(out_TQD: Tensor, lse_QT: Tensor, part_TQD: Tensor, part_lse_QT: Tensor) -> None:
-    """Take another set of keys, whose attention is `part`, into `out` and `lse`, in place; no gradient.
+    """Merge `part [T, Q, D]` and `part_lse [Q, T]` of further keys into `out` and `lse`, in place. No gradient.
 
-    `out` and both log-sum-exps are fp32 or fp64, `part` of any dtype. `out` has no gaps, and `lse` none along T.
+    `out` and both log-sum-exps are fp32 or fp64. `out` is contiguous, `lse` is contiguous along T.
     """
     if use_triton(out_TQD, lse_QT, part_TQD, part_lse_QT):
         launch(out_TQD, lse_QT, part_TQD, part_lse_QT)
         return
     total = torch.logaddexp(lse_QT, part_lse_QT)
-    # No keys on either side: -inf minus -inf.
+    # Queries without keys on both sides give -inf - (-inf) = NaN.
     old, new = (torch.exp(x - total).nan_to_num_(0.0).T[..., None] for x in (lse_QT, part_lse_QT))
     out_TQD.mul_(old).add_(part_TQD.to(out_TQD.dtype) * new)
     lse_QT.copy_(total)

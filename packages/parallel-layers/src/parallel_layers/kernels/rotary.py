@@ -1,14 +1,13 @@
-"""Rotary embedding of queries and keys in one kernel, from each token's own cos and sin.
+"""Rotary embedding of queries and keys in one kernel, from cos and sin per token.
 
     (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D rotary dims of a head, or its even and
                                                 odd dims (interleaved)
 
-Dims past D are copied. Packed positions cost nothing: cos and sin are rows per token. The map is orthogonal up to its
-scale, so backward is the same kernel the other way round, and nothing but cos and sin is saved. Arithmetic is fp32,
-rounded once.
+Dims past D are copied. The backward is the inverse rotation by the same kernel; only cos and sin are saved. All
+arithmetic is fp32, rounded once.
 
-The same kernel takes a fused projection apart, values copied, and in the backward puts its gradient together: nothing
-of the projection's size is read or written a second time, and the projection itself need not be kept for its values.
+The same kernel splits a fused projection into queries, keys and values (copied), and assembles its gradient in the
+backward.
 
 Shape legend: T tokens, Q query heads, K key heads (and as many value heads), N = Q + 2K, D rotary dims. https://arxiv.org/abs/2104.09864
 """
@@ -33,14 +32,14 @@ def fused_rotary(
     """Rotate queries and keys by their tokens' angles.
 
     Args:
-        q_TQD: `[T, Q, head_dim]`; heads may be strided (a slice of a fused projection), dims not.
-        k_TKD: `[T, K, head_dim]`, likewise.
-        cos_TD: `[T, D]` fp32 from `RotaryEmbedding`, D <= head_dim; its two halves are equal, the first is read.
-        sin_TD: `[T, D]`, likewise.
-        interleaved: Pairs are neighbouring dims; False: they are D/2 apart.
+        q_TQD: `[T, Q, head_dim]`; heads may be strided (a slice of a fused projection).
+        k_TKD: `[T, K, head_dim]`; heads may be strided.
+        cos_TD: `[T, D]` fp32 from `RotaryEmbedding`, D <= head_dim. Both halves are equal; the first is read.
+        sin_TD: `[T, D]`, like `cos_TD`.
+        interleaved: True: pairs are neighbouring dims. False: pairs are D/2 apart.
 
     Returns:
-        The rotated queries and keys, contiguous, in their own dtype.
+        Rotated queries and keys, contiguous, in their own dtype.
     """
     return rotary_op(q_TQD, k_TKD, cos_TD, sin_TD, interleaved, False)
 
@@ -48,17 +47,17 @@ def fused_rotary(
 def fused_split_and_rotary(
     qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take a fused projection apart and rotate its queries and keys.
+    """Split a fused projection and rotate its queries and keys.
 
     Args:
         qkv_TND: `[T, Q + 2K, head_dim]`: queries, keys, values.
         num_kv_heads: K.
-        cos_TD: As in `fused_rotary`.
-        sin_TD: As in `fused_rotary`.
-        interleaved: As in `fused_rotary`.
+        cos_TD: See `fused_rotary`.
+        sin_TD: See `fused_rotary`.
+        interleaved: See `fused_rotary`.
 
     Returns:
-        Queries `[T, Q, head_dim]`, keys and values `[T, K, head_dim]`, each in memory of its own.
+        Queries `[T, Q, head_dim]`, keys and values `[T, K, head_dim]`, each in its own memory.
     """
     return split_rotary_op(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved)
 
@@ -82,7 +81,7 @@ def _rotate(
 ):
     """Rotate heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token.
 
-    The inverse takes (b, a) for (a, b). To negate sin would wait for it before a and b are asked for.
+    The inverse swaps a and b instead of negating sin: the loads of a and b then need not wait for sin.
     """
     head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # heads may be T x D elements apart
     dim = tl.arange(0, BLOCK_HALF)[None, :]
@@ -199,7 +198,7 @@ def _rotary_kernel(
 
 
 def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise ValueError for queries, keys and tables that do not fit."""
+    """Raise ValueError if the shapes of queries, keys, cos and sin do not match."""
     tokens, head_dim = q.shape[0], q.shape[-1]
     if q.dim() != 3 or k.dim() != 3 or k.shape[0] != tokens or k.shape[-1] != head_dim:
         raise ValueError(
@@ -226,10 +225,9 @@ def launch(
     heads: int = HEADS,
     num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The kernel, with at most `heads` heads of one token a program.
+    """Launch the kernel, with at most `heads` heads of one token per program.
 
-    Values, as many heads as keys, are copied. Results are written to memory of their own, or one after another to
-    `out [T, Q + 2K, head_dim]`.
+    `v [T, K, head_dim]` is copied. Results go to new tensors, or side by side to `out [T, Q + 2K, head_dim]`.
     """
     check_rotary(q, k, cos, sin)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -284,7 +282,7 @@ def launch(
 def rotary_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """`fused_rotary` as an operator; `inverse` turns the other way."""
+    """See `fused_rotary`; `inverse` rotates by the negative angles."""
     return launch(q, k, cos, sin, interleaved, inverse)[:2]
 
 
@@ -311,7 +309,7 @@ rotary_op.register_autograd(_backward, setup_context=_context)
 def split_rotary_op(
     qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fused_split_and_rotary` as an operator."""
+    """See `fused_split_and_rotary`."""
     q, k, v = _parts(qkv, num_kv_heads)
     q, k, copied = launch(q, k, cos, sin, interleaved, False, v=v)
     assert copied is not None
@@ -326,7 +324,7 @@ def _(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: boo
 
 @torch.library.custom_op("parallel_layers::split_rotary_backward", mutates_args=())
 def split_rotary_backward_op(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The gradient of the fused projection."""
+    """Return the gradient of the fused projection, `[T, Q + 2K, head_dim]`."""
     d_qkv = dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
     launch(dq, dk, cos, sin, interleaved, True, v=dv, out=d_qkv)
     return d_qkv

@@ -1,7 +1,7 @@
-"""Where Triton comes from, and the one question that every layer asks: do kernels run on these tensors?
+"""Import of Triton, and the check whether kernels can run on given tensors.
 
-torch's CUDA builds bring Triton, its CPU builds do not. Kernel modules take `triton` and `tl` from here, so that they
-can be imported without it; launching a kernel then raises.
+torch's CUDA builds include Triton, its CPU builds do not. Kernel modules import `triton` and `tl` from here; without
+Triton the import works and a launch raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class _Absent:
-    """Stands for `triton` and everything in it: good enough to define kernels, not to launch them."""
+    """A stand-in for `triton` that can define kernels; a launch raises RuntimeError."""
 
     def __getattr__(self, name: str) -> _Absent:
         return self
@@ -29,7 +29,7 @@ class _Absent:
         return self
 
     def __getitem__(self, grid: Any) -> _Absent:
-        raise RuntimeError("this kernel needs Triton, which torch's CUDA builds bring: pip install triton")
+        raise RuntimeError("this kernel needs Triton; install a CUDA build of torch, or run: pip install triton")
 
 
 try:
@@ -54,14 +54,14 @@ __all__ = [
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels take these tensors: all on CUDA, all fp32, fp16 or bf16, and Triton installed."""
+    """Return True if Triton is installed and all tensors are fp32, fp16 or bf16 on CUDA; None is skipped."""
     return HAS_TRITON and all(x is None or (x.is_cuda and x.dtype in _DTYPES) for x in tensors)
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Decorate a function that launches kernels: they run on the GPU of its first tensor.
+    """Decorate a function that launches kernels: make the GPU of its first tensor current.
 
-    Triton launches on the current GPU, which is another one where a process spreads a model over several.
+    Triton launches on the current GPU. In a process with several GPUs that can be a different one.
     """
 
     @functools.wraps(launch)
@@ -76,28 +76,28 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many blocks of threads `device` runs side by side, in units of its multiprocessors."""
+    """Return the number of multiprocessors of `device`."""
     if device.type != "cuda":
-        return 2  # Triton's interpreter: a few programs, so that each of them loops
+        return 2  # few programs in Triton's interpreter, so that each walks several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have on `device`."""
+    """Return the bytes of shared memory available to one program on `device`."""
     if device.type != "cuda":
         return 64 * 1024  # Triton's interpreter has no limit
     properties = torch.cuda.get_device_properties(device)
-    # ROCm builds know only what a program has without asking for more.
+    # ROCm builds report no opt-in limit.
     limit: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return limit
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n (1 for n <= 1): the length of a tile that holds n elements."""
+    """Return the smallest power of two >= n (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of `size` cover n."""
+    """Return n / size, rounded up."""
     return -(-n // size)

@@ -1,4 +1,4 @@
-"""The sum of a few tensors that lie one after the other, in at least fp32, rounded once, in one pass over memory."""
+"""Sum of a few consecutive tensors in at least fp32, in one pass over memory."""
 
 # Triton reads a kernel's annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
@@ -24,10 +24,7 @@ def _sum_kernel(parts_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexp
 
 @on_its_device
 def sum_parts(parts: Tensor) -> Tensor:
-    """`[n, ...]` -> `[...]`: the sum over dim 0, in at least fp32, rounded once; on a GPU from the first to the last.
-
-    No gradient.
-    """
+    """Sum over dim 0 in at least fp32 and round once: `[n, ...]` -> `[...]`. A GPU adds in order. No gradient."""
     if not use_triton(parts) or not parts.is_contiguous():
         wide = torch.promote_types(parts.dtype, torch.float32)
         return parts.sum(0, dtype=wide).to(parts.dtype)

@@ -1,9 +1,9 @@
-"""SwiGLU, of a fused gate-up projection or of two apart: one read and one write of memory each way.
+"""SwiGLU of one fused gate-up projection or of two tensors, in one pass over memory each way.
 
     y = silu(g) · u,   silu(g) = g σ(g),   x = [g | u]
     dg = dy · u · σ(g) (1 + g (1 - σ(g))),   du = dy · silu(g)
 
-Backward recomputes σ(g) from g; nothing but the inputs is saved. All arithmetic is fp32, rounded once.
+Only the inputs are saved; the backward recomputes σ(g). All arithmetic is fp32, rounded once.
 
 Shape legend: R rows (all leading dims), I intermediate size. https://arxiv.org/abs/2002.05202
 """
@@ -23,12 +23,12 @@ NUM_WARPS = 4
 
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """`gate_up [..., 2I]` (gate, then up) -> `silu(gate) * up` `[..., I]` in the same dtype."""
+    """Return `silu(gate) * up`: `gate_up [..., 2I]` (gate, then up) -> `[..., I]` in the same dtype."""
     return swiglu_op(gate_up)
 
 
 def fused_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` of two tensors of one shape `[..., I]` and dtype; raises ValueError for others."""
+    """Return `silu(gate) * up` `[..., I]`; raise ValueError if the two shapes or dtypes differ."""
     return silu_mul_op(gate, up)
 
 
@@ -65,7 +65,7 @@ def _block(size: int, max_block: int) -> int:
 def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     size, odd = divmod(gate_up.shape[-1], 2)
     if odd:
-        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; gate and up together make an even number")
+        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; pass an even number, half gate and half up")
     return gate_up[..., :size], gate_up[..., size:]
 
 
@@ -94,13 +94,13 @@ def _backward_into(
 
 
 def launch_forward(gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """The forward kernel in blocks of at most `max_block` columns of one row."""
+    """Launch the forward kernel in blocks of at most `max_block` columns of one row."""
     gate, up = _halves(gate_up.contiguous())
     return _forward(gate, up, gate_up.shape[-1], max_block, num_warps)
 
 
 def launch_backward(dy: Tensor, gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """The backward kernel in blocks of at most `max_block` columns of one row."""
+    """Launch the backward kernel in blocks of at most `max_block` columns of one row."""
     gate_up = gate_up.contiguous()
     dx = torch.empty_like(gate_up)
     _backward_into(*_halves(dx), dy.contiguous(), *_halves(gate_up), gate_up.shape[-1], max_block, num_warps)
@@ -109,7 +109,7 @@ def launch_backward(dy: Tensor, gate_up: Tensor, *, max_block: int = MAX_BLOCK, 
 
 @torch.library.custom_op("parallel_layers::swiglu", mutates_args=())
 def swiglu_op(gate_up: Tensor) -> Tensor:
-    """`fused_swiglu` as an operator."""
+    """See `fused_swiglu`."""
     return launch_forward(gate_up)
 
 
@@ -120,7 +120,7 @@ def _(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("parallel_layers::swiglu_backward", mutates_args=())
 def swiglu_backward_op(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `gate_up`."""
+    """Return the gradient of `gate_up`."""
     return launch_backward(dy, gate_up)
 
 
@@ -142,10 +142,10 @@ swiglu_op.register_autograd(_backward, setup_context=_context)
 
 @torch.library.custom_op("parallel_layers::silu_mul", mutates_args=())
 def silu_mul_op(gate: Tensor, up: Tensor) -> Tensor:
-    """`fused_silu_mul` as an operator."""
+    """See `fused_silu_mul`."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"gate is {gate.dtype} {list(gate.shape)}, but up is {up.dtype} {list(up.shape)}; they must agree"
+            f"gate is {gate.dtype} {list(gate.shape)} and up is {up.dtype} {list(up.shape)}; make them agree"
         )
     return _forward(gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS)
 
@@ -157,7 +157,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("parallel_layers::silu_mul_backward", mutates_args=())
 def silu_mul_backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `gate` and `up`."""
+    """Return the gradients of `gate` and `up`."""
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _backward_into(
         dgate, dup, dy.contiguous(), gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS

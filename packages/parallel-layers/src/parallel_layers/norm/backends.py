@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from parallel_layers.kernels.rms_norm import MAX_SIZE, supports_rms_norm
+from parallel_layers.kernels.rms_norm import supports_rms_norm
+from parallel_layers.kernels.rms_norm_triton import MAX_SIZE
 from parallel_layers.kernels.runtime import HAS_TRITON
 
 
