@@ -73,9 +73,9 @@ def test_the_numbers_of_sequences_may_be_a_tensor_or_an_array(kind: Any, indices
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([-1], r"has 2 sequences, numbered from 0, and none with the numbers \[-1\]"),
-        ([0, 2, 5], r"none with the numbers \[2, 5\]"),
-        ([True, False], r"must be \[n\] integers, got \[2\] torch.bool; of a bool mask take mask.nonzero"),
+        ([-1], r"has 2 sequences, and \[-1\] are no numbers of sequences"),
+        ([0, 2, 5], r"\[2, 5\] are no numbers of sequences; use numbers in 0..1"),
+        ([True, False], r"must be \[n\] integers, got \[2\] torch.bool; turn a bool mask into numbers by mask.nonzero"),
         ([0.0], r"must be \[n\] integers, got \[1\] torch.float32"),
         ([[0]], r"must be \[n\] integers, got \[1, 1\] torch.int64"),
     ],

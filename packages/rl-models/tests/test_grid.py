@@ -42,7 +42,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 def wrong_mesh(group: ProcessGroup) -> str:
     mesh = ParallelDims(tp=2).build_mesh("cpu", [0, 1])
-    with pytest.raises(ValueError, match=r"the mesh has .* which is not ParallelDims\(dp=2") as error:
+    with pytest.raises(ValueError, match=r"the mesh has .* and dims is ParallelDims\(dp=2") as error:
         Grid.build(ParallelDims(dp=2), device="cpu", mesh=mesh)
     return str(error.value)
 

@@ -14,20 +14,18 @@ from rl_models.losses.sequences import sequence_ids
 
 @dataclass(frozen=True)
 class Batch:
-    """N sequences, one after the other, and tensors aligned with their T tokens.
+    """N sequences, one after another, and tensors aligned with their T tokens, without padding.
 
-    Everything per token belongs to the token at its place: `log_probs[t]` is log p(token t | the tokens before it),
-    zero for the first token of a sequence; `values[t]` is the value of the state before token t, zero for the first.
-    Nothing is padded, so a mean over tokens is a mean over tokens.
+    A number per token belongs to the token at its place: `log_probs[t]` is log p(token t | the tokens before it),
+    `values[t]` the value of the state before token t. Both are 0 for the first token of a sequence.
 
     Attributes:
         tokens: `[T]` int64.
-        lengths: of the N sequences; zero is allowed.
-        mask: `[T]` bool, the tokens that the policy chose, which are the ones that a loss averages over. The
-            first token of a sequence follows nothing, has no probability, and can not be one.
-        fields: further `[T]` or `[T, ...]` tensors by name, such as `old_log_probs` or `advantages`;
-            `batch["advantages"]` reads one. The field `routing` `[T, M, k]`, the experts of each token in the M layers
-            of a mixture (a row of -1: not known), sends the tokens there again, see `Actor.log_probs`.
+        lengths: The lengths of the N sequences; 0 is allowed.
+        mask: `[T]` bool, the tokens that the policy chose and a loss averages over. The first token of a sequence has
+            no probability and cannot be in the mask.
+        fields: Further `[T]` or `[T, ...]` tensors by name; `batch["advantages"]` reads one. The field `routing`
+            `[T, M, k]` holds the experts to replay, see `Actor.log_probs`.
     """
 
     tokens: Tensor
@@ -53,9 +51,11 @@ class Batch:
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
         starts = list(self._starts())
         first = self.mask[[start for _, start in starts]]
-        if bool(first.any()):  # one look at the device, however many sequences there are
+        if bool(first.any()):  # one wait for the device, for all sequences
             chosen = [n for (n, _), masked in zip(starts, first.tolist(), strict=True) if masked]
-            raise ValueError(f"the first token of sequences {chosen} is in the mask, but nothing precedes it")
+            raise ValueError(
+                f"the first token of sequences {chosen} is in the mask and has no token before it; leave it out"
+            )
         object.__setattr__(self, "fields", dict(self.fields))
 
     @classmethod
@@ -67,17 +67,16 @@ class Batch:
         device: torch.device | str | None = None,
         **fields: Sequence[Tensor | Sequence[float]],
     ) -> Batch:
-        """Lay sequences of token ids one after the other.
+        """Concatenate sequences of token ids to a batch.
 
         Args:
             sequences: N tensors `[L_i]` or lists of token ids.
-            response_lengths: the last so many tokens of each sequence are in the mask; None: all but the first.
-            device: where to put the tensors; default: where they are.
-            fields: by name, N tensors `[L_i]` or lists of numbers.
+            response_lengths: The number of last tokens of each sequence in the mask (default: all but the first token).
+            device: The device of the batch (default: that of the sequences).
+            **fields: N tensors `[L_i]` or lists of numbers, by name.
 
         Raises:
-            ValueError: if a sequence is no row of integers, or a field or a response is not as long as its sequence
-                allows.
+            ValueError: A sequence is no row of integers, or a field or a response does not fit its sequence.
         """
         rows = [row.to(device) for row in token_rows(sequences, "sequence")]
         lengths = tuple(len(row) for row in rows)
@@ -87,8 +86,8 @@ class Batch:
         for n, (length, response) in enumerate(zip(lengths, response_lengths, strict=True)):
             if not 0 <= response <= max(length - 1, 0):
                 raise ValueError(
-                    f"sequence {n} has {length} tokens and a response of {response}; a response leaves at least one "
-                    "token before it"
+                    f"sequence {n} has {length} tokens and a response of {response}; a response has at most all tokens "
+                    "but the first"
                 )
             masks.append(torch.arange(length) >= length - response)
         flat: dict[str, Tensor] = {}
@@ -102,7 +101,7 @@ class Batch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
-        """The sequences of all batches in order, with the fields that all of them have."""
+        """Concatenate the sequences of all batches, with the fields that all batches have."""
         if not batches:
             raise ValueError("concatenate needs at least one batch")
         names = set.intersection(*(set(batch.fields) for batch in batches))
@@ -127,12 +126,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T, of all sequences together."""
+        """T, the tokens of all sequences."""
         return len(self.tokens)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.tokens.device
 
     @property
@@ -144,7 +143,7 @@ class Batch:
 
     @property
     def masked_counts(self) -> Tensor:
-        """`[N]` int64: the tokens in the mask of each sequence."""
+        """`[N]` int64: the number of masked tokens of each sequence."""
         return self.mask.new_zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.mask.long())
 
     @property
@@ -153,14 +152,14 @@ class Batch:
         return sequence_ids(self.lengths, self.mask)
 
     def with_fields(self, **fields: Tensor) -> Batch:
-        """The same sequences with these `[T]` tensors added, or put in the place of those of the same name."""
+        """Return the batch with these `[T]` tensors; they replace fields of the same name."""
         return replace(self, fields={**self.fields, **fields})
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """The sequences of these numbers, in this order, with their fields.
+        """Return the sequences with these numbers, in this order, with their fields.
 
         Raises:
-            ValueError: a number is none of 0 .. N - 1.
+            ValueError: A number is outside 0..N-1.
         """
         numbers = self._numbers(indices)
         where = self.positions(numbers)
@@ -168,55 +167,54 @@ class Batch:
         return Batch(self.tokens[where], tuple(self.lengths[i] for i in numbers), self.mask[where], fields)
 
     def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """`[sum of their lengths]` int64: where in this batch the tokens of these sequences stand; raises as `select`
-        does."""
+        """Return the places of the tokens of these sequences in the batch, int64; raises as `select`."""
         starts = dict(self._starts(empty=True))
         parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
         return _cat(parts, torch.int64, "cpu").to(self.device)
 
     def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
-        """The indices, which may be a tensor or an array, as integers that are sequences' numbers."""
+        """Return indices, which may be a tensor or an array, as checked integers."""
         given = torch.as_tensor(indices)
         if given.dim() != 1 or (len(given) and (given.is_floating_point() or given.dtype == torch.bool)):
             raise ValueError(
-                f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; of a bool mask "
-                "take mask.nonzero().flatten()"
+                f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; turn a bool "
+                "mask into numbers by mask.nonzero().flatten()"
             )
         numbers: list[int] = given.tolist()
         if outside := [i for i in numbers if not 0 <= i < len(self)]:
             raise ValueError(
-                f"the batch has {len(self)} sequences, numbered from 0, and none with the numbers {outside[:8]}; "
-                "numbers do not count from the end"
+                f"the batch has {len(self)} sequences, and {outside[:8]} are no numbers of sequences; use numbers in "
+                f"0..{len(self) - 1}"
             )
         return numbers
 
     def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
-        """A `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field, as one tensor for each sequence."""
+        """Split a `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field by name, into one tensor per sequence."""
         if isinstance(per_token, str):
             own = {"tokens": self.tokens, "mask": self.mask}
             per_token = own[per_token] if per_token in own else self[per_token]
         return list(per_token.split(self.lengths)) if self.lengths else []
 
     def responses(self) -> list[Tensor]:
-        """The tokens in the mask, for each sequence."""
+        """Return the masked tokens of each sequence."""
         return [tokens[mask] for tokens, mask in zip(self.split(), self.split("mask"), strict=True)]
 
     def sum_by_sequence(self, per_token: Tensor) -> Tensor:
-        """`[N]`: the sum of a `[T]` tensor over the masked tokens of each sequence."""
+        """Sum a `[T]` tensor over the masked tokens of each sequence, `[N]`."""
         masked = torch.where(self.mask, per_token, 0)
         return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device."""
+        """Return the batch on a device."""
         fields = {name: tensor.to(device) for name, tensor in self.fields.items()}
         return Batch(self.tokens.to(device), self.lengths, self.mask.to(device), fields)
 
     def packed(self, *, multiple_of: int = 1) -> PackedSequence:
-        """The tokens as a model takes them, padded at the end (once) to a multiple."""
+        """Return the tokens as a model takes them, padded at the end to a multiple of `multiple_of`."""
         return PackedSequence.from_sequences(self.split(), multiple_of=multiple_of)
 
     def _starts(self, *, empty: bool = False) -> Iterator[tuple[int, int]]:
-        """Number and first place of each sequence; those of no tokens only if asked for."""
+        """Yield the number and the first place of each sequence; with `empty` also of sequences without tokens."""
         start = 0
         for n, length in enumerate(self.lengths):
             if length or empty:
@@ -225,22 +223,21 @@ class Batch:
 
 
 def require_batch(batch: object) -> None:
-    """Raise ValueError unless `batch` is a `Batch`; says how to make one of what it is."""
+    """Raise ValueError unless `batch` is a `Batch`."""
     if isinstance(batch, Batch):
         return
     shape = f" {list(batch.shape)}" if isinstance(batch, Tensor) else ""
     raise ValueError(
-        f"expected a Batch, got {type(batch).__name__}{shape}; make one with Batch.from_sequences(...), of one row of "
-        "token ids a sequence, without padding: [row[keep] for row, keep in zip(input_ids, attention_mask.bool())]"
+        f"expected a Batch, got {type(batch).__name__}{shape}; make one by Batch.from_sequences(...) from one row of "
+        "token ids per sequence, without padding: [row[keep] for row, keep in zip(input_ids, attention_mask.bool())]"
     )
 
 
 def token_rows(sequences: Iterable[Tensor | Sequence[int]], name: str) -> list[Tensor]:
-    """Return sequences of token ids as int64 tensors `[L]`, where they are.
+    """Return sequences of token ids as int64 tensors `[L]`, each on its device; `name` names a sequence in errors.
 
     Raises:
-        ValueError: One is something else, such as a text, a number, rows of numbers, or fractions; `name` is what a
-            sequence is called.
+        ValueError: `sequences` is a text or a number, or one of them is no row of integers.
     """
     if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
         raise ValueError(
@@ -254,11 +251,10 @@ _ENCODE = "encode texts first: [tokenizer.encode(text) for text in texts]"
 
 
 def token_ids(sequence: Tensor | Sequence[int], name: str) -> Tensor:
-    """Return a sequence of token ids, a tensor `[L]` or a list, as int64, where it is.
+    """Return a sequence of token ids, a tensor `[L]` or a list, as int64 on its device; `name` names it in errors.
 
     Raises:
-        ValueError: It is something else, such as a text, one number, rows of numbers, or fractions; `name` is what the
-            sequence is called.
+        ValueError: The sequence is a text, a number, rows of numbers, or fractions.
     """
     if isinstance(sequence, str | bytes):
         raise ValueError(f"{name} must be [L] token ids, got the text {sequence!r:.60}; {_ENCODE}")

@@ -1,4 +1,4 @@
-"""`Grid`: where a model's ranks stand, and the process groups that follow."""
+"""`Grid`: the ranks of a model and their process groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from parallel_layers import ParallelDims
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes, the device and the mesh of one model; several grids may lie on the ranks of one default group.
+    """The sizes, the device and the mesh of one model; several grids may share the ranks of a default group.
 
     Attributes:
-        dims: the sizes.
-        device: of this rank.
-        mesh: with the axes of `ParallelDims.build_mesh`; None for one rank.
-        everyone: a group of all ranks of the grid; None for one rank.
-        data_mesh: the ranks that hold the same parts of dense layers, dp x cp, as one axis; None for one rank.
-        expert_mesh: the same ranks as `mesh` by what they hold of the experts, None where ep is 1. Its axes "pp", "dp",
-            "cp", "tp" are the stage, the copies of a set of experts, the sets, and the shards of each expert.
+        dims: The sizes.
+        device: The device of this rank.
+        mesh: The mesh, with the axes of `ParallelDims.build_mesh`; None for one rank.
+        everyone: The group of all ranks of the grid; None for one rank.
+        data_mesh: The ranks dp x cp, which hold the same parts of dense layers, as one axis; None for one rank.
+        expert_mesh: The ranks of `mesh`, arranged by the experts that they hold; None where ep is 1. Its axes "pp",
+            "dp", "cp", "tp" are the stage, the copies of a set of experts, the sets, and the shards of each expert.
     """
 
     dims: ParallelDims
@@ -43,12 +43,12 @@ class Grid:
         """Form the groups of `dims` over all ranks of the default group, or take a mesh that is already built.
 
         Args:
-            dims: the sizes. With one rank no process group is needed, and each process has a model of its own.
-            device: default this process's current CUDA device where there is one, else the CPU.
-            mesh: from `dims.build_mesh(...)`, for a grid on some of the ranks.
+            dims: The sizes. One rank needs no process group; each process then has its own model.
+            device: The device (default: this process's current CUDA device if there is one, else the CPU).
+            mesh: A mesh of `dims.build_mesh(...)`, for a grid on some of the ranks.
 
         Raises:
-            ValueError: there is no process group for more than one rank, or the mesh has other sizes than `dims`.
+            ValueError: More than one rank has no process group, or the mesh has other sizes than `dims`.
         """
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,9 @@ class Grid:
             sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
             for name in ("pp", "dp", "cp", "tp"):
                 if sizes.get(name) != getattr(dims, name):
-                    raise ValueError(f"the mesh has {sizes}, which is not {dims}; build it with dims.build_mesh(...)")
+                    raise ValueError(
+                        f"the mesh has {sizes} and dims is {dims}; build the mesh with dims.build_mesh(...)"
+                    )
         elif dims.world_size > 1:
             if not dist.is_initialized():
                 raise ValueError(
@@ -70,7 +72,7 @@ class Grid:
         return cls(dims, device, mesh, _group_of_all(dims, mesh), _data_mesh(dims, mesh), _expert_mesh(dims, mesh))
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The group of one axis; None where its size is 1."""
+        """Return the group of one axis; None if its size is 1."""
         if self.mesh is None or getattr(self.dims, axis) == 1:
             return None
         if axis == "ep":
@@ -79,19 +81,21 @@ class Grid:
         return self.mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's place on one axis."""
+        """Return this rank's place on one axis."""
         if axis == "ep":
             return 0 if self.expert_mesh is None else self.expert_mesh.get_local_rank("cp")
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property
     def expert_tensor_parallel(self) -> bool:
-        """Whether each expert is divided over tp: experts are then shared out over dp x cp, where ep divides that.
-        Otherwise experts are whole, and shared out over neighbouring ranks, those of a tp group first."""
+        """Whether each expert is divided over tp, with the experts distributed over dp x cp (ep divides dp x cp).
+
+        Otherwise experts are whole and distributed over neighbouring ranks, the ranks of a tp group first.
+        """
         return self.dims.dp * self.dims.cp % self.dims.ep == 0
 
     def require(self, axes: Sequence[str], backend: str) -> None:
-        """Raise ValueError if a form of parallelism other than `axes` is asked for."""
+        """Raise ValueError if an axis outside `axes` has a size above 1."""
         for name in ("dp", "pp", "cp", "tp", "ep"):
             size = getattr(self.dims, name)
             if size > 1 and name not in axes:
@@ -114,7 +118,7 @@ def _expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _regrouped(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """Another grid on the ranks of `mesh`, in the same order."""
+    """Build another grid on the ranks of `mesh`, in the same order."""
     return dims.build_mesh(mesh.device_type, sorted(mesh.mesh.flatten().tolist()))
 
 
@@ -126,15 +130,15 @@ def _group_of_all(dims: ParallelDims, mesh: DeviceMesh) -> ProcessGroup | None:
         return mesh.get_group(larger[0])
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    # A grid with one axis on the same ranks: `build_mesh` knows how some of the ranks form a group by themselves.
+    # A one-axis grid on the same ranks: `build_mesh` can form a group of some of the ranks.
     return _regrouped(ParallelDims(dp=dims.world_size), mesh).get_group("dp")
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> str:
-    """The path of a local checkpoint folder.
+    """Return the path of a local checkpoint folder.
 
     Raises:
-        ValueError: there is none; names of models on a hub are not downloaded here.
+        ValueError: The folder has no `config.json`, such as the name of a model on a hub.
     """
     folder = os.fspath(path)
     if not os.path.isfile(os.path.join(folder, "config.json")):

@@ -1,4 +1,4 @@
-"""Checks of numbers that a caller gives: a text or None is refused by name, before arithmetic fails on it."""
+"""Checks of numbers that a caller gives; errors name the argument."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def require_number(
     integer: bool = False,
     finite: bool = True,
 ) -> None:
-    """Raise ValueError unless `value` is a number within its bound.
+    """Raise ValueError unless `value` is a number within its bounds.
 
     Args:
-        name: What the error calls the number.
-        value: What the caller has given.
-        above, at_least: The bound; None: there is none.
-        integer: Whether the number must be an int.
-        finite: Whether NaN and infinities are refused.
+        name: The name of the argument in the error.
+        value: The value of the argument.
+        above, at_least: Bounds; None skips the check.
+        integer: Refuse numbers other than integers.
+        finite: Refuse NaN and infinities.
     """
     kind = Integral if integer else Real
     text = "an integer" if integer else "a finite number" if finite else "a number"

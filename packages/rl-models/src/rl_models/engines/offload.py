@@ -1,4 +1,4 @@
-"""Device memory given up between phases: a model's weights, its optimizer's state, or both, on the host meanwhile."""
+"""`Offload`: weights and optimizer state on the host between phases, to free device memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from rl_models.engines.fsdp import release
 
 
 class Offload:
-    """Where the weights (with their gradients) and the optimizer's state of one engine are.
+    """Moves the weights (with their gradients) and the optimizer's state of one engine to the host and back.
 
-    Storages move, not tensors: every reference to a parameter finds its numbers again, bit for bit.
+    Storages move and tensor objects stay, so every reference to a parameter finds the same numbers, bit for bit.
 
     Args:
-        module: with the weights.
-        optimizer_state: gives the optimizer's tensors.
-        pin_memory: of the host's buffers; default with a GPU.
+        module: The module with the weights.
+        optimizer_state: Returns the optimizer's tensors.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizer_state: Callable[[], Iterable[Tensor]], *, pin_memory: bool | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer_state: Callable[[], Iterable[Tensor]]) -> None:
         self.module, self.optimizer_state = module, optimizer_state
-        self._weights = HostOffload(pin_memory=pin_memory)
-        self._optimizer = HostOffload(pin_memory=pin_memory)
+        self._weights, self._optimizer = HostOffload(), HostOffload()
 
     def offload(self, *, weights: bool, optimizer: bool) -> int:
-        """Move to the host what is not there yet; returns the bytes given up on the device."""
+        """Move tensors to the host; return the bytes freed on the device."""
         freed = 0
         if optimizer and not self._optimizer.offloaded:
             freed += self._optimizer.offload(self.optimizer_state())
@@ -39,33 +35,27 @@ class Offload:
             release(self.module)
             freed += self._weights.offload(_memory(self.module))
         if freed and torch.accelerator.is_available():
-            # torch would keep the memory for this process; one that shares the device may need it.
+            # torch would keep the memory for this process; other processes on the device may need it.
             torch.accelerator.empty_cache()
         return freed
 
     def onload(self, *, weights: bool, optimizer: bool) -> None:
-        """Bring back what is away."""
+        """Bring offloaded tensors back."""
         if weights:
             self._weights.onload()
         if optimizer:
             self._optimizer.onload()
 
     def require(self, what: str, *, optimizer: bool = False) -> None:
-        """Raise RuntimeError if the weights, or what else a method needs, are away."""
-        away = [
-            name
-            for name, offload, needed in (
-                ("weights", self._weights, True),
-                ("optimizer state", self._optimizer, optimizer),
-            )
-            if needed and offload.offloaded
-        ]
+        """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded."""
+        needed = {"weights": self._weights} | ({"optimizer state": self._optimizer} if optimizer else {})
+        away = [name for name, memory in needed.items() if memory.offloaded]
         if away:
             raise RuntimeError(f"{what} needs the {' and the '.join(away)}, which are offloaded; call onload() first")
 
 
 def _memory(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and their gradients as this rank holds them, and buffers."""
+    """Yield the local parameters, their gradients, and the buffers."""
     for parameter in module.parameters():
         for tensor in (parameter, parameter.grad):
             if tensor is not None:

@@ -1,7 +1,7 @@
 """`Decoder`: embedding, layers and final norm, whole or as the chunks of a pipeline stage.
 
-Shape legend: T tokens of a packed batch (with its padding), H hidden, D rotary dims, V vocabulary; T': this rank's part
-of the tokens under sequence and context parallelism.
+Shape legend: T tokens of a packed batch with its padding, T' this rank's tokens under sequence and context parallelism,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Chunk:
     """The consecutive layers that one pipeline stage runs.
 
     Attributes:
-        layers: their numbers in the whole model.
-        first: the chunk begins with the embedding.
-        last: the chunk ends with the final norm and the head.
+        layers: The numbers of the layers in the whole model.
+        first: The chunk begins with the embedding.
+        last: The chunk ends with the final norm and the head.
     """
 
     layers: tuple[int, ...]
@@ -42,21 +42,21 @@ class Chunk:
 
 
 class ModelOptions(TypedDict, total=False):
-    """How a model is divided, by keyword; what is left out is not divided.
+    """Keywords that divide a model over ranks and choose how it computes (default: one rank).
 
     Attributes:
-        group: tensor-parallel group.
-        sequence_parallel: keep `[T/tp, H]` between the blocks.
-        execution: how the linear layers compute and communicate; default `Execution()`.
-        context_group: context-parallel group, over which the tokens of every pack are divided.
-        expert_group: the ranks that share the experts of a mixture of experts.
-        expert_tensor_parallel: every expert is divided over `group`; default True. See `parallel_layers.moe.MoE`.
-        chunks: what this rank holds of a pipeline; default the whole model.
-        recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
-            "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
-        keep_probabilities: of the head, see `parallel_layers.linear_log_probs`; not of the decoder itself.
-        tp_invariant: what `parallel_layers.invariant.tp_invariant` makes of the layers, in their place.
-        dtype, device: of the parameters.
+        group: The tensor-parallel group.
+        sequence_parallel: Keep `[T/tp, H]` between the blocks.
+        execution: How the linear layers compute and communicate (default: `Execution()`).
+        context_group: The context-parallel group, which divides the tokens of every pack.
+        expert_group: The ranks that share the experts of a mixture of experts.
+        expert_tensor_parallel: Divide each expert over `group` (default: True). See `parallel_layers.moe.MoE`.
+        chunks: This rank's chunks of a pipeline (default: the whole model).
+        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
+            MLP or mixture of experts; or numbers of layers. None: save everything.
+        keep_probabilities: Keep the head's probabilities, see `parallel_layers.linear_log_probs`.
+        tp_invariant: Replace the layers by those of `parallel_layers.invariant.tp_invariant`.
+        dtype, device: The dtype and the device of the parameters.
     """
 
     group: ProcessGroup | None
@@ -74,11 +74,11 @@ class ModelOptions(TypedDict, total=False):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: ids [T] -> hidden [T', H].
+    """Embedding, layers and final norm: ids `[T]` -> hidden states `[T', H]`.
 
-    Each rank holds its shards of every layer. Communication: the embedding's reduction, then per layer one gather and
-    one scatter forward and their conjugates backward for attention and for the MLP (all-reduces without sequence
-    parallelism), and what context and expert parallelism send.
+    Each rank holds its shards of every layer. Communication: one reduction for the embedding; for each attention and
+    MLP one all-gather and one reduce-scatter (without sequence parallelism one all-reduce), and their conjugates in the
+    backward; the exchanges of context and expert parallelism.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 config.vocab_size, hidden, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
-        # Keyed by the layer's number in the whole model, which is its name in checkpoints.
+        # Keys are numbers in the whole model, as in checkpoints.
         self.layers = nn.ModuleDict(
             {
                 str(i): DecoderLayer(
@@ -137,17 +137,17 @@ class Decoder(nn.Module):
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """Hidden states of every token; with a cache, of the tokens that follow what it holds.
+        """Compute hidden states of every token; with a cache, of the tokens that follow those in the cache.
 
         Args:
-            packed: the batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
-            hidden: `[T', H]`, what the chunk before has returned; None in the first.
-            chunk: which of this rank's; default the only one.
-            cache: of all layers of this rank. Context-parallel ranks then all work on all tokens.
-            routing: for the routers of a mixture of experts.
+            packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
+            hidden: `[T', H]`, the result of the chunk before; None in the first chunk.
+            chunk: One of this rank's chunks (default: the first).
+            cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
+            routing: The context of the routers of a mixture of experts.
 
         Returns:
-            `[T', H]`: after the final norm in the last chunk, else what the next takes.
+            `[T', H]`; the last chunk applies the final norm.
         """
         chunk = self.chunks[0] if chunk is None else chunk
         cos, sin = self.rotary(packed.position_ids, packed.cu_seqlens)
@@ -165,26 +165,26 @@ class Decoder(nn.Module):
         return self.norm(hidden) if chunk.last else hidden
 
     def split(self, per_token: Tensor) -> Tensor:
-        """This rank's tokens of a `[T, ...]` tensor under context parallelism."""
+        """Return this rank's tokens of a `[T, ...]` tensor under context parallelism."""
         return split_sequence(per_token, self.context_group, layout=self.context_layout)
 
     def _numbered(self, chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
-        """The layers of a chunk, each with its number among this rank's."""
+        """Yield the layers of a chunk, each with its number among the layers of this rank."""
         for number, (name, layer) in enumerate(self.layers.items()):
             if int(name) in chunk.layers:
                 yield number, layer
 
 
 def require_layers(recompute: Recompute, num_layers: int) -> None:
-    """Raise ValueError for numbers of layers that the model does not have."""
+    """Raise ValueError if `recompute` has numbers of layers outside the model."""
     if not isinstance(recompute, str | None) and (beyond := set(recompute) - set(range(num_layers))):
         raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{num_layers - 1}")
 
 
 def _recompute(layer: nn.Module, number: int, recompute: Recompute) -> None:
-    """Let a layer, or its MLP, save its input alone.
+    """Save only the input of a layer, or of its MLP, and compute its forward again in the backward.
 
-    Inside the module's hooks: FSDP2 gathers its parameters once for the backward, the second run included.
+    This wraps `forward` inside the module's hooks, so FSDP2 gathers the parameters once for both.
     """
     if recompute is None:
         return

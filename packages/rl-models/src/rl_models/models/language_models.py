@@ -1,7 +1,7 @@
-"""`CausalLM`, `ValueModel`, and both on one decoder: models over parallel layers, for every family, from one config.
+"""`CausalLM`, `ValueModel` and `CausalLMWithValue`: the native models, for every family, from one config.
 
-Shape legend: T tokens of a packed batch (with its padding), H hidden, V vocabulary, N sequences; T': this rank's part
-of the tokens under sequence and context parallelism.
+Shape legend: T tokens of a packed batch with its padding, T' this rank's tokens under sequence and context parallelism,
+H hidden size, V vocabulary, N sequences.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class PackedModel(nn.Module):
 
     Args:
         config: `ModelConfig.from_hf(...)`.
-        **options: how it is divided, see `ModelOptions`.
+        **options: See `ModelOptions`.
 
-    The names in `state_dict()` are those of `ckpt.layout_for(config, target="parallel")`. A model with some chunks of a
-    pipeline has the tensors of those alone. The parameters are not initialised beyond what the layers do:
-    `Actor.from_pretrained` loads them.
+    `state_dict()` has the names of `ckpt.layout_for(config, target="parallel")`, for this rank's chunks of a pipeline.
+    `Actor.from_pretrained` loads the parameters.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
@@ -61,7 +60,7 @@ class PackedModel(nn.Module):
             self._add_head(options.get("dtype"), options.get("device"))
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        """Add the parameters that make a decoder this kind of model; they stand on the last chunk."""
+        """Add the parameters of the head, which belong to the last chunk."""
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -69,11 +68,11 @@ class PackedModel(nn.Module):
         return self.model.chunks
 
     def _tokens_multiple_of(self, expert_tensor_parallel: bool) -> int:
-        """Packed batches must have a multiple of so many tokens."""
+        """Return the number that the tokens of a packed batch must be a multiple of."""
         tp = 1 if self.group is None else self.group.size()
         context = self.model.context_group
         cp = 1 if context is None else context.size()
-        # Without expert tensor parallelism the ranks of a group divide their tokens among them on the way to experts.
+        # Without expert tensor parallelism the ranks of a group divide their tokens before these go to the experts.
         per_rank = tp if self.sequence_parallel or not expert_tensor_parallel else 1
         return math.lcm(cp * per_rank, 2 * cp if cp > 1 and self.model.context_layout == "zigzag" else 1)
 
@@ -86,10 +85,10 @@ class PackedModel(nn.Module):
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """Hidden states `[T', H]` of this rank's tokens: final ones after the last chunk; see `Decoder.forward`.
+        """Compute the hidden states `[T', H]` of this rank's tokens; see `Decoder.forward`.
 
         Raises:
-            ValueError: the number of tokens is no multiple of `tokens_multiple_of`.
+            ValueError: The number of tokens is no multiple of `tokens_multiple_of`.
         """
         if packed.num_tokens % self.tokens_multiple_of:
             raise ValueError(
@@ -108,8 +107,11 @@ class PackedModel(nn.Module):
         temperature: float | Tensor = 1.0,
         routing: RoutingContext | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder: the
-        log-probability of the next token and its entropy, the value. Args as for `CausalLM.log_probs`."""
+        """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
+
+        A language model returns the log-probs of the next tokens and their entropies, a value model the values.
+        Arguments are those of `CausalLM.log_probs`.
+        """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         return self._outputs(states, packed, temperature)
 
@@ -117,16 +119,15 @@ class PackedModel(nn.Module):
         return ()
 
     def _gather_context(self, per_token: Tensor) -> Tensor:
-        """All tokens' numbers from those of this rank's tokens. Every rank goes on with all of them, so backward each
-        takes its own tokens' gradients."""
+        """Gather the numbers of all tokens; every rank uses all, so the backward takes this rank's gradients."""
         if self.model.context_group is None:
             return per_token
-        # No view: FSDP2 warns of one, since what is done to it in place would pass by its hooks.
+        # A copy: FSDP2 warns of views, whose in-place changes its hooks do not see.
         return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
 
 
 class CausalLM(PackedModel):
-    """A language model: log-probabilities of the next tokens of packed sequences.
+    """A language model, which computes log-probs of the next tokens of packed sequences.
 
     A tied head has no tensor of its own, except on the last of several pipeline stages.
     """
@@ -146,7 +147,7 @@ class CausalLM(PackedModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """`[ceil(V/tp), H]`: the head's, or the embedding's when they are tied."""
+        """`[ceil(V/tp), H]`: the weight of the head, or of the embedding if they are tied."""
         head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
         weight = head.weight
         assert isinstance(weight, Tensor)
@@ -163,18 +164,18 @@ class CausalLM(PackedModel):
         entropy: bool = True,
         routing: RoutingContext | None = None,
     ) -> LogProbs:
-        """Log-probability of each token's label, and the entropy of its prediction, both `[T]` fp32.
+        """Compute the log-prob of each token's label, and the entropy of its prediction, both `[T]` fp32.
 
         Args:
-            packed: the batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
-            hidden, chunk: in a pipeline, what the chunk before this last one has returned; see `Decoder.forward`.
-            labels: `[T]`; default the next token of each sequence (-100 at its last, which gives 0).
-            temperature: the logits are divided by it; a number or `[T]`.
-            entropy: compute it, too.
-            routing: for the routers of a mixture of experts.
+            packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
+            hidden, chunk: The result of the chunk before and the last chunk of a pipeline; see `Decoder.forward`.
+            labels: `[T]` (default: the next token of each sequence, and at its end -100, which gives 0).
+            temperature: Divide the logits by this number or `[T]`.
+            entropy: Compute the entropy.
+            routing: The context of the routers of a mixture of experts.
 
         Raises:
-            ValueError: a label or an id is outside the vocabulary (on every rank alike).
+            ValueError: A label or an id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         labels = next_token_labels(packed) if labels is None else labels
@@ -208,7 +209,7 @@ class CausalLM(PackedModel):
         return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature)
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
-        """An empty cache for `next_logits`, for this rank's layers and their key-value heads."""
+        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         shape = layers[0].self_attn.cache_shape
         weight = next(self.parameters())
@@ -233,11 +234,11 @@ class CausalLM(PackedModel):
         cache: SequenceCache,
         chunk: Chunk | None = None,
     ) -> Tensor:
-        """Logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
+        """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
-        Args as for `log_probs`; `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row.
-        Nothing of the size `[T, V]` is made. Communication: under sequence parallelism one all-gather of the hidden
-        states; one all-gather of the logits.
+        Arguments are those of `log_probs`; `cache` holds the tokens before these. A sequence without tokens gets an
+        arbitrary row. Communication: one all-gather of the logits, and under sequence parallelism one of the hidden
+        states.
         """
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
@@ -249,12 +250,12 @@ class CausalLM(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """A value model: one number per token from its hidden state, `score` being a linear map with a bias.
+    """A value model: the linear head `score` gives one number per token.
 
-    In Hugging Face's terms a model for token classification with one label. Where the config is that of a model for
-    sequence classification, a reward model, the head has no bias, as in transformers. The head is replicated over the
-    tensor-parallel group and computed in fp32; under sequence parallelism each rank computes the values of its own
-    tokens, and the head's gradients are summed over the group, so that its copies stay equal.
+    Hugging Face calls it a model for token classification with one label. A reward model, whose config is that of a
+    model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
+    and computes in fp32. Under sequence parallelism each rank computes the values of its own tokens, and the head's
+    gradients are summed over the group.
     """
 
     def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
@@ -270,7 +271,7 @@ class ValueModel(PackedModel):
         chunk: Chunk | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """Value `[T]` fp32 of the state after each token, the same on every rank; args as for `CausalLM.log_probs`."""
+        """Compute the value `[T]` fp32 after each token, the same on every rank; see `CausalLM.log_probs`."""
         return self._values(self(packed, hidden, chunk=chunk, routing=routing))
 
     def _values(self, states: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ class ValueModel(PackedModel):
             values = states @ weight[0].float()
             values = values if bias is None else values + bias.float()
         if self.sequence_parallel:
-            # Every rank computes the same loss from all values: backward each takes its own tokens' gradients.
+            # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
         return self._gather_context(values)
 
@@ -295,8 +296,7 @@ class ValueModel(PackedModel):
 
 
 class CausalLMWithValue(CausalLM, ValueModel):
-    """A language model and a value model on one decoder: both heads read its final hidden states.
+    """A language model and a value model on one decoder; both heads read its final hidden states.
 
-    `outputs` is what both say from one forward pass, in the order log-probabilities, entropies, values; the decoder's
-    gradients are the sums of those of the two.
+    `outputs` returns log-probs, entropies and values, in this order.
     """

@@ -1,9 +1,13 @@
-"""`WorkerState`: weights and optimizer state of an engine: made, saved, resumed, streamed and offloaded."""
+"""`WorkerState`: the weights and optimizer state of an engine, saved, resumed, streamed and offloaded.
+
+Training checkpoints hold boxes of the Hugging Face checkpoint's tensors, so a run resumes on any other grid.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +15,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ckpt
+from parallel_layers.distributed.parallel_dims import form_group
 from rl_models.engines import Engine
+from rl_models.engines.fsdp import release
 from rl_models.engines.offload import Offload
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
+from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
-from rl_models.workers import checkpoint
 from rl_models.workers.agreement import Given, agree_on_call
-from rl_models.workers.checkpoint import Resumed
 from rl_models.workers.dispatch import dispatched
 
 if TYPE_CHECKING:
     from ckpt import PendingSave  # training checkpoints take as long to import as torch
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The result of `load_training`.
+
+    Attributes:
+        step: The step that the checkpoint was saved at.
+        extra: The values that the caller saved with the checkpoint.
+    """
+
+    step: int
+    extra: dict[str, Any]
 
 
 class WorkerState:
@@ -55,7 +74,7 @@ class WorkerState:
     def _agree(
         self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
     ) -> None:
-        """Begin a call that every rank makes: see `agree_on_call`. With `optimizer` it needs the optimizer's state."""
+        """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
 
         def prepare() -> Given:
             self._memory.require(method, optimizer=optimizer)
@@ -63,6 +82,10 @@ class WorkerState:
             return Given()
 
         agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
+
+    def _shards(self) -> Shards:
+        release(self.engine.module)
+        return self.engine.shards()
 
     @property
     def grid(self) -> Grid:
@@ -81,9 +104,9 @@ class WorkerState:
 
     @dispatched()
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face checkpoint with the config and tokenizer files of the one that was loaded.
+        """Write a Hugging Face checkpoint, with the config and tokenizer files of the loaded checkpoint.
 
-        Every rank calls it. The folder appears in one step when it is complete; what was there is kept until then.
+        Every rank calls this method. The complete folder replaces an older folder in one step.
         """
         self._agree("save_pretrained", path=os.path.abspath(path))
         self.engine.save(path)
@@ -100,32 +123,38 @@ class WorkerState:
     ) -> None:
         """Write `path/step-NNNNNNNN`: weights, optimizer state, steps taken and random-number states.
 
-        Every rank calls it and writes its own part. When the checkpoint is complete it appears in one step, and
-        `path/latest` names it; a kill before that leaves the ones that were there.
+        Every rank calls this method and writes its own part. The complete checkpoint appears in one step, and
+        `path/latest` names it; a kill before that leaves the older checkpoints.
 
         Args:
-            path: the run's folder; an actor and a critic each need their own.
-            step: a number for the checkpoint; default the steps of the optimizer.
-            keep: how many checkpoints to keep, the newest; None: all.
-            extra: JSON values to find again, the same on every rank (rank 0's are kept).
-            asynchronous: return once all is copied to host memory, and write in the background. The next save, a load,
-                and `wait_for_save` wait for the end; call that before the process group is destroyed.
+            path: The folder of the run; an actor and a critic each need their own.
+            step: The number of the checkpoint (default: the steps of the optimizer).
+            keep: The number of newest checkpoints to keep; None: all.
+            extra: JSON values for `load_training`; rank 0's are saved.
+            asynchronous: Return after the copy to host memory, and write in the background. The next save, a load and
+                `wait_for_save` wait for the end; call `wait_for_save` before the process group is destroyed.
 
         Raises:
-            ValueError, OSError: this save, or the one before in the background, went wrong; on every rank.
-            RuntimeError: weights or optimizer state are offloaded.
+            ValueError, OSError: This save, or the save before in the background, failed; on every rank.
+            RuntimeError: Weights or optimizer state are offloaded.
         """
         self._agree("save_training", optimizer=True, path=os.path.abspath(path), step=step, keep=keep)
         self.wait_for_save()
         group = self.grid.everyone
         if asynchronous:
-            # Of its own: the collectives of the save run beside those of the next steps.
-            self._background = group = self._background or checkpoint.background_group(self.grid)
-        self._saving = checkpoint.save_training(
-            self.engine,
-            self.optimizer,
+            if group is not None and self._background is None:
+                # A separate group: the collectives of the save run beside the collectives of the next steps.
+                self._background = form_group(sorted(dist.get_process_group_ranks(group)), "gloo")
+            group = self._background
+        shards = self._shards()
+        parameters = shards.parameters
+        self._saving = ckpt.save_training(
             path,
             self.steps if step is None else step,
+            parameters,
+            shards.layout,
+            shards.places,
+            optimizer={name: state for name, p in parameters.items() if (state := self.optimizer.state(p))},
             extra={
                 "steps": self.steps,
                 "skipped_steps": self.skipped_steps,
@@ -142,7 +171,7 @@ class WorkerState:
         """Wait for the save in the background, if there is one.
 
         Raises:
-            ValueError, OSError: what went wrong with it, on every rank, once.
+            ValueError, OSError: The save failed; raised once, on every rank.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -150,26 +179,34 @@ class WorkerState:
 
     @dispatched(changes=True, needs="optimizer")
     def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
-        """Go on from a training checkpoint, whatever grid it was saved on; every rank calls it.
+        """Resume from a training checkpoint of any grid; every rank calls this method.
 
-        Weights, optimizer state, steps taken and (for a rank of the same number) random-number states are those of the
-        checkpoint; options, such as the learning rate and its schedule, stay as this worker was made with.
+        The checkpoint gives weights, optimizer state, steps taken and (for a rank of the same number) random-number
+        states. Options, such as the learning rate and its schedule, stay those of this worker.
 
         Args:
-            path: the folder given to `save_training`.
-            step: which checkpoint; None: the latest.
+            path: The folder given to `save_training`.
+            step: The step of the checkpoint; None: the latest.
 
         Raises:
-            ValueError: there is none, it is broken, or it is of another model; on every rank alike.
-            RuntimeError: weights or optimizer state are offloaded.
+            ValueError: There is no checkpoint, it is broken, or it belongs to another model; on every rank alike.
+            RuntimeError: Weights or optimizer state are offloaded.
         """
         self._agree("load_training", optimizer=True, path=os.path.abspath(path), step=step)
         self.wait_for_save()
-        state = checkpoint.load_training(self.engine, self.optimizer, path, step)
+        shards, optimizer = self._shards(), self.optimizer
+        parameters = shards.parameters
+        state = ckpt.load_training(
+            path, shards.layout, shards.places, step=step, into=parameters, group=self.grid.everyone
+        )
+        optimizer.zero_grad()
+        for name, parameter in parameters.items():
+            optimizer.load_state(parameter, state.optimizer.get(name, {}))
+        ckpt.restore_rng(state.rng)
         self.steps = int(state.extra["steps"])
         self.skipped_steps = int(state.extra.get("skipped_steps", 0))
-        if self.optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
-            self.optimizer.loss_scale_state = state.extra["loss_scale"]
+        if optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
+            optimizer.loss_scale_state = state.extra["loss_scale"]
         return Resumed(state.step, state.extra["extra"])
 
     def stream_weights(
@@ -182,15 +219,14 @@ class WorkerState:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of everything `save_pretrained` would write, for an inference engine.
 
-        Every rank iterates to the end. Memory: the tensors of one bucket, and as much again for the exchange; what
-        FSDP2 has divided is gathered one tensor at a time.
+        Every rank iterates to the end. Memory: two buckets of tensors. FSDP2 shards are gathered one tensor at a time.
 
         Args:
-            to: ranks of the grid that receive; on the others nothing is yielded. None: all.
-            dtype: cast floating-point tensors to it.
-            device: where the tensors are; None: where the parameters are. "cpu" under a GPU: pinned memory; clone a
-                tensor to keep it.
-            bucket_bytes: how much is exchanged at once; at least one tensor.
+            to: The ranks of the grid that receive the tensors; the other ranks yield nothing. None: all ranks.
+            dtype: Cast floating-point tensors to this dtype.
+            device: The device of the tensors (default: that of the parameters). "cpu" beside a GPU is pinned memory,
+                which later tensors overwrite: clone a tensor to keep it.
+            bucket_bytes: The bytes that one exchange sends; at least one tensor.
         """
 
         def check() -> None:
@@ -199,12 +235,22 @@ class WorkerState:
                 return
             if isinstance(to, str) or not isinstance(to, Sequence) or any(rank not in range(ranks) for rank in to):
                 raise ValueError(
-                    f"to={to!r} must be ranks of the grid, 0 to {ranks - 1}, such as [0]; hand the tensors that these "
-                    "ranks receive to an inference engine yourself"
+                    f"to={to!r} must be ranks of the grid, 0 to {ranks - 1}, such as [0]; your program hands the "
+                    "tensors of these ranks to an inference engine"
                 )
 
         self._agree("stream_weights", check, to=to, dtype=dtype, bucket_bytes=bucket_bytes)
-        return checkpoint.stream_weights(self.engine, to=to, dtype=dtype, device=device, bucket_bytes=bucket_bytes)
+        shards = self._shards()
+        return ckpt.stream_hf(
+            [parameters for _, parameters in shards.chunks],
+            shards.layout,
+            self.grid.everyone,
+            shards.places,
+            to=to,
+            dtype=dtype,
+            device=device,
+            bucket_bytes=bucket_bytes,
+        )
 
     @dispatched(gather=sum, changes=True, needs="nothing")
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
@@ -213,11 +259,11 @@ class WorkerState:
         Methods that need the moved tensors raise until `onload` brings them back, bit for bit.
 
         Returns:
-            Bytes given up on the device.
+            The bytes freed on the device.
         """
         return self._memory.offload(weights=weights, optimizer=optimizer)
 
     @dispatched(changes=True, needs="nothing")
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
-        """Bring back the tensors that `offload` has moved; does nothing for tensors that are here."""
+        """Bring back the tensors that `offload` has moved."""
         self._memory.onload(weights=weights, optimizer=optimizer)
