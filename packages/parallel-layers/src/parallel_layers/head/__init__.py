@@ -1,4 +1,4 @@
-"""Losses over a vocabulary that is sharded, or whose logits are too large to keep."""
+"""Head and losses over a sharded vocabulary, without materialised logits."""
 
 from parallel_layers.head.linear_log_probs import LogProbs, linear_log_probs, linear_policy_loss
 from parallel_layers.head.vocab_parallel_head import VocabParallelHead

@@ -1,8 +1,8 @@
-"""The head in tiles of plain torch: right on every device, and what the CUDA kernels are checked against.
+"""The head in tiles of plain torch, for every device; the reference for the CUDA kernels.
 
-`head_statistics` walks the vocabulary and keeps four numbers a token; `head_gradients` recomputes the logits a slice of
-the vocabulary at a time, so that each slice of the weight's gradient is written once. Neither ever makes a tensor of
-more than `tile_elements` elements beyond its inputs, its results and one fp32 copy of the hidden states.
+`head_statistics` walks the vocabulary and keeps four numbers a token. `head_gradients` recomputes the logits one slice
+of the vocabulary at a time. Temporaries have at most `TILE_ELEMENTS` elements, except one fp32 copy of the hidden
+states.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 """
@@ -16,18 +16,18 @@ from parallel_layers.head.logit_transform import LogitTransform
 from parallel_layers.head.softmax_statistics import UpstreamGradients, logit_gradient, merge_statistics, tile_statistics
 
 TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
-"""Largest temporary of a tile, in elements, by device type; other devices take the CUDA figure."""
+"""Largest temporary of a tile, in elements, by device type; other devices take the CUDA value."""
 
 _VOCABULARY_SLICE = 8192
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics and sums are fp32, and fp64 for fp64 inputs (which is for gradient checks)."""
+    """Return the dtype of statistics and sums: fp32, and fp64 for fp64 inputs (gradient checks)."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, limit: int) -> tuple[int, int]:
-    """`(tokens, vocabulary entries)` of a tile: at most `limit` logits, and at most `limit` elements of weight."""
+    """Return `(tokens, vocabulary entries)` of a tile of at most `limit` logits and `limit` elements of the weight."""
     entries = max(1, min(num_entries, _VOCABULARY_SLICE, limit // max(hidden_size, 1)))
     return max(1, min(num_tokens, limit // entries)), entries
 
@@ -37,9 +37,9 @@ def _limit(x: Tensor) -> int:
 
 
 def _operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to multiply in: bf16 as it is where products can sum and return fp32, else that of the sums.
+    """Return the dtype of GEMM operands: bf16 where a GEMM can return fp32, else the dtype of the sums.
 
-    fp16 is widened everywhere: gradients of logits are too small for it.
+    fp16 is widened on every device, because gradients of logits underflow in fp16.
     """
     return x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else accumulation_dtype(x.dtype)
 
@@ -57,7 +57,10 @@ def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
-    """Statistics `[4, T]` of this rank's logits (see `softmax`); `labels_T` counts from this rank's first entry."""
+    """Return the statistics `[4, T]` of this rank's logits; `labels_T` counts from this rank's first entry.
+
+    `softmax_statistics` defines the statistics.
+    """
     dtype = _operand_dtype(hidden_TH)
     num_tokens, num_entries = len(hidden_TH), len(weight_VH)
     tokens_a_tile, entries_a_tile = tile_shape(num_tokens, num_entries, hidden_TH.shape[1], _limit(hidden_TH))
@@ -90,9 +93,9 @@ def head_gradients(
 ) -> None:
     """Add this rank's part of the hidden states' gradient to `grad_hidden_TH` (fp32), and write `grad_weight_VH`.
 
-    Either may be None: not wanted, not computed. With `accumulate_weight` the weight's gradient is added to what
-    `grad_weight_VH` (fp32) holds. `hidden_done` is called once, when `grad_hidden_TH` is complete; what is left to do
-    for the weight then hides what it sends.
+    A gradient that is None is not computed. With `accumulate_weight` the weight's gradient is added to `grad_weight_VH`
+    (fp32). `hidden_done` is called once `grad_hidden_TH` is complete, so that its communication can overlap with the
+    rest.
     """
     dtype = _operand_dtype(hidden_TH)
     num_tokens, num_entries = len(hidden_TH), len(weight_VH)

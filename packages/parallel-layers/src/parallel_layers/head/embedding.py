@@ -1,4 +1,4 @@
-"""Token embedding with the vocabulary divided over a tensor-parallel group.
+"""Token embedding with the vocabulary sharded over a tensor-parallel group.
 
 Shape suffixes: T tokens, V vocabulary, H hidden.
 """
@@ -17,25 +17,24 @@ from parallel_layers.sharding import Block, Sharding, set_sharding
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """Rows of a table `[V, H]`, which is divided over the group by rows.
+    """Look up rows of a table `[V, H]` whose rows are sharded over the group.
 
-    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`; rows from V on are padding, zero, and no
-    id reaches them. Each rank looks up the ids that it holds and contributes zeros for the others, so the sum over the
-    ranks is exact.
+    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`; rows from V on are padding and zero. Each
+    rank looks up the ids that it holds and contributes zeros for the others, so the sum over the ranks is exact.
 
     Args:
         num_embeddings: V.
         embedding_dim: H.
         group: The tensor-parallel group.
         sequence_parallel: Return only this rank's tokens.
-        dtype: Of the table.
-        device: Of the table.
+        dtype: The dtype of the table.
+        device: The device of the table.
 
     Forward: all-reduce; sequence parallel: reduce-scatter. Backward: none; sequence parallel: all-gather. The gradient
-    of a row is complete on the rank that holds it.
+    of a row is complete on the rank that holds the row.
 
-    Initially from N(0, 1) like torch's own, by one number from torch's default CPU generator: ranks that are seeded
-    alike hold parts of one table.
+    Initial rows are drawn from N(0, 1), by one number from torch's default CPU generator: ranks with the same seed hold
+    shards of one table.
     """
 
     def __init__(
@@ -64,13 +63,12 @@ class VocabParallelEmbedding(ParallelModule):
         fill_parameter_(self, "weight", shared_seed(), normal(1.0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`ids` `[T, ...]`, all of them on every rank -> `[T, ..., H]`, sequence parallel `[T/tp, ..., H]`.
+        """Return the rows of all `ids` `[T, ...]`: `[T, ..., H]`, sequence parallel `[T/tp, ..., H]`.
 
         Raises:
-            ValueError: An id is outside `0 .. V - 1`; on every rank alike, whoever would hold the row. CUDA ids, and
-                compiled code, are checked by an assertion on the device instead, because reading them here would
-                stall the host in every step: that stops the program with the same words, at the next time it waits
-                for the device. `check_token_ids` on the batch before it is copied to the GPU raises the ValueError.
+            ValueError: An id is outside `0 .. V - 1`; on every rank. CUDA ids and compiled code are checked by an
+                assertion on the device, because reading ids would stall the host in every step. Call `check_token_ids`
+                before the copy to the GPU to get the ValueError.
         """
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
@@ -79,7 +77,7 @@ class VocabParallelEmbedding(ParallelModule):
             return rows
         rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
         reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
-        # Of the numbers that are added up one at most is not zero: in any dtype that is exact.
+        # At most one addend is not zero, so the sum is exact in any dtype.
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
 
     def extra_repr(self) -> str:
@@ -88,7 +86,7 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
-    """The ids `first .. last - 1` that this rank holds: `ceil(V / tp)` rows each, fewer or none at the end."""
+    """Return `(first, last)`: this rank holds the ids `first .. last - 1`, at most `ceil(V / tp)`."""
     if group is None:
         return 0, vocab_size
     rows = -(-vocab_size // group.size())
@@ -96,7 +94,7 @@ def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def check_token_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError when an id is outside `0 .. vocab_size - 1` (CUDA or compiled: assert on the device)."""
+    """Raise ValueError if an id is outside `0 .. vocab_size - 1` (CUDA or compiled: assert on the device)."""
     wrong = (ids < 0) | (ids >= vocab_size)
     if ids.is_cuda or torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), f"a token id is outside the vocabulary 0..{vocab_size - 1}")

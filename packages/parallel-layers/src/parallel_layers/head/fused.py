@@ -1,9 +1,9 @@
-"""The head on CUDA: fused products for the logits, plain ones for the gradients of hidden states and weight.
+"""The head on CUDA: fused kernels for the logits, plain GEMMs for the gradients of hidden states and weight.
 
-The same two functions as in `chunked`. The forward is one kernel that multiplies and reduces. The backward walks the
-vocabulary: one kernel multiplies again and writes the logits' gradient of a slice, in bf16; two plain products, with
-fp32 sums, make the slice's part of the hidden states' gradient and its rows of the weight's. What the forward kept may
-be overwritten with the gradient of all logits: then the vocabulary is one slice.
+The functions are those of `chunked`. The forward is one kernel that multiplies and reduces. The backward walks the
+vocabulary: one kernel recomputes the logits of a slice and writes their gradient in bf16, then two GEMMs with fp32 sums
+compute the gradients. If the forward has kept the exponentials, the gradient of all logits may overwrite them in one
+slice.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N tiles of it.
 """
@@ -25,16 +25,16 @@ _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
 
 class Kept(NamedTuple):
-    """What the forward can keep so that the backward need not multiply again."""
+    """Tensors that the forward keeps to save a GEMM in the backward."""
 
     exponentials: Tensor
     """`[T, V]` (V rounded up to 8), rounded to the inputs' dtype."""
     parts: Tensor
-    """`[N, 3, T]` fp32, whose first row of each tile has the maxima that the exponentials are relative to."""
+    """`[N, 3, T]` fp32; the first row of each tile holds the maxima that were subtracted before the exponential."""
 
 
 def supports(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
-    """Whether the kernels take these: bf16 on a GPU with tensor descriptors, rows of whole 16 bytes, nothing empty."""
+    """Return whether the kernels take the tensors: non-empty bf16 on Hopper or newer, H a multiple of 8."""
     return (
         use_triton(hidden_TH, weight_VH)
         and hidden_TH.dtype == torch.bfloat16
@@ -46,19 +46,18 @@ def supports(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
 
 
 def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
-    """Room for what the forward can keep."""
-    # Rows that a tensor descriptor can write: whole 16 bytes.
+    """Allocate the tensors that the forward keeps."""
+    # A tensor descriptor writes rows of whole 16 bytes.
     row = -(-num_entries // 8) * 8
     tiles = -(-num_entries // head.BLOCK_V)
     return Kept(hidden_TH.new_empty(num_tokens, row), hidden_TH.new_empty(tiles, 3, num_tokens, dtype=torch.float32))
 
 
 def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
-    """Vocabulary entries of a slice, about a tenth of all: bounded, and whole tiles.
+    """Return the vocabulary entries of a slice: whole tiles, about a tenth of the vocabulary.
 
-    Small slices read and write the fp32 gradient of the hidden states more often; large ones take memory. Of sizes near
-    an even share, that whose products for the weight's gradient leave the fewest multiprocessors idle in their last
-    waves.
+    Small slices read and write the fp32 gradient of the hidden states more often; large slices take memory. Of the
+    sizes near a tenth, the function takes the size whose GEMMs for the weight's gradient need the fewest waves of SMs.
     """
     most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
     share = -(-max(num_entries // _SLICES, _MIN_SLICE) // head.BLOCK_V)
@@ -75,7 +74,7 @@ def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiproc
 
 
 def _numbers(transform: LogitTransform) -> tuple[head.Numbers, Tensor | None]:
-    """The transform as the kernels take it: one temperature, or one a token."""
+    """Return the transform as the kernels take it: one temperature, or one for each token."""
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
         return head.Numbers(transform.scale, transform.softcap, 1.0), temperature.float().reciprocal()
@@ -89,7 +88,7 @@ def head_statistics(
     transform: LogitTransform,
     kept: Kept | None = None,
 ) -> Tensor:
-    """As `chunked.head_statistics`; fills `kept`."""
+    """Compute `chunked.head_statistics` by a kernel, and fill `kept`."""
     numbers, inverse_temperatures = _numbers(transform)
     return head.product_statistics(
         _readable(hidden_TH),
@@ -117,10 +116,10 @@ def head_gradients(
     overwrite: bool = False,
     entries_a_slice: int | None = None,
 ) -> None:
-    """As `chunked.head_gradients`; with `kept`, without a product for the logits.
+    """Compute `chunked.head_gradients` by kernels; with `kept`, without a GEMM for the logits.
 
-    `overwrite`: the gradient of all logits takes the place of the kept exponentials; else it is made in slices of
-    `entries_a_slice`, a multiple of `head.BLOCK_V` (default `slice_entries`).
+    With `overwrite` the gradient of all logits overwrites the kept exponentials. Otherwise the vocabulary is cut into
+    slices of `entries_a_slice`, a multiple of `head.BLOCK_V` (default: `slice_entries`).
     """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     numbers, inverse_temperatures = _numbers(transform)
@@ -161,6 +160,6 @@ def head_gradients(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`x` as a tensor descriptor can read it: dense, and beginning at a multiple of 16 bytes (it nearly always is)."""
+    """Return `x` as a tensor descriptor reads it: contiguous, from a multiple of 16 bytes on."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

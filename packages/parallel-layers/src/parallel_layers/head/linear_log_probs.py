@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states: the logits `[T, V]` are never materialised.
+"""Log-probabilities and entropies from hidden states, without materialising the logits `[T, V]`.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
@@ -16,12 +16,12 @@ from parallel_layers.head.vocabulary import group_name, true_vocab_size
 
 
 class LogProbs(NamedTuple):
-    """Per-token results: fp32 whatever the weights are (fp64 for fp64 inputs)."""
+    """Results for each token, in fp32 (fp64 for fp64 inputs)."""
 
     log_probs: Tensor
-    """`[T]`, log-probability of each label; 0 where the label is ignored."""
+    """`[T]`, log-probability of each label; 0 for ignored labels."""
     entropy: Tensor | None
-    """`[T]`, entropy of each token's distribution in nats, ignored labels included; None when not asked for."""
+    """`[T]`, entropy of each token's distribution in nats, also for ignored labels; None without `entropy=True`."""
 
 
 def linear_log_probs(
@@ -41,56 +41,55 @@ def linear_log_probs(
     keep_probabilities: bool = False,
     check_labels: bool = True,
 ) -> LogProbs:
-    """Log-probability of each label, and entropy, under a language-model head.
+    """Return the log-probability of each label, and the entropy, under a language-model head.
 
     With `z = softcap * tanh(logit_scale * hidden @ weight^T / softcap) / temperature` and `p = softmax(z)`,
 
         log_probs = z_label - logsumexp(z)        entropy = -sum_j p_j log p_j
 
-    The forward walks tiles of the vocabulary and keeps four fp32 numbers a token (see `losses.softmax`); only the
-    log-sum-exp and the entropy are saved. The backward recomputes the logits tile by tile:
+    The forward walks tiles of the vocabulary with four fp32 numbers a token (`head.softmax_statistics`), and saves the
+    log-sum-exp and the entropy. The backward recomputes the logits tile by tile:
 
         dz_j = g_log_prob (1[j = label] - p_j) - g_entropy p_j (z_j - logsumexp + entropy)
 
-    The gradient of the hidden states is summed in fp32; each slice of the weight's gradient is written once. A weight
-    or hidden states that need no gradient cost nothing in the backward.
+    The gradient of the hidden states is summed in fp32. Each slice of the weight's gradient is written once.
 
-    Vocabulary parallelism: every rank of `group` calls this with the same labels and hidden states, and with its own
-    rows of the head: rank r holds rows `r * V ... (r + 1) * V - 1` of the (padded) vocabulary. Forward: one all-gather
-    of `[4, T]` statistics; results are bitwise equal on all ranks. Backward: one all-reduce of the hidden states'
-    gradient, so it comes back complete. With `sequence_parallel`, every rank passes its `[T / tp, H]` of the hidden
-    states; they are gathered here (and again in the backward), and their gradient comes back as this rank's rows
-    (reduce-scatter).
+    Every rank of `group` passes the same labels and hidden states and its own rows of the head: rank r holds the rows
+    `r * V ... (r + 1) * V - 1` of the (padded) vocabulary. Results are bitwise equal on all ranks, and the hidden
+    states' gradient is complete.
+
+    Forward: all-gather of the statistics `[4, T]`; sequence parallel: also of the hidden states. Backward: all-reduce
+    of the hidden states' gradient; sequence parallel: all-gather and reduce-scatter.
 
     Args:
-        hidden_TH: hidden states after the final norm, `[T, H]`, or `[T / tp, H]` with `sequence_parallel`.
-        weight_VH: this rank's rows of the head, of the same dtype. torch.autocast rounds both to its own first, as it
-            does for any linear layer; results and sums stay fp32.
-        labels_T: `[T]`, integer: the token whose probability is asked for (already shifted; see `next_token_labels`).
-        group: the tensor-parallel group; None when the head is not sharded.
-        temperature: positive number, or a tensor `[T]` of them. A constant: it gets no gradient.
-        entropy: whether to return the entropy.
-        sequence_parallel: whether hidden states are sharded over `group` along the tokens.
-        vocab_size: the true vocabulary; rows beyond it are padding, invisible in results and gradients. Default: all
-            rows; required with several ranks, which do not know how many of their rows are padding.
-        ignore_index: the label that means "no label": log-prob 0, no gradient from it.
-        logit_scale: factor on the product.
-        logit_softcap: soft-cap of the scaled product (Gemma 2, arXiv:2408.00118); None for none.
-        accumulate_main_grad: add the weight's gradient to `weight_VH.main_grad`, which the caller has made, in fp32
-            (fp64 for an fp64 weight); return none.
-        keep_probabilities: keep the probabilities, `[T, V]` rounded to bf16, from the forward to the backward, which
-            then needs two matrix products instead of three. Where fused kernels run; elsewhere it changes nothing. The
-            last backward through a graph writes their gradient over them; one with `retain_graph` takes a tenth more.
-        check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
-            on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
+        hidden_TH: Hidden states after the final norm, `[T, H]`; with `sequence_parallel` `[T/tp, H]`.
+        weight_VH: This rank's rows of the head, in the same dtype. torch.autocast rounds both to its dtype first.
+        labels_T: `[T]` integers: the token whose probability is returned (already shifted; see `next_token_labels`).
+        group: The tensor-parallel group; None for an unsharded head.
+        temperature: A positive number, or a tensor `[T]`. It gets no gradient.
+        entropy: Return the entropy.
+        sequence_parallel: The hidden states are sharded over `group` along the tokens.
+        vocab_size: The size of the vocabulary without padding; rows beyond it have no effect. Default: all rows;
+            required with several ranks.
+        ignore_index: The label of tokens without a label; their log-prob is 0.
+        logit_scale: Factor on the logits.
+        logit_softcap: Soft-cap of the scaled logits (Gemma 2, arXiv:2408.00118); None for no cap.
+        accumulate_main_grad: Add the weight's gradient to `weight_VH.main_grad` (fp32, or fp64 for an fp64 weight)
+            instead of returning it. The caller allocates `main_grad`.
+        keep_probabilities: Keep the probabilities, `[T, V]` in bf16, for the backward, which then takes two GEMMs
+        instead
+            of three. It has an effect only where the fused kernels run. The last backward through a graph overwrites
+            them; a backward with `retain_graph` takes a tenth more memory.
+        check_labels: Refuse labels outside the vocabulary, as `VocabParallelEmbedding` refuses ids. Without the check
+            such a label gives NaN.
 
     Returns:
-        `LogProbs(log_probs, entropy)`, fp32 `[T]` (fp64 for fp64 inputs, so that gradients can be checked).
+        `LogProbs(log_probs, entropy)`, `[T]` fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a vocabulary that the rows cannot hold, a temperature, scale or
-            cap that is not positive, ranks with unequal rows or vocabularies (on every rank alike; they compare both
-            once for each group and size), or (on every rank alike) a label outside the vocabulary.
+        ValueError: Shapes or dtypes do not fit; the rows cannot hold the vocabulary; a temperature, scale or cap is not
+            positive; ranks have different rows or vocabularies (compared once for each group and size); or a label is
+            outside the vocabulary. The last two are raised on every rank.
     """
     main_grad = getattr(weight_VH, "main_grad", None) if accumulate_main_grad else None
     if accumulate_main_grad and not _can_accumulate(main_grad, weight_VH):
@@ -103,7 +102,7 @@ def linear_log_probs(
     size = 1 if group is None else group.size()
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
     _validate(hidden_TH, weight_VH, labels_T, temperature, size, sequence_parallel, logit_scale, logit_softcap)
-    # A one-element tensor is spread over the tokens: reading it on the host would wait for the device.
+    # Expand a one-element tensor: reading it on the host would wait for the device.
     temperatures_T = temperature.detach().expand(len(labels_T)) if isinstance(temperature, Tensor) else None
     log_probs, entropy_T, *_ = linear_log_probs_op(
         hidden_TH,
@@ -135,23 +134,20 @@ def linear_policy_loss(
     loss: Callable[[Tensor, Tensor], Tensor],
     **options: Any,
 ) -> Tensor:
-    """`loss(log_probs, entropy)` of a language-model head, one matrix product cheaper than by `linear_log_probs` alone.
+    """Return `loss(log_probs, entropy)` of a language-model head, with three GEMMs instead of four.
 
-    A loss of each token's log-prob and entropy (a policy gradient, PPO's clipped objective, a KL estimate) needs the
-    logits in its backward only through the probabilities. Here the forward keeps those, rounded to bf16, `[T, V]` of
-    this rank, and the backward goes straight to the gradients of hidden states and head: three products instead of
-    four. Log-probs, entropies and the loss are the same bits; gradients agree within bf16 rounding. The price is that
-    memory, from here to the backward: use it where a micro-batch's bf16 probabilities fit.
+    The forward keeps this rank's probabilities, `[T, V]` in bf16, for the backward; use it where they fit. Log-probs,
+    entropies and the loss are bitwise those of `linear_log_probs`; gradients agree within bf16 rounding.
 
     Args:
-        hidden_TH: as in `linear_log_probs`.
-        weight_VH: as in `linear_log_probs`.
-        labels_T: as in `linear_log_probs`.
-        loss: a differentiable function of `(log_probs [T], entropy [T])`, both fp32.
-        options: keyword arguments of `linear_log_probs`, except `entropy` and `keep_probabilities`.
+        hidden_TH: As in `linear_log_probs`.
+        weight_VH: As in `linear_log_probs`.
+        labels_T: As in `linear_log_probs`.
+        loss: A differentiable function of `(log_probs [T], entropy [T])`, both fp32.
+        options: Keyword arguments of `linear_log_probs`, except `entropy` and `keep_probabilities`.
 
     Returns:
-        What `loss` returns. Communication and errors are those of `linear_log_probs`.
+        The result of `loss`. Communication and errors are those of `linear_log_probs`.
     """
     out = linear_log_probs(hidden_TH, weight_VH, labels_T, entropy=True, keep_probabilities=True, **options)
     assert out.entropy is not None
@@ -168,7 +164,7 @@ def _validate(
     logit_scale: float,
     logit_softcap: float | None,
 ) -> None:
-    """Raise ValueError for arguments that do not fit together; looks at shapes and numbers, never at device memory."""
+    """Raise ValueError for arguments that do not fit together; reads no device memory."""
     if hidden_TH.ndim != 2 or weight_VH.ndim != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden states {list(hidden_TH.shape)} and head {list(weight_VH.shape)} must be [T, H] and [V, H]; "

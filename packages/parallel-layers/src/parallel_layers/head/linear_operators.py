@@ -1,10 +1,9 @@
-"""The two custom operators behind `linear_log_probs`: torch.compile sees their shapes and an autograd formula.
+"""The two custom operators of `linear_log_probs`, with shapes and an autograd formula for torch.compile.
 
-Communication: the forward gathers the statistics of all ranks (`[4, T]` fp32 each) in one all-gather and merges them in
-rank order on every rank, so the results are bitwise equal across the group; the backward reduces the hidden states'
-gradient, fp32, in one all-reduce (one reduce-scatter under sequence parallelism), while the weight's last slice is
-multiplied. Sequence parallelism gathers the hidden states in the forward and again in the backward, instead of saving
-them.
+The forward all-gathers the statistics (`[4, T]` fp32 of each rank) and merges them in order of rank, so results are
+bitwise equal on all ranks. The backward all-reduces the hidden states' gradient in fp32 (sequence parallel:
+reduce-scatter) during the GEMM of the weight's last slice. With sequence parallelism the hidden states are gathered
+again in the backward instead of saved.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
@@ -57,7 +56,7 @@ def linear_log_probs_op(
     sequence_parallel: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(log_probs, entropy, logsumexp)`, each `[T]`, and what is kept for the backward (empty: nothing).
+    """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
     The arguments are those of `linear_log_probs`.
     """
@@ -84,29 +83,15 @@ def linear_log_probs_op(
 
 
 def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool) -> fused.Kept:
-    """Room for what is kept; none, where nothing is to be kept or the kernels do not run."""
+    """Allocate the tensors for the backward; empty if nothing is kept or the kernels do not run."""
     if keep and fused.supports(hidden_TH, weight_VH):
         return fused.new_kept(hidden_TH, num_tokens, len(weight_VH))
     return fused.Kept(hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
 
 
 @linear_log_probs_op.register_fake
-def _(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    labels_T: Tensor,
-    temperatures_T: Tensor | None,
-    main_grad_VH: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
-    vocab_size: int,
-    ignore_index: int,
-    check: bool,
-    keep: bool,
-    sequence_parallel: bool,
-    group_name: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden_TH, weight_VH, labels_T, *_, vocab_size, _, _, keep, _, group_name = arguments
     log_probs = hidden_TH.new_empty(labels_T.shape, dtype=accumulation_dtype(hidden_TH.dtype))
     vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group_of(group_name))
     kept = _new_kept(hidden_TH, weight_VH[: vocabulary.size], len(labels_T), keep)
@@ -138,9 +123,9 @@ def linear_log_probs_backward_op(
     hidden_needs_grad: bool,
     weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients `(hidden, weight)`; one that is not wanted, or that went to `main_grad_VH`, is an empty tensor.
+    """Return the gradients `(hidden, weight)`; empty if not needed, or added to `main_grad_VH`.
 
-    `overwritten_TV` is `exponentials_TV` once more where nobody reads it after this.
+    `overwritten_TV` is `exponentials_TV` itself if the operator may overwrite it, else None.
     """
     group = group_of(group_name)
     vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
@@ -193,7 +178,7 @@ def linear_log_probs_backward_op(
 
 
 def _start_sum(grad_TH: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Begin to sum the ranks' gradients: all of it on every rank, or this rank's rows of it."""
+    """Start the all-reduce of the ranks' gradients; sequence parallel: the reduce-scatter."""
     if sequence_parallel:
         summed = async_collectives.start_reduce_scatter(grad_TH, group)
     else:
@@ -217,7 +202,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     hidden_TH, weight_VH, labels_T, temperatures_T, main_grad_VH, *numbers, _, _, sequence_parallel, name = inputs
     _, entropy_T, *saved = output
     ctx.save_for_backward(hidden_TH, weight_VH, labels_T, entropy_T, *saved, temperatures_T)
-    # Not saved as a tensor of the graph: other micro-batches add to it before this one's backward.
+    # An attribute, not a saved tensor: other micro-batches write to main_grad before this backward.
     ctx.main_grad_VH = main_grad_VH
     ctx.options = (*numbers, sequence_parallel, name)
     ctx.mark_non_differentiable(*saved)
@@ -225,9 +210,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _is_last_backward() -> bool:
-    """Whether the graph that runs backward now is free to lose what it saved; False where torch does not tell."""
+    """Return whether the running backward may overwrite saved tensors; False if torch does not tell."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    # A compiled graph would copy what is written over: it may not write to what another graph has saved.
+    # A compiled graph may not write to tensors that another graph has saved; it would copy them.
     return not torch.compiler.is_compiling() and not keeps_graph()
 
 

@@ -1,7 +1,7 @@
-"""The custom operators behind the losses on vocabulary-parallel logits; torch.compile sees their shapes and formulas.
+"""The custom operators of the losses on vocabulary-parallel logits, with shapes and autograd formulas.
 
-The forward makes one collective, an all-gather of every rank's statistics; the backward makes none. Differentiated
-again, the backward runs as differentiable torch code, and the reductions that its gradient needs are made then.
+The forward all-gathers every rank's statistics; the backward sends nothing. Second derivatives run as differentiable
+torch code with its own reductions.
 
 Shape suffixes: T tokens, V this rank's entries of the vocabulary.
 """
@@ -32,7 +32,7 @@ from parallel_layers.head.vocabulary import (
 
 
 def _tiles(logits_TV: Tensor) -> list[slice]:
-    """Runs of tokens whose logits make a tile that may be copied."""
+    """Cut the tokens into runs whose logits fit a temporary tile."""
     limit = TILE_ELEMENTS.get(logits_TV.device.type, TILE_ELEMENTS["cuda"])
     step = max(1, limit // max(logits_TV.shape[1], 1))
     return [slice(start, start + step) for start in range(0, len(logits_TV), step)]
@@ -42,7 +42,7 @@ def _tiles(logits_TV: Tensor) -> list[slice]:
 def logit_statistics_op(
     logits_TV: Tensor, labels_T: Tensor, vocab_size: int, ignore_index: int, check: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(log_probs, entropy, logsumexp, mean_logit)`, each `[T]`, over the whole vocabulary."""
+    """Return `(log_probs, entropy, logsumexp, mean_logit)`, each `[T]`, over the whole vocabulary."""
     group = group_of(group_name)
     check_rows(logits_TV.shape[1], vocab_size, group, logits_TV.device)
     if check:
@@ -62,9 +62,7 @@ def logit_statistics_op(
 
 
 @logit_statistics_op.register_fake
-def _(
-    logits_TV: Tensor, labels_T: Tensor, vocab_size: int, ignore_index: int, check: bool, group_name: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(logits_TV: Tensor, labels_T: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_probs = logits_TV.new_empty(labels_T.shape, dtype=accumulation_dtype(logits_TV.dtype))
     return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), torch.empty_like(log_probs)
 
@@ -83,7 +81,7 @@ def logit_gradient_op(
     ignore_index: int,
     group_name: str,
 ) -> Tensor:
-    """Gradient of the logits, in their dtype, tile by tile."""
+    """Return the gradient of the logits in their dtype, tile by tile."""
     vocabulary = LocalVocabulary.of(logits_TV.shape[1], vocab_size, group_of(group_name))
     labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
     grad_log_probs_T = labels.mask(grad_log_probs_T)
@@ -96,7 +94,7 @@ def logit_gradient_op(
     )
     gradient_TV = torch.zeros_like(logits_TV, memory_format=torch.contiguous_format)
     for tokens in _tiles(logits_TV):
-        # A copy even where the dtype is the same: the tile is overwritten.
+        # Copy also if the dtype is the same, because the tile is overwritten.
         tile = logits_TV[tokens, : vocabulary.size].to(logsumexp_T.dtype, copy=True)
         tile = logit_gradient(tile, labels.local[tokens], upstream, tokens)
         if grad_mean_logit_T is not None:
@@ -124,10 +122,10 @@ def _differentiable_gradient(
     ignore_index: int,
     group_name: str,
 ) -> Tensor:
-    """What `logit_gradient_op` computes, as torch code that autograd can differentiate.
+    """Compute `logit_gradient_op` as torch code that autograd can differentiate.
 
-    Every rank uses the replicated `[T]` tensors for its own entries: their gradients are sums over the ranks, which is
-    what `copy_to_tensor_parallel` makes of them.
+    Every rank uses the replicated `[T]` tensors for its own entries, so `copy_to_tensor_parallel` sums their gradients
+    over the ranks.
     """
     group = group_of(group_name)
     vocabulary = LocalVocabulary.of(logits_TV.shape[1], vocab_size, group)

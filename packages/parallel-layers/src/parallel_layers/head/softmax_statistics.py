@@ -1,6 +1,6 @@
-"""Softmax statistics that can be computed piece by piece and merged: the heart of every loss over a sharded vocabulary.
+"""Softmax statistics of parts of the vocabulary, and their merge.
 
-For a token with logits z over a set of vocabulary entries, four numbers are kept (rows of a `[4, T]` tensor):
+The statistics of a token with logits z over a set of entries are four numbers (rows of a `[4, T]` tensor):
 
     m = max_j z_j        s = sum_j e^(z_j - m)        u = sum_j (z_j - m) e^(z_j - m)        t = z_label
 
@@ -8,9 +8,9 @@ From the statistics of the whole vocabulary follow, with p = softmax(z),
 
     logsumexp(z) = m + log s        log p_label = t - logsumexp        entropy = -sum_j p_j log p_j = log s - u / s
 
-The shifted u cancels less than `logsumexp - sum_j p_j z_j` does. Disjoint sets merge exactly (the online softmax of
-Milakov & Gimelshein, arXiv:1805.02867, with the entropy's numerator carried along), so tiles of the vocabulary and
-the ranks of a tensor-parallel group use one and the same `merge_statistics`. An empty set has m = -inf, s = u = t = 0.
+The shifted u loses less to cancellation than `logsumexp - sum_j p_j z_j`. Statistics of disjoint sets merge exactly
+(online softmax, Milakov & Gimelshein, arXiv:1805.02867, extended by u), both over tiles and over ranks. An empty set
+has m = -inf, s = u = t = 0.
 
 Shape suffixes: T tokens, V vocabulary entries at hand, N sets to merge.
 """
@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = -1e4
-"""Log-probabilities are clamped here before they multiply their probability: e^-10000 is 0 in every dtype, and 0 * -inf
-would be NaN where the limit of x e^x is 0."""
+"""Least log-probability that multiplies its probability: e^-10000 is 0 in every dtype, while 0 * -inf would be NaN."""
 
 
 def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Statistics `[4, T]` of one tile of logits; `labels_T` counts from its first entry, a label outside has t = 0.
+    """Return the statistics `[4, T]` of one tile of logits; entries of -inf have probability zero.
 
-    Logits of -inf are entries of probability zero.
+    `labels_T` counts from the tile's first entry; a label outside the tile gives t = 0.
     """
     num_tokens, num_entries = logits_TV.shape
     statistics = logits_TV.new_zeros(4, num_tokens)
@@ -37,7 +36,7 @@ def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         statistics[0] = -math.inf
         return statistics
     maximum = logits_TV.amax(dim=-1)
-    # A tile of -inf alone: any finite shift gives s = u = 0.
+    # In a tile of -inf alone any finite shift gives s = u = 0.
     shift = maximum.masked_fill(maximum == -math.inf, 0.0)
     shifted = logits_TV - shift[:, None]
     weights = shifted.exp()
@@ -54,7 +53,7 @@ def merge_statistics(parts_N4T: Tensor) -> Tensor:
     """Merge the statistics of N disjoint sets, in order, into those of their union: `[N, 4, T] -> [4, T]`."""
     maxima, sums, moments, label_logits = parts_N4T.unbind(dim=1)
     maximum = maxima.amax(dim=0)
-    # Sets without weight (empty, or -inf alone) must not turn 0 * -inf into NaN.
+    # For sets without weight (empty, or -inf alone) 0 * -inf would be NaN.
     shifts = torch.where(maxima == -math.inf, 0.0, maxima - maximum)
     factors = torch.where(maxima == -math.inf, 0.0, shifts.exp())
     return torch.stack(
@@ -68,18 +67,18 @@ def merge_statistics(parts_N4T: Tensor) -> Tensor:
 
 
 def finish_statistics(statistics_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(log_probs, logsumexp, entropy)`, each `[T]`, of the whole vocabulary's statistics."""
+    """Return `(log_probs, logsumexp, entropy)`, each `[T]`, from the statistics of the whole vocabulary."""
     maximum, total, moment, label_logit = statistics_4T.unbind(dim=0)
     log_total = total.log()
-    # (t - m) first: both are logits, their difference is small and exact where the sum m + log s would round.
+    # (t - m) first: the difference of two logits is exact where the sum m + log s would round.
     return (label_logit - maximum) - log_total, maximum + log_total, log_total - moment / total
 
 
 class UpstreamGradients(NamedTuple):
-    """What the gradient of the logits is made of, each `[T]`: upstream gradients, and what the forward saved.
+    """Upstream gradients and saved results that determine the gradient of the logits, each `[T]`.
 
-    `label` multiplies `1[j = label]` and `probability` multiplies `-p_j`: both are the log-prob's upstream gradient.
-    `entropy` is the entropy's, or None when nothing was computed from it; then `entropies` may be None, too.
+    `label` multiplies `1[j = label]`, and `probability` multiplies `-p_j`. `entropy` is the upstream gradient of the
+    entropy, or None; then `entropies` may be None, too.
     """
 
     label: Tensor
@@ -92,14 +91,14 @@ class UpstreamGradients(NamedTuple):
     def of_log_probs(
         cls, log_prob: Tensor, entropy: Tensor | None, logsumexps: Tensor, entropies: Tensor | None
     ) -> "UpstreamGradients":
-        """Upstream gradients of log-probs (already zero where the label is ignored) and entropies alone."""
+        """Return upstream gradients of log-probs (zero for ignored labels) and entropies."""
         return cls(log_prob, log_prob, entropy, logsumexps, entropies)
 
 
 def logit_gradient(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradients, tokens: slice) -> Tensor:
-    """`dz_j = g_lp (1[j = label] - p_j) - g_H p_j (z_j - logsumexp + H)` for one tile, overwriting the logits.
+    """Return `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (z_j - logsumexp + H)` of one tile; overwrites the logits.
 
-    `labels_T` counts from the tile's first entry; a label outside the tile has no entry here.
+    `labels_T` counts from the tile's first entry; labels outside the tile are ignored.
     """
     num_entries = logits_TV.shape[1]
     log_probs_TV = logits_TV.sub_(upstream.logsumexps[tokens, None])

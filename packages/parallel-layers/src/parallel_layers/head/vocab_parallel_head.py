@@ -1,4 +1,4 @@
-"""`VocabParallelHead`: the output embedding of a language model, divided over a tensor-parallel group.
+"""`VocabParallelHead`: the output embedding of a language model, sharded over a tensor-parallel group.
 
 Shape suffixes: T tokens, H hidden, V vocabulary.
 """
@@ -18,10 +18,10 @@ from parallel_layers.sharding import Block, Sharding, set_sharding
 
 
 class VocabParallelHead(ParallelModule):
-    """A language-model head that knows its vocabulary, its padding and its soft-cap.
+    """A language-model head with its vocabulary, padding and soft-cap.
 
-    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`, as `VocabParallelEmbedding` does; the
-    rows from V on are padding: zero, and invisible in results and gradients. Communication as in `linear_log_probs`.
+    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`, as in `VocabParallelEmbedding`. Rows from
+    V on are padding: zero, without effect on results and gradients. Communication as in `linear_log_probs`.
 
     Args:
         hidden_size: H.
@@ -31,12 +31,13 @@ class VocabParallelHead(ParallelModule):
         logit_scale: Factor on the logits.
         logit_softcap: Soft-cap of the scaled logits (Gemma 2); None for no cap.
         allocate_weight: False for a tied head, which is called with the embedding's weight.
-        counted: False for a second copy of a parameter that counts elsewhere in the gradient norm (the tied head of a
-            pipeline's last stage).
-        dtype: Of the weight.
-        device: Of the weight.
+        counted: False for a second copy of a parameter that the gradient norm counts elsewhere (the tied head on the
+        last
+            stage of a pipeline).
+        dtype: The dtype of the weight.
+        device: The device of the weight.
 
-    Initially from U(-1/sqrt(H), 1/sqrt(H)), by one number from torch's default CPU generator.
+    The initial weight is drawn from U(-1/sqrt(H), 1/sqrt(H)), by one number from torch's default CPU generator.
     """
 
     def __init__(

@@ -1,11 +1,14 @@
 """Losses on logits whose vocabulary is sharded over a tensor-parallel group.
 
-Every rank of `group` holds `[..., V]` columns of the logits: rank r those of entries `r * V ... (r + 1) * V - 1` of the
-(padded) vocabulary, and all the labels. All three functions make one all-gather in the forward (five statistics a
-token, see `losses.softmax`) and no communication in the backward, whose upstream gradients are the same on all ranks.
-Results are fp32 (fp64 for fp64 logits), bitwise equal on all ranks, finite for any finite logits and for logits of -inf
-(entries of probability zero), and can be differentiated twice. Logits are never modified. When the logits come from a
-matrix product, `linear_log_probs` gives the same without ever holding them.
+Rank r holds the columns of the entries `r * V ... (r + 1) * V - 1` of the (padded) vocabulary, `[..., V]`, and all
+labels.
+
+- Forward: one all-gather of five statistics a token (`head.softmax_statistics`). Backward: no communication; upstream
+  gradients must be the same on all ranks.
+- Results are fp32 (fp64 for fp64 logits), bitwise equal on all ranks, and can be differentiated twice.
+- Results are finite for any finite logits; logits of -inf are entries of probability zero.
+
+If the logits come from a GEMM, `linear_log_probs` gives the same results without holding them.
 """
 
 from typing import Literal
@@ -30,27 +33,27 @@ def vocab_parallel_log_probs(
     ignore_index: int = -100,
     check_labels: bool = True,
 ) -> Tensor:
-    """Log-probability of each label: `z_label - logsumexp(z)`, 0 and without gradient where the label is ignored.
+    """Return the log-probability of each label, `z_label - logsumexp(z)`; 0 without gradient for ignored labels.
 
-    `dz_j = g (1[j = label] - p_j)`. Forward: one all-gather; backward: none.
+    Forward: one all-gather. Backward: `dz_j = g (1[j = label] - p_j)`, no communication.
 
     Args:
         logits: `[..., V]`, this rank's columns.
-        labels: `[...]`, integer, of the whole vocabulary; the same on all ranks.
-        group: the tensor-parallel group; None when the logits are whole.
-        vocab_size: the true vocabulary; columns beyond it are padding, invisible here. Default: all columns; required
-            with several ranks, which do not know how much of them is padding.
-        ignore_index: the label that means "no label".
-        check_labels: whether a label outside the vocabulary is an error: a ValueError, or for CUDA labels an assertion
-            on the device, as in `VocabParallelEmbedding`. Unchecked, such a label gives NaN, no plausible number.
+        labels: `[...]` integers of the whole vocabulary, the same on all ranks.
+        group: The tensor-parallel group; None for unsharded logits.
+        vocab_size: The size of the vocabulary without padding; columns beyond it have no effect. Default: all columns;
+            required with several ranks.
+        ignore_index: The label of tokens without a label.
+        check_labels: Refuse labels outside the vocabulary, as `VocabParallelEmbedding` refuses ids. Without the check
+            such a label gives NaN.
 
     Returns:
         `[...]`, fp32.
 
     Raises:
-        ValueError: shapes that do not fit, a vocabulary that the columns cannot hold, ranks with unequal columns or
-            vocabularies (on every rank alike; compared once for each group and size), or (on every rank alike) a label
-            outside the vocabulary.
+        ValueError: Shapes do not fit; the columns cannot hold the vocabulary; ranks have different columns or
+            vocabularies (compared once for each group and size); or a label is outside the vocabulary. The last two are
+            raised on every rank.
     """
     return _statistics(logits, labels, group, vocab_size, ignore_index, check_labels)[0]
 
@@ -58,10 +61,12 @@ def vocab_parallel_log_probs(
 def vocab_parallel_entropy(
     logits: Tensor, *, group: ProcessGroup | None = None, vocab_size: int | None = None
 ) -> Tensor:
-    """Entropy in nats of each distribution, `-sum_j p_j log p_j`, fp32 `[...]`, from `[..., V]` logits.
+    """Return the entropy of each distribution in nats, `-sum_j p_j log p_j`: `[..., V]` logits -> `[...]` fp32.
 
-    `dz_j = -g p_j (log p_j + entropy)`. Forward: one all-gather; backward: none. Raises ValueError for a
-    vocabulary that the columns cannot hold.
+    Forward: one all-gather. Backward: `dz_j = -g p_j (log p_j + entropy)`, no communication.
+
+    Raises:
+        ValueError: The columns cannot hold the vocabulary.
     """
     labels = torch.full(logits.shape[:-1], -1, dtype=torch.int64, device=logits.device)
     return _statistics(logits, labels, group, vocab_size, ignore_index=-1, check_labels=False)[1]
@@ -79,30 +84,28 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "mean",
     check_labels: bool = True,
 ) -> Tensor:
-    """Cross-entropy with label smoothing, `-(1 - e) log p_label - e mean_j log p_j`; 0 where the label is ignored.
+    """Return the cross-entropy with label smoothing, `-(1 - e) log p_label - e mean_j log p_j`; 0 for ignored labels.
 
-    With `smoothing="torch"`, e is `label_smoothing`: that mass is spread over all K entries, the label included, as in
-    `torch.nn.functional.cross_entropy`. With `smoothing="megatron"` it is spread over the K - 1 other entries, as in
-    Megatron-Core: the same formula with e = label_smoothing * K / (K - 1).
-    Forward: one all-gather; backward: none.
+    `smoothing="torch"` spreads `label_smoothing` over all K entries, as `torch.nn.functional.cross_entropy` does:
+    e = label_smoothing. `smoothing="megatron"` spreads it over the K - 1 other entries, as Megatron-Core does:
+    e = label_smoothing * K / (K - 1). Forward: one all-gather. Backward: no communication.
 
     Args:
         logits: `[..., V]`, this rank's columns.
-        labels: `[...]`, integer, of the whole vocabulary; the same on all ranks.
-        group: the tensor-parallel group; None when the logits are whole.
-        vocab_size: the true vocabulary; columns beyond it are padding, invisible here. Default: all columns; required
-            with several ranks, which do not know how much of them is padding.
-        ignore_index: the label that means "no label".
-        label_smoothing: in [0, 1).
-        smoothing: the convention of `label_smoothing`.
-        reduction: "none", "sum", or "mean" over the labels that are not ignored (NaN when all are, as in torch).
-        check_labels: as in `vocab_parallel_log_probs`.
+        labels: `[...]` integers of the whole vocabulary, the same on all ranks.
+        group: The tensor-parallel group.
+        vocab_size: The size of the vocabulary without padding.
+        ignore_index: The label of tokens without a label.
+        label_smoothing: In [0, 1).
+        smoothing: The convention of `label_smoothing`: "torch" or "megatron".
+        reduction: "none", "sum", or "mean" over the labels that are not ignored (NaN if all are, as in torch).
+        check_labels: As in `vocab_parallel_log_probs`.
 
     Returns:
         fp32: `[...]` with `reduction="none"`, else a scalar.
 
     Raises:
-        ValueError: as `vocab_parallel_log_probs`, and an unknown option or a smoothing outside [0, 1).
+        ValueError: As `vocab_parallel_log_probs`; also for an unknown option or a smoothing outside [0, 1).
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 1)")
@@ -133,7 +136,7 @@ def _statistics(
     ignore_index: int,
     check_labels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(log_probs, entropy, logsumexp, mean_logit)` of the shape of the labels."""
+    """Return `(log_probs, entropy, logsumexp, mean_logit)`, each in the shape of the labels."""
     if logits.ndim < 1 or labels.shape != logits.shape[:-1] or not logits.is_floating_point():
         raise ValueError(
             f"logits {logits.dtype} {list(logits.shape)} must be floating [..., V], labels {list(labels.shape)} [...]"

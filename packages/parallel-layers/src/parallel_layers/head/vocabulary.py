@@ -1,4 +1,4 @@
-"""A sharded vocabulary: which entries a rank holds, where its labels are, and the group that an operator is named.
+"""A sharded vocabulary: the entries of a rank, its labels, and the names of groups for custom operators.
 
 Shape suffix: T tokens.
 """
@@ -16,27 +16,27 @@ from parallel_layers.distributed import async_collectives
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:
-    """The name under which an operator finds the group again; "" for no group."""
+    """Return the name by which `group_of` finds the group; "" for no group."""
     return "" if group is None else group.group_name
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The group of that name. (An operator's arguments are tensors, numbers and strings.)"""
-    # torch has no public way from a name to its group; its own functional collectives use this one.
+    """Return the group of that name; arguments of custom operators are tensors, numbers and strings."""
+    # torch's own functional collectives use this private function; there is no public one.
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The ranks' `x`, concatenated along the first dimension."""
+    """Return the ranks' `x` concatenated along dim 0."""
     return async_collectives.all_gather(x, group) if group is not None and async_collectives.is_sharded(group) else x
 
 
 def true_vocab_size(rows: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> int:
-    """Return the vocabulary's size; without a group of several ranks it may be left out.
+    """Return the size of the vocabulary; the default on a single rank is `rows`.
 
     Raises:
-        ValueError: The size is left out for a group of several ranks, or is not positive, or is larger than the rows
-            of the only rank. (`check_rows` checks the rows of several ranks.)
+        ValueError: The size is missing for several ranks, is not positive, or exceeds the rows of a single rank.
+            `check_rows` checks several ranks.
     """
     size = 1 if group is None else group.size()
     if vocab_size is None and size > 1:
@@ -56,9 +56,9 @@ _compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = WeakKeyD
 
 
 def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise ValueError, on every rank alike, unless all ranks hold equally many rows, enough for one vocabulary.
+    """Raise ValueError on every rank unless all ranks hold equally many rows, enough for one vocabulary.
 
-    The ranks exchange their numbers once for each group and pair of numbers; further calls neither send nor wait.
+    Communication: an all-gather of two numbers, once for each group and pair of numbers.
     """
     if (
         group is None
@@ -82,22 +82,22 @@ def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, devi
 
 
 class LocalVocabulary(NamedTuple):
-    """This rank's real entries, `first .. first + size - 1`; the weight's rows beyond them are padding."""
+    """The entries `first .. first + size - 1` of this rank; rows of the weight beyond them are padding."""
 
     first: int
     size: int
 
     @classmethod
     def of(cls, rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "LocalVocabulary":
-        """The part of the rank whose weight has `rows` rows, every rank of the group having as many."""
+        """Return this rank's entries; every rank of the group has `rows` rows."""
         first = 0 if group is None else group.rank() * rows
         return cls(first, min(rows, max(vocab_size - first, 0)))
 
 
 def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError for the first label outside the vocabulary; CUDA: assert on the device that there is none.
+    """Raise ValueError for the first label outside the vocabulary; for CUDA labels, assert on the device.
 
-    As `parallel_layers.head.embedding.check_token_ids`: reading CUDA labels would stall the host in every step.
+    Reading CUDA labels would stall the host in every step (see `head.embedding.check_token_ids`).
     """
     wrong = ((labels_T < 0) | (labels_T >= vocab_size)) & (labels_T != ignore_index)
     if labels_T.is_cuda:
@@ -111,7 +111,7 @@ def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 class LocalLabels(NamedTuple):
-    """Labels `[T]` counted from this rank's first entry (-1: nowhere here), and which of them count on every rank."""
+    """Labels `[T]` counted from this rank's first entry (-1: not on this rank), and masks `[T]` of special labels."""
 
     local: Tensor
     ignored: Tensor
@@ -119,11 +119,11 @@ class LocalLabels(NamedTuple):
 
     @classmethod
     def of(cls, labels_T: Tensor, vocabulary: LocalVocabulary, vocab_size: int, ignore_index: int) -> "LocalLabels":
-        """Labels of the whole vocabulary, as this rank sees them."""
+        """Convert labels of the whole vocabulary."""
         ignored = labels_T == ignore_index
         invalid = ((labels_T < 0) | (labels_T >= vocab_size)) & ~ignored
         return cls(torch.where(ignored | invalid, -1, labels_T.long() - vocabulary.first), ignored, invalid)
 
     def mask(self, values_T: Tensor) -> Tensor:
-        """Zero for ignored labels; NaN, no plausible number, for labels outside the vocabulary that nobody checked."""
+        """Replace values by 0 for ignored labels, and by NaN for unchecked labels outside the vocabulary."""
         return values_T.masked_fill(self.ignored, 0.0).masked_fill(self.invalid, math.nan)

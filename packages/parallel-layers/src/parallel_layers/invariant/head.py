@@ -55,9 +55,9 @@ def linear_log_probs(
     """As `parallel_layers.linear_log_probs`: a token's results depend on its own hidden state and the head alone.
 
     The vocabulary is cut where a rank of any group of 1, 2, 4, ... up to `blocks` ranks begins: into `blocks` parts,
-    some more where it does not divide. The statistics of a part (`losses.softmax`) are computed in one order by the
-    rank that has it; after one all-gather of `[parts of a rank, 4, T]` every rank merges those of all parts, first to
-    last. The gradients are those of the ordinary function, which need not be invariant.
+    some more where it does not divide. The statistics of a part (`head.softmax_statistics`) are computed in one order
+    by the rank that has it; after one all-gather of `[parts of a rank, 4, T]` every rank merges those of all parts,
+    first to last. The gradients are those of the ordinary function, which need not be invariant.
 
     Args as for `parallel_layers.linear_log_probs`, and:
         blocks: A power of two that the group's size divides.
@@ -103,7 +103,7 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Takes the arguments of `linear_op.linear_log_probs_op`, whose backward it has, and two of its own.
+    """Takes the arguments of `linear_operators.linear_log_probs_op`, whose backward it has, and two of its own.
 
     These are the group, and where the vocabulary is cut.
     """
@@ -198,7 +198,7 @@ def _logits(raw_TV: Tensor, transform: LogitTransform, tokens: slice) -> Tensor:
 
 
 def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """As `losses.softmax.tile_statistics`, in one order."""
+    """As `head.softmax_statistics.tile_statistics`, in one order."""
     maximum = logits_TV.amax(dim=-1)
     shifted = logits_TV - maximum[:, None]
     weights = exp(shifted)
