@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 import parallel_layers as pl
 from parallel_layers import inference, invariant, moe
 from parallel_layers.attention import context_parallel
+from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
 from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat
 from parallel_layers.linear import Placement
@@ -240,6 +241,7 @@ CASES: dict[str, dict[str, Case]] = {
         "": attention(context_parallel.ring_attention),
         "window": attention(context_parallel.ring_attention, window=3),
     },
+    "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "broadcast_data": {"": lambda group: pl.broadcast_data({"a": torch.ones(3), "b": torch.ones(2)}, group)},
     "clip_grad_norm_": {"": clipped},
     "checkpoint": {
