@@ -76,9 +76,7 @@ def test_all_that_a_backend_lacks_is_tested() -> None:
 
 
 def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"keep_probabilities=True is the ordinary head's; leave out tp_invariant=True"
-    ):
+    with pytest.raises(ValueError, match=r"keep_probabilities=True excludes tp_invariant=True; leave one of them out"):
         Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)
 
 

@@ -1,4 +1,4 @@
-"""The backends: what an actor or a critic can stand on, all behind the protocol `Engine`."""
+"""The backends of actors and critics; each implements the protocol `Engine`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Backend:
     """One row of `BACKENDS`.
 
     Attributes:
-        module: has the function `load(path, role, grid, options) -> Engine`.
-        axes: the forms of parallelism that it offers.
-        roles: what it can be.
-        lacks: the fields of `EngineOptions` that must be left as they are.
-        extra: the extra of rl-models that brings what the module imports; empty: the base does.
+        module: The module with the function `load(path, role, grid, options) -> Engine`.
+        axes: The offered forms of parallelism.
+        roles: The offered roles.
+        lacks: The fields of `EngineOptions` that must keep their defaults.
+        scales_loss: Train fp16 under a loss scale.
+        extra: The extra of rl-models with the module's dependencies; empty: the base has them.
     """
 
     module: str
@@ -74,10 +75,10 @@ BACKENDS: dict[str, Backend] = {
 
 
 def offered(backend: str, role: Role, grid: Grid) -> Backend:
-    """The row of a backend that offers a role on a grid.
+    """Return the row of a backend that offers a role on a grid.
 
     Raises:
-        ValueError: it is unknown, or does not offer the role or a form of parallelism; says what it offers.
+        ValueError: The backend is unknown, or does not offer the role or a form of parallelism.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
@@ -98,8 +99,8 @@ def require_learning(backend: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and entry is not None and not entry.scales_loss:
         raise ValueError(
             f"backend={backend!r} does not train a model in float16: fp16 needs a loss scale, without which small "
-            "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32, or use backend='megatron'; a model "
-            "that is never updated needs no optimizer=..."
+            "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32, or use backend='megatron'; leave "
+            "out optimizer=... for a model that is never updated"
         )
 
 
@@ -107,14 +108,14 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
     """Load a checkpoint onto a backend.
 
     Raises:
-        ValueError: as `offered`, or the backend does not offer an option.
-        ImportError: the backend's extra is not installed; names the command that installs it.
+        ValueError: `offered` refuses the backend, or the backend does not offer an option.
+        ImportError: The backend's extra is not installed.
     """
     entry = offered(backend, role, grid)
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
             raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")
-    # Imported when it is chosen: transformers takes seconds to import, and the native backend does not need it.
+    # Imported on demand: transformers takes seconds to import, and the native backend does not need it.
     try:
         module = importlib.import_module(entry.module)
     except ModuleNotFoundError as error:

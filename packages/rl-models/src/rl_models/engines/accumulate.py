@@ -1,4 +1,4 @@
-"""Forward and backward of a model that is whole on its rank's pipeline: one micro-batch after the other."""
+"""Forward and backward of a model without a pipeline, one micro-batch after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward_each(model: Model, micro_batches: Sequence[MicroBatch]) -> list[Outp
 
 
 def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-    """Add up the gradients of the losses; data-parallel ranks exchange theirs in the last backward alone."""
+    """Sum the gradients of the losses; data-parallel ranks exchange gradients in the last backward."""
     for number, micro_batch in enumerate(micro_batches):
         sync_gradients(module, last=number == len(micro_batches) - 1)
         loss(micro_batch, model(micro_batch)).backward()

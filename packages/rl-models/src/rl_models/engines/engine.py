@@ -1,4 +1,4 @@
-"""`Engine`: what a backend gives to `Actor`, `Critic` and `ActorCritic`."""
+"""`Engine`: the interface of a backend to `Actor`, `Critic` and `ActorCritic`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from rl_models.grid import Grid
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
-# What a model says after each token of a packed batch, each [T] fp32, padding included: a language model the
-# log-probability of the token's successor inside its sequence (0 where there is none) and the entropy of that choice, a
-# value model the value of the state, and a model that is both all three.
+# The outputs of a model after each token of a packed batch, each [T] fp32 with padding: the log-prob of the next token
+# of the sequence (0 at its end) and the entropy of that choice, the value of the state, or all three.
 Outputs = tuple[Tensor, ...]
 
 # The names of a role's outputs.
@@ -29,7 +28,7 @@ OUTPUTS: dict[Role, tuple[str, ...]] = {
     "causal_lm_with_value": ("log_probs", "entropy", "values"),
 }
 
-# (micro-batch, its outputs) -> scalar, of which the gradient is taken.
+# (micro-batch, its outputs) -> scalar
 Loss = Callable[[MicroBatch, Outputs], Tensor]
 
 
@@ -37,13 +36,13 @@ class NextLogits(Protocol):
     """One step of decoding; see `Engine.decoding`."""
 
     def __call__(self, tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-        """Logits `[N, V]` fp32 after each sequence's last token.
+        """Return the logits `[N, V]` fp32 after the last token of each sequence.
 
         Args:
-            tokens: what follows the tokens that each of the N sequences already has, `[L_i]` each, perhaps none; the
-                row of a sequence without new tokens is arbitrary.
-            keep: before that, go on with these sequences alone, in this order; one that is named several times is
-                continued several times. None: with all.
+            tokens: The new tokens of each of the N sequences, `[L_i]` each. A sequence without new tokens gets an
+                arbitrary row.
+            keep: Before that, continue with these sequences only, in this order; a repeated sequence is copied. None:
+                all sequences.
         """
         ...
 
@@ -51,18 +50,17 @@ class NextLogits(Protocol):
 class Engine(Protocol):
     """A loaded model on a grid. Every rank of the grid calls each method, in the same order.
 
-    A replay that records holds the experts of all tokens and routed layers after a call, on every rank. Ranks that
-    differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, and
-    equally many.
+    Ranks that differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, in
+    equal number. After a call a recording replay holds the experts of all tokens and layers, on every rank.
 
     Attributes:
-        module: its parameters, as far as this rank holds them.
-        grid: where it stands.
-        vocab_size: without padding.
-        tokens_multiple_of: what the number of tokens of a packed batch must be a multiple of.
-        micro_batches_multiple_of: what the number of micro-batches of a call must be a multiple of.
-        routed_layers: the numbers of the layers with routed experts; none in a dense model.
-        num_experts: of each of these layers; 0 in a dense model.
+        module: The parameters of this rank.
+        grid: The grid of the model.
+        vocab_size: The size of the vocabulary without padding.
+        tokens_multiple_of: The tokens of a packed batch must be a multiple of this number.
+        micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
+        routed_layers: The numbers of the layers with routed experts.
+        num_experts: The experts of each of these layers; 0 in a dense model.
     """
 
     module: nn.Module
@@ -80,23 +78,21 @@ class Engine(Protocol):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the sum of the losses over all micro-batches and all data-parallel ranks.
 
-        The loss is called once for each micro-batch, on the ranks that have its outputs: those of the last pipeline
-        stage. All its inputs are whole (`[T]`, also under sequence and context parallelism), so each of these ranks
-        computes the same loss. When the call returns, every gradient is complete. A loss that raises on one rank would
-        leave the other ranks waiting: the caller gives a loss that keeps its errors until the call is over.
+        Every rank of the last pipeline stage calls the loss once for each micro-batch, with whole inputs `[T]`. When
+        this method returns, every gradient is complete. The loss must not raise, which would leave other ranks waiting.
         """
         ...
 
     def drop_gradients(self) -> None:
-        """Drop this rank's gradients, also those of a call that has raised or been interrupted."""
+        """Drop this rank's gradients, also after a call that raised or was interrupted."""
         ...
 
     def build_optimizer(self, options: OptimizerOptions) -> Optimizer:
-        """The optimizer of its parameters."""
+        """Return an optimizer of the parameters."""
         ...
 
     def shards(self) -> Shards:
-        """The parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
+        """Return the parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
         ...
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:

@@ -1,6 +1,6 @@
-"""Data parallelism by torch's FSDP2, with gradients that are sums over the ranks.
+"""Data parallelism by torch's FSDP2, with gradients summed over the ranks.
 
-FSDP2 takes over a second to import: whoever shards a module over several ranks does so.
+FSDP2 takes over a second to import; it is imported where a module is sharded over several ranks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ def shard_over_dp(
     experts: Iterable[nn.Module] = (),
     reshard_blocks: bool = True,
 ) -> None:
-    """Shard parameters, gradients and optimizer states of a loaded module over the ranks that hold the same, in place.
+    """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
 
-    These are the ranks of dp x cp; for experts that are shared out, those with the same experts. Gradients are summed
-    over them, not averaged: the loss is divided by the number of tokens of all ranks, so that every token weighs the
-    same wherever it was.
+    Experts distributed over ep are sharded over the ranks with the same experts. Gradients are summed over the ranks:
+    the loss is already divided by the number of tokens of all ranks, so all tokens weigh the same.
 
     Args:
-        module: the root, with its weights.
-        blocks: the submodules to shard on their own (the decoder layers).
-        grid: the identity where no two ranks hold the same.
-        experts: submodules of the blocks whose parameters are shared out over ep.
-        reshard_blocks: release each block after it has run, and gather it again for its backward. Otherwise it stays
-            gathered from the forward to the backward, like the rest, which belongs to the root.
+        module: The root, with its weights.
+        blocks: The submodules to shard separately (the decoder layers).
+        grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters.
+        experts: The submodules of the blocks whose parameters are distributed over ep.
+        reshard_blocks: Release each block after its forward, and gather it again for its backward. False keeps blocks
+            gathered from the forward to the backward, like the parameters of the root.
     """
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
     if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Gradients of low-precision weights add up in fp32, over micro-batches and over ranks.
+    # Gradients of low-precision weights are summed in fp32, over micro-batches and over ranks.
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
     if copies is not None:
@@ -62,7 +61,7 @@ def shard_over_dp(
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
-    """The root, if it is sharded, and the blocks."""
+    """Return the sharded modules, the root first."""
     return [part for part in module.modules() if _is_sharded(part)]
 
 
@@ -72,7 +71,7 @@ def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
-    """Say whether the next backward is the last of an update: only then are gradients summed over dp."""
+    """Sum gradients over dp in the next backward only if it is the last backward of an update."""
     if _is_sharded(module):
         module.set_requires_gradient_sync(last)
         module.set_is_last_backward(last)
@@ -82,7 +81,7 @@ def sync_gradients(module: nn.Module, last: bool) -> None:
 def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
     """Keep all parameters gathered, so that ranks may run different numbers of forward passes inside.
 
-    `reshard_blocks` as it was sharded with.
+    Give `reshard_blocks` as to `shard_over_dp`.
     """
     parts = _parts(module)
     for part in parts:
@@ -92,25 +91,27 @@ def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None
         yield
     finally:
         for number, part in enumerate(parts):
-            # As `shard_over_dp` made them: the root, which comes first, stays gathered.
+            # As in `shard_over_dp`: the root, which comes first, stays gathered.
             part.set_reshard_after_forward(number > 0 and reshard_blocks, recurse=False)
         release(module)
 
 
 def release(module: nn.Module) -> None:
-    """Drop what a forward without a backward has left gathered; the shards may change before the next."""
+    """Release parameters that a forward without a backward left gathered."""
     for part in _parts(module):
         part.reshard()
 
 
 def drop_gradients(module: nn.Module) -> None:
-    """Drop all gradients on this rank. The next forward starts anew, also where one or a backward has been interrupted
-    (before torch 2.13, which can take that back, only where all have come to their ends)."""
+    """Drop all gradients on this rank and reset FSDP2.
+
+    From torch 2.13 on this also recovers from an interrupted forward or backward.
+    """
     for part in _parts(module):
         state = part._get_fsdp_state()
         if state._is_root and hasattr(part, "reset_iter_state"):
             part.reset_iter_state()
-        # What adds up until the last backward belongs to the gathered parameters, which torch neither shows nor drops.
+        # Gradients accumulated before the last backward belong to the gathered parameters; torch has no API for them.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
             parameter.unsharded_accumulated_grad = None
@@ -123,7 +124,7 @@ def drop_gradients(module: nn.Module) -> None:
 
 @torch.no_grad()
 def full_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict` with every tensor gathered over dp, on the CPU, tied ones still one; every dp rank calls it."""
+    """Return the `state_dict` gathered over dp, on the CPU; tied tensors stay tied. Every dp rank calls it."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     full: dict[str, Tensor] = {}
     gathered_once: dict[int, Tensor] = {}

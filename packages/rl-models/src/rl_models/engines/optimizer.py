@@ -22,13 +22,14 @@ class OptimizerOptions:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), gradient clipping and the schedule.
 
     Attributes:
-        learning_rate, betas, eps: AdamW's; the schedule multiplies the learning rate. 0 learns nothing.
-        weight_decay: of matrices; vectors (norms, biases) are not decayed.
-        max_grad_norm: the gradient of the whole model is scaled down to this norm; infinity: never.
-        schedule: over the optimizer's steps.
+        learning_rate: The learning rate of AdamW, which the schedule multiplies.
+        betas, eps: The betas and eps of AdamW.
+        weight_decay: The decay of matrices; vectors (norms, biases) have none.
+        max_grad_norm: Scale the gradient of the whole model down to this norm; infinity: never.
+        schedule: The schedule over the optimizer's steps.
 
     Raises:
-        ValueError: a number is out of its range; names the field.
+        ValueError: A number is out of its range.
     """
 
     learning_rate: float = 1e-6
@@ -91,12 +92,14 @@ class Optimizer(Protocol):
         ...
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of one parameter by slot, each shaped like the parameter's part on this rank, or of one element;
-        empty before the first step."""
+        """Return the state of one parameter by slot, empty before the first step.
+
+        Each tensor has the shape of the parameter's part on this rank, or one element.
+        """
         ...
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Put a state in the place of the parameter's own, which has its new weights already."""
+        """Set the state of a parameter that already has its new weights."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
@@ -105,21 +108,20 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """torch's fused AdamW over the parameters that a module has on this rank, with fp32 state whatever they are.
+    """torch's fused AdamW over a module's parameters on this rank, with fp32 state.
 
-    A parameter of bf16 has an fp32 copy here, its master, which is what AdamW changes; after each step the parameter is
-    the master, rounded. Without it an update that is smaller than half a unit in the last place of the weight would be
-    lost. Gradients of such parameters add up in fp32 over micro-batches, too. An fp32 parameter is its own master.
-    AdamW works elementwise, so a DTensor's part on this rank is all it needs.
+    AdamW changes fp32 master weights; a bf16 parameter is its master, rounded after each step, so that small updates
+    are not lost. Gradients of bf16 parameters are summed in fp32 over micro-batches. An fp32 parameter is its own
+    master. AdamW works elementwise, so the local part of a DTensor is enough.
 
     Args:
-        module: with its parameters where they will be trained (sharded by FSDP2, say).
-        options: the numbers.
-        groups: every group over which layers are divided, as `parallel_layers.clip_grad_norm_` takes them.
-        pipeline_group: the ranks that hold other layers.
+        module: The module, already sharded.
+        options: The numbers.
+        groups: Every group that divides layers, as for `parallel_layers.clip_grad_norm_`.
+        pipeline_group: The ranks that hold other layers.
 
     Raises:
-        ValueError: a parameter is of fp16: small gradients vanish there, and no loss is scaled here.
+        ValueError: A parameter is fp16, whose small gradients vanish without a loss scale.
     """
 
     loss_scale = None
@@ -137,12 +139,12 @@ class AdamW:
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         if any(parameter.dtype == torch.float16 for _, parameter in named):
             raise ValueError(
-                "a model in fp16 learns under a loss scale, which backend='megatron' alone has: without one its small "
-                "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32"
+                "a model in fp16 needs a loss scale, which only backend='megatron' has: small gradients vanish without "
+                "one; load the model with dtype=torch.bfloat16 or torch.float32"
             )
         self._masters = [(parameter, _master(parameter)) for _, parameter in named]
         self._index = {id(parameter): number for number, (parameter, _) in enumerate(self._masters)}
-        # The biases of experts are vectors, too, stacked.
+        # The stacked biases of experts are vectors, too.
         matrices = [parameter.dim() > 1 and not name.endswith("bias") for name, parameter in named]
         decayed = [
             {
@@ -161,7 +163,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
-        """Clip, step, and drop the gradients; returns the norm before clipping."""
+        """Clip, step, and drop the gradients; return the norm before clipping."""
         norm = float(
             clip_grad_norm_(
                 self.module, self.options.max_grad_norm, groups=self.groups, pipeline_group=self.pipeline_group
@@ -189,7 +191,7 @@ class AdamW:
             parameter.grad = None
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """`step`, `exp_avg`, `exp_avg_sq`, and of a low-precision parameter `master`."""
+        """Return `step`, `exp_avg`, `exp_avg_sq`, and for a bf16 parameter `master`."""
         master = self._master(parameter)
         if master is None:
             return {}
@@ -198,7 +200,7 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a parameter; without a `master` in it, the parameter's value becomes the master."""
+        """Set the state of a parameter; without `master` the parameter's value becomes the master."""
         master = self._master(parameter)
         if master is None:
             return
@@ -208,7 +210,7 @@ class AdamW:
         slots = {name: value for name, value in state.items() if name != "master"}
         self.adamw.state.pop(master, None)
         if slots:
-            # A slot of its own memory: the fused kernel wants the step count on the device, and all in fp32.
+            # Copied: the fused kernel needs the step count on the device, and all slots in fp32.
             self.adamw.state[master] = {
                 name: value.detach().to(master.device, torch.float32, copy=True) for name, value in slots.items()
             }
@@ -236,6 +238,6 @@ def _master(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         return _local(parameter)
     if not is_dtensor(parameter):
-        # FSDP2 accumulates and reduces in a type of its own, see `rl_models.engines.fsdp`.
+        # FSDP2 has its own dtype for sums of gradients, see `rl_models.engines.fsdp`.
         parameter.grad_dtype = torch.float32
     return _local(parameter).float()

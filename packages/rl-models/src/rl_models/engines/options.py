@@ -1,4 +1,4 @@
-"""How a user wants a model to be loaded and run, whatever the backend."""
+"""Options of loading and running a model, for all backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_models.models.decoder import Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]
 
-# The types of parameters that models compute in.
+# The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,11 +25,11 @@ class PipelineOptions:
         schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
             arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
             pipeline's bubbles (arXiv:2401.10241).
-        virtual_stages: chunks that each rank holds; chunk v of rank p is the (v * pp + p)th of the model.
-        split: the number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
+        virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
+        split: The number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
 
     Raises:
-        ValueError: an unknown schedule, fewer than one virtual stage, or a chunk without layers.
+        ValueError: The schedule is unknown, there is no virtual stage, or a chunk has no layers.
     """
 
     schedule: Schedule = "1f1b"
@@ -45,24 +45,25 @@ class PipelineOptions:
             raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
 
     def require_pipeline(self, pp: int) -> None:
-        """Raise ValueError for chunks of a model that is not divided: virtual stages or a split where pp is 1."""
+        """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
         if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
             raise ValueError(f"{self} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLosses:
-    """Weights of the auxiliary losses of a mixture of experts, which an update adds to the loss it is given.
+    """Weights of the auxiliary losses of a mixture of experts, which an update adds to its loss.
 
-    Each is, for each layer, that of all tokens of the update together, prompts included: those of all micro-batches and
-    all ranks, so that it does not depend on how the batch was divided.
+    The losses of each layer cover all tokens of the update, prompts included, over all micro-batches and ranks. They do
+    not depend on how the batch was divided.
 
     Attributes:
-        balance: of the load-balancing loss (`router_aux_loss_coef`; `parallel_layers.moe.load_balancing_loss`), over
-            the global batch (arXiv:2501.11873). It needs every expert's load before the first gradient: a further
-            forward pass of each update, without the head, counts them.
-        sequence_balance: of DeepSeek-V3's loss within each sequence (`parallel_layers.moe.sequence_balance_loss`).
-        z: of the router z-loss (`parallel_layers.moe.router_z_loss`).
+        balance: The weight of the load-balancing loss (`router_aux_loss_coef`;
+            `parallel_layers.moe.load_balancing_loss`) over the global batch (arXiv:2501.11873). One more forward pass
+            of each update, without the head, counts the load of every expert.
+        sequence_balance: The weight of DeepSeek-V3's loss within each sequence
+            (`parallel_layers.moe.sequence_balance_loss`).
+        z: The weight of the router z-loss (`parallel_layers.moe.router_z_loss`).
     """
 
     balance: float = 0.0
@@ -72,16 +73,16 @@ class RouterLosses:
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Options of `backend="megatron"` alone.
+    """Options that only `backend="megatron"` has.
 
     Attributes:
         layers: "local": Megatron-Core's own layers on torch; "transformer_engine": Transformer Engine's linears, norms
             and grouped experts.
-        distributed_optimizer: where dp * cp > 1, divide the optimizer's masters and moments over those ranks (ZeRO
-            stage 1, arXiv:1910.02054). Loading a training checkpoint then needs them whole in host memory, for once.
+        distributed_optimizer: Divide the optimizer's masters and moments over dp x cp (ZeRO stage 1,
+            arXiv:1910.02054). Loading a training checkpoint then holds them whole in host memory for a while.
 
     Raises:
-        ValueError: unknown layers.
+        ValueError: The layers are unknown.
     """
 
     layers: Literal["local", "transformer_engine"] = "local"
@@ -97,23 +98,22 @@ class EngineOptions:
     """How to load a model.
 
     Attributes:
-        dtype: of the parameters; None: as the checkpoint stores them.
-        sequence_parallel: keep `[T/tp, H]` between blocks; None: where the backend has tensor parallelism and tp > 1.
-        pipeline: where pp > 1.
-        context_parallel: where cp > 1, the attention over divided sequences: "ulysses" or "ring"
-            (`parallel_layers.attention.context_parallel`).
-        router_losses: of a mixture of experts; the config's own coefficients count for nothing.
-        recompute: what is computed again in the backward instead of saved: "full", every layer from its input;
-            "selective", every MLP or mixture of experts; or the numbers of the layers that are; None: nothing.
-        keep_probabilities: the head keeps its probabilities, `[T, V/tp]` in bf16, from the forward to the backward,
-            which then needs a matrix product less (`parallel_layers.linear_log_probs`; on GPUs).
-        tp_invariant: log-probs and values whose bits depend neither on tp nor on the rest of a batch
+        dtype: The dtype of the parameters; None: as stored in the checkpoint.
+        sequence_parallel: Keep `[T/tp, H]` between blocks; None: if the backend has tensor parallelism and tp > 1.
+        pipeline: The schedule and the split of the layers, for pp > 1.
+        context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
+        router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
+        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
+            MLP or mixture of experts; or numbers of layers. None: save everything.
+        keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
+            GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
+        tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
             (`parallel_layers.invariant`).
-        deterministic: see `rl_models.workers.determinism`.
-        megatron: of that backend.
+        deterministic: Give the same bits at every run, see `rl_models.workers.determinism`.
+        megatron: The options of that backend.
 
     Raises:
-        ValueError: a `dtype` that no model computes in, an unknown `recompute`, or options that exclude each other.
+        ValueError: No model computes in `dtype`, `recompute` is unknown, or options exclude each other.
     """
 
     dtype: torch.dtype | None = None
@@ -135,4 +135,4 @@ class EngineOptions:
                 f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"
             )
         if self.keep_probabilities and self.tp_invariant:
-            raise ValueError("keep_probabilities=True is the ordinary head's; leave out tp_invariant=True")
+            raise ValueError("keep_probabilities=True excludes tp_invariant=True; leave one of them out")

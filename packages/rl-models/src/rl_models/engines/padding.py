@@ -10,14 +10,14 @@ from parallel_layers import PackedSequence
 
 
 def nothing(num_tokens: int, device: torch.device) -> PackedSequence:
-    """No sequence, and so many tokens of padding."""
+    """Return a pack of `num_tokens` tokens of padding, without sequences."""
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     return PackedSequence(ids, torch.arange(num_tokens, device=device), bounds, num_tokens, padding=num_tokens)
 
 
 def pad_to(packed: PackedSequence, num_tokens: int) -> PackedSequence:
-    """The same sequences with padding up to `num_tokens`, as a last segment of its own."""
+    """Return the pack with padding up to `num_tokens` as its last segment."""
     added = num_tokens - packed.num_tokens
     if not added:
         return packed

@@ -1,4 +1,4 @@
-"""How long the sequences are that a checkpoint's model was made for."""
+"""The largest length of sequences that the model of a checkpoint supports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ckpt.layout.config import load_config, text_config
 
 
 def max_positions(path: str | os.PathLike[str]) -> int | None:
-    """The number of positions by a checkpoint's `config.json`; None where it does not say.
+    """Return the number of positions in a checkpoint's `config.json`; None if it has no `max_position_embeddings`.
 
-    `max_position_embeddings`, or as many as the rope parameters' `factor` makes of the original ones, if that is more:
-    some checkpoints are extended by these alone. Llama 3's factor stretches wavelengths, and says nothing of positions.
+    Some checkpoints are extended by the rope parameters alone: then the number is the original positions times
+    `factor`. Llama 3's factor stretches wavelengths and does not count.
     """
     config = text_config(load_config(path))
     positions = config.get("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""`Shards`: what a rank holds of a model, in the terms of ckpt."""
+"""`Shards`: the parameters of one rank, in the terms of ckpt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import ckpt
 
 @dataclass(frozen=True)
 class Shards:
-    """The parameters of this rank, and which parts of the checkpoint's tensors they are.
+    """The parameters of this rank, and the parts of the checkpoint's tensors that they hold.
 
     Attributes:
-        layout: of the model.
-        chunks: for each pipeline chunk that the rank holds, its place and its parameters by the layout's local names;
-            no two chunks of a rank use one name.
-            Where FSDP2 has divided a place's parameters further, they are DTensors.
+        layout: The layout of the model.
+        chunks: The place of each pipeline chunk of the rank, and its parameters by the layout's local names, which
+            differ between chunks. Parameters sharded by FSDP2 are DTensors.
     """
 
     layout: ckpt.Layout

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself before it is loaded."""
+"""The dtype of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rl_models.engines.options import COMPUTED
 
 
 def stored_dtype(path: str) -> torch.dtype:
-    """The type of most of a checkpoint's tensors.
+    """Return the dtype of most of a checkpoint's tensors.
 
     Raises:
-        ValueError: no model computes in it.
+        ValueError: No model computes in this dtype.
     """
     stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
     ((dtype, _),) = stored.most_common(1)

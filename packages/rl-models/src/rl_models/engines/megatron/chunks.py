@@ -12,10 +12,10 @@ from megatron_utils.gpt import PackedGPTModel
 
 
 class ChunkedLayout(ckpt.Layout):
-    """A layout whose local names say which chunk they are of: `chunk1.decoder.layers.0...`.
+    """A layout with the chunk in its local names: `chunk1.decoder.layers.0...`.
 
-    Megatron-Core counts layers inside each chunk, so the chunks of one rank name their parameters alike; a training
-    checkpoint knows a rank's tensors by name.
+    Megatron-Core counts layers inside each chunk, so names repeat between the chunks of a rank; a training checkpoint
+    needs one name per tensor.
     """
 
     @classmethod
@@ -24,7 +24,7 @@ class ChunkedLayout(ckpt.Layout):
         return cls(**{field.name: getattr(layout, field.name) for field in fields(layout) if field.init})
 
     def at(self, place: ckpt.Place) -> dict[str, ckpt.Block]:
-        """The local tensors of `place`."""
+        """Return the local tensors of `place`."""
         return {local_name(name, place): block for name, block in super().at(place).items()}
 
 
@@ -43,6 +43,6 @@ def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
 
 
 def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place) -> dict[str, Tensor]:
-    """Return the tensors of a chunk that a checkpoint holds: parameters, and the biases by which routers choose."""
+    """Return the tensors of a chunk that a checkpoint holds: parameters and the routers' biases."""
     biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
     return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **biases}.items()}

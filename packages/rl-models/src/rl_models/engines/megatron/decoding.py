@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_utils.pipeline_parallel import run_schedule
 from parallel_layers.data.micro_batch_packing import pack_micro_batches
-from rl_models.engines.continuation import continue_sequences, on_all_ranks
+from rl_models.engines.continuation import Continuation, on_all_ranks
 from rl_models.engines.engine import NextLogits
 from rl_models.engines.megatron.model import MegatronModel
 
@@ -25,28 +25,22 @@ def decoding(
     tokens_multiple_of: int,
     micro_batches_multiple_of: int,
 ) -> Iterator[NextLogits]:
-    """Decode on every tp and cp rank alike; see `Engine.decoding`. Megatron's global state stays entered.
+    """Decode on every tp and cp rank, inside Megatron's global state; see `Engine.decoding`.
 
     Args:
         model: This rank's chunks.
-        num_sequences, max_length: As `Engine.decoding` says.
-        vocab_size, tokens_multiple_of, micro_batches_multiple_of: The engine's.
+        num_sequences, max_length: See `Engine.decoding`.
+        vocab_size, tokens_multiple_of, micro_batches_multiple_of: See `Engine`.
     """
-    # Interleaving wants as many micro-batches as stages.
+    # The interleaved schedule needs as many micro-batches as stages.
     more = micro_batches_multiple_of - 1
     fillers = pack_micro_batches([], [[]] * more, multiple_of=tokens_multiple_of, device=model.grid.device)
-    lengths = [0] * num_sequences
     with model.entered() as megatron, torch.no_grad():
         caches = [chunk.new_cache(num_sequences, max_length) for chunk in model.chunks]
+        continuation = Continuation(caches, num_sequences, tokens_multiple_of)
 
         def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-            if keep is not None:
-                for cache in caches:
-                    cache.select(keep)
-                lengths[:] = [lengths[n] for n in keep]
-            packed = continue_sequences(tokens, lengths, tokens_multiple_of)
-            for n, new in enumerate(tokens):
-                lengths[n] += len(new)
+            packed = continuation.pack(tokens, keep)
             outputs = run_schedule(
                 model.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
             )

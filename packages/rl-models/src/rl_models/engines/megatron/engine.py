@@ -32,10 +32,9 @@ class MegatronEngine:
     """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
 
     Attributes:
-        model: this rank's pipeline chunks, in Megatron's global state.
-        layout, places: where they stand in a checkpoint; a place for each chunk.
-        routed_layers: the numbers of the layers with routed experts; none in a dense model.
-        num_experts: of each of these layers.
+        model: This rank's pipeline chunks, in Megatron's global state.
+        layout, places: The model's layout, and a place for each chunk.
+        routed_layers, num_experts: See `Engine`.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class MegatronEngine:
         return [_outputs(output) for output in outputs]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Add the gradient of the losses. (Where the optimizer is divided, each rank has that of its own part.)"""
+        """Add the gradient of the losses; with a divided optimizer each rank has the gradient of its own part."""
 
         def total(output: Any, number: int) -> Tensor:
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
@@ -78,11 +77,11 @@ class MegatronEngine:
     def _run(
         self, chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], megatron: MegatronGrid, **options: Any
     ) -> Sequence[Any]:
-        """Run Megatron's schedule; returns the last stage's results."""
+        """Run Megatron's schedule; return the last stage's results."""
         packs = [micro_batch.packed for micro_batch in micro_batches]
         replays = [micro_batch.replay for micro_batch in micro_batches if micro_batch.replay is not None]
         if self.layout.role == "causal_lm":
-            # The temperature is one for all micro-batches of a call.
+            # All micro-batches of a call have one temperature.
             options |= {"labels": [next_token_labels(packed) for packed in packs]}
             options |= {"temperature": micro_batches[0].temperature}
         outputs = run_schedule(chunks, packs, megatron, routing=replays or None, **options)
@@ -91,7 +90,7 @@ class MegatronEngine:
         return outputs or ()
 
     def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
-        """Megatron's AdamW; from now on gradients are multiplied by its loss scale, where it has one."""
+        """Return Megatron's AdamW; from now on its loss scale, if any, multiplies gradients."""
         optimizer = MegatronOptimizer(self.model, options)
         self._scale_loss = None if optimizer.loss_scale is None else optimizer.inner.scale_loss
         return optimizer
@@ -101,12 +100,12 @@ class MegatronEngine:
         self.model.drop_gradients()
 
     def shards(self) -> Shards:
-        """The parameters of this rank, and the biases by which its routers choose."""
+        """Return the parameters of this rank, and the routers' biases."""
         pairs = zip(self.chunks, self.places, strict=True)
         return Shards(self.layout, [(place, stored_tensors(chunk, place)) for chunk, place in pairs])
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode with a KV cache, on every tp and cp rank alike."""
+        """Decode with a KV cache, on every tp and cp rank."""
         return decoding(
             self.model,
             num_sequences,
@@ -117,7 +116,7 @@ class MegatronEngine:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
+        """Write the bytes of this rank, and copy config and tokenizer files from the loaded checkpoint."""
         tensors = [{name: x.detach() for name, x in part.items()} for _, part in self.shards().chunks]
         ckpt.save_hf(path, tensors, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto Megatron-Core's GPTModel, or refusing by name what this backend does not offer."""
+"""Loading a checkpoint onto Megatron-Core's GPTModel."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rl_models.engines.options import RouterLosses
 from rl_models.engines.stored import stored_dtype
 from rl_models.grid import Grid
 
-# What parallel-layers calls the forms of attention over divided sequences.
+# Forms of context parallelism -> their names in Megatron-Core.
 CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
-# What ckpt calls the names that each kind of layers has.
+# Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
 
 
@@ -35,11 +35,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
     """Load a checkpoint; each rank reads only its own slices.
 
     Raises:
-        ValueError: there is no process group, the device is a CPU outside `cpu_stand_in`, the architecture, an option
+        ValueError: There is no process group, the device is a CPU outside `cpu_stand_in`, the architecture, an option
             or a config field is not supported, sizes do not divide over the grid, or the checkpoint is broken; on every
             rank alike.
-        ImportError: layers of Transformer Engine are asked for and it is not installed.
-        RuntimeError: inside a `megatron_grid`.
+        ImportError: The options ask for Transformer Engine, which is not installed.
+        RuntimeError: The call is inside a `megatron_grid`.
     """
     assert role != "causal_lm_with_value"  # refused by `load_engine`
     dims, pipeline = grid.dims, options.pipeline
@@ -89,7 +89,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                 role=role,
                 dtype=dtype,
                 layer_spec=layers,
-                # A critic's checkpoint may have a bias, a reward model's has none.
+                # A reward model's head has no bias.
                 value_bias=not classifies_sequences(model.hf),
                 sequence_parallel=options.sequence_parallel,
                 **extra,

@@ -16,11 +16,10 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 class MegatronOptimizer:
-    """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters, and of fp16 a dynamic loss scale.
+    """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters and, for fp16, a dynamic loss scale.
 
-    Over data parallelism masters and moments are divided (ZeRO stage 1), unless `MegatronOptions` says otherwise; then
-    `state` and `load_state` are collective. Megatron's own names for no decay are the vectors of these models: norms
-    and biases.
+    If masters and moments are divided (`MegatronOptions.distributed_optimizer`), `state` and `load_state` are
+    collective. Vectors (norms and biases) have no weight decay.
     """
 
     def __init__(self, model: MegatronModel, options: OptimizerOptions) -> None:
@@ -53,7 +52,7 @@ class MegatronOptimizer:
         self.inner.loss_scale_state = dict(state)
 
     def step(self, learning_rate: float) -> float:
-        """Clip, step, and drop the gradients; returns the norm before clipping, infinity where fp16 overflowed."""
+        """Clip, step, and drop the gradients; return the norm before clipping, infinity after an overflow of fp16."""
         with self.model.entered():
             result = self.inner.step(learning_rate)
         self.zero_grad()
@@ -64,11 +63,11 @@ class MegatronOptimizer:
         self.model.drop_gradients()
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """`step`, `exp_avg`, `exp_avg_sq`, and of a bf16 or fp16 parameter `master`; in DTensors where divided."""
+        """Return `step`, `exp_avg`, `exp_avg_sq`, and for bf16 and fp16 `master`; DTensors if divided."""
         return self._states.state(parameter)
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a parameter; without a `master` in it, the parameter's value becomes the master."""
+        """Set the state of a parameter; without `master` the parameter's value becomes the master."""
         self._states.load(parameter, state)
 
     def tensors(self) -> Iterator[Tensor]:

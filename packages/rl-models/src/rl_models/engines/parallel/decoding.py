@@ -1,4 +1,4 @@
-"""Decoding with a KV cache on the native models: every tp and cp rank alike, one pipeline stage after another."""
+"""Decoding with a KV cache on the native models, through one pipeline stage after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers import PackedSequence
-from rl_models.engines.continuation import continue_sequences, on_all_ranks
+from rl_models.engines.continuation import Continuation, on_all_ranks
 from rl_models.engines.engine import NextLogits
 from rl_models.engines.fsdp import gathered
 from rl_models.engines.parallel.pipeline import Pipeline
@@ -33,15 +33,17 @@ def decode(
     """Decode `num_sequences` sequences of at most `max_length` tokens; see `Engine.decoding`.
 
     Args:
-        model, stages, pipeline, grid: of the engine.
-        hidden_shape: number of tokens -> shape of what goes from stage to stage.
+        model, stages, pipeline, grid: Those of the engine.
+        hidden_shape: Number of tokens -> shape of the hidden states between stages.
+        num_sequences: The number of sequences.
+        max_length: The largest length of a sequence.
     """
     with ExitStack() as stack:
         for stage in stages:
             stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
         stack.enter_context(torch.no_grad())
         cache = model.new_cache(num_sequences, max_length)
-        lengths = [0] * num_sequences
+        continuation = Continuation([cache], num_sequences, model.tokens_multiple_of)
 
         def run(packed: PackedSequence, stage: Stage, hidden: Tensor | None) -> Tensor:
             method = model.next_logits if stage.chunk.last else model
@@ -49,12 +51,7 @@ def decode(
             return logits
 
         def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-            if keep is not None:
-                cache.select(keep)
-                lengths[:] = [lengths[n] for n in keep]
-            packed = continue_sequences(tokens, lengths, model.tokens_multiple_of)
-            for n, new in enumerate(tokens):
-                lengths[n] += len(new)
+            packed = continuation.pack(tokens, keep)
             logits: Tensor | None
             if pipeline is None:
                 logits = run(packed, stages[0], None)

@@ -30,13 +30,13 @@ from rl_models.models.language_models import CausalLM, PackedModel
 
 
 class ParallelEngine:
-    """A model of this package, divided over tp, pp, cp and ep, and over the ranks that hold the same by FSDP2.
+    """A native model, divided over tp, pp, cp and ep, and over dp x cp by FSDP2.
 
     Attributes:
         model: All pipeline chunks of this rank, under ckpt's local names.
         layout, places: The model's layout, and a place for each chunk.
         stages: The chunks as callable modules.
-        routed_layers, num_experts: see `Engine`.
+        routed_layers, num_experts: See `Engine`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ParallelEngine:
         self.pipeline: Pipeline | None = None
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
-            # A pipeline runs other micro-batches between a block's forward and its backward: it stays gathered.
+            # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
             shard_over_dp(stage, stage.blocks, grid, experts=experts, reshard_blocks=grid.dims.pp == 1)
         if (group := grid.group("pp")) is not None:
             self.pipeline = Pipeline(
@@ -81,7 +81,7 @@ class ParallelEngine:
         return [_trimmed(each, output) for each, output in zip(micro_batches, outputs, strict=True)]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Add the gradient of the losses, and of the routers' own."""
+        """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
         make_task = partial(compute, self.model, self._totals(local))
         if self.pipeline is None:
@@ -193,7 +193,7 @@ class ParallelEngine:
         return {name: tensors[name] for name in self.layout.at(place) if name in tensors}
 
     def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode with a KV cache, on every tp and cp rank alike, through one pipeline stage after another."""
+        """Decode with a KV cache, on every tp and cp rank, through one pipeline stage after another."""
         assert isinstance(self.model, CausalLM)
         return decode(
             self.model,
@@ -206,7 +206,7 @@ class ParallelEngine:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Every rank writes its own bytes; config and tokenizer files are carried over from where it was loaded."""
+        """Write the bytes of this rank, and copy config and tokenizer files from the loaded checkpoint."""
         tensors = self.model.state_dict()
         chunks = [self._of(place, tensors) for place in self.places]
         ckpt.save_hf(path, chunks, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)

@@ -1,4 +1,4 @@
-"""`backend="parallel"`: the models of this package over parallel-layers, loaded by ckpt."""
+"""`backend="parallel"`: the native models over parallel-layers, loaded by ckpt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS: dict[Role, type[PackedModel]] = {
 
 
 def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions) -> None:
-    """Raise ValueError for an option that means nothing on this grid, or nothing to this model."""
+    """Raise ValueError for an option that does not apply to this grid or this model."""
     if options.sequence_parallel and dims.tp == 1:
         raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
     options.pipeline.require_pipeline(dims.pp)
@@ -47,7 +47,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     """Load a checkpoint; each rank reads only its own slices.
 
     Raises:
-        ValueError: the architecture or a config field is not supported, sizes do not divide over the grid, or the
+        ValueError: The architecture or a config field is not supported, sizes do not divide over the grid, or the
             checkpoint is broken; on every rank alike.
     """
     group = grid.group("tp")
@@ -76,7 +76,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "keep_probabilities": options.keep_probabilities,
             "tp_invariant": options.tp_invariant,
             "dtype": options.dtype or stored_dtype(path),
-            # Nothing is allocated or initialised that the checkpoint then replaces.
+            # The checkpoint replaces all parameters: do not initialise them.
             "device": "meta",
         }
         return MODELS[role](config, **model_options), layout
@@ -87,7 +87,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         if isinstance(module, XIELU):
             module.reset_parameters()  # a checkpoint may lack the activation's constants
     if isinstance(model, ValueModel) and model.chunks[-1].last:
-        # What a causal language model's checkpoint does not have: a value head starts with the value 0 everywhere.
+        # A causal language model's checkpoint has no value head, which then starts as zeros.
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
     state = model.state_dict()
@@ -97,7 +97,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
 
 
 def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
-    """Where each of this rank's chunks stands."""
+    """Return the place of each chunk of this rank."""
     dims = grid.dims
     return [
         ckpt.Place(
@@ -112,10 +112,10 @@ def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
 
 
 def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
-    """The layers of each of this rank's chunks.
+    """Return the layers of each chunk of this rank.
 
     Raises:
-        ValueError: a chunk would have no layer, or what `ckpt.place_layers` refuses.
+        ValueError: A chunk has no layer, or `ckpt.place_layers` refuses the split.
     """
     layers = layout.chunk_layers(places[0].grid)
     if not all(layers):

@@ -31,8 +31,8 @@ MakeTask = Callable[[Stage, MicroBatch], Task]
 def why_no_zero_bubble() -> str | None:
     """Return why this torch cannot run the zero-bubble schedule; None if it can.
 
-    Its second pass, the gradients of weights, starts from nodes in the middle of the graph. In torch 2.11 and 2.12
-    those of custom autograd functions, which the parallel layers are made of, are gone by then (seen with both).
+    The schedule computes the gradients of weights from nodes in the middle of the graph. torch 2.11 and 2.12 have freed
+    the nodes of custom autograd functions by then.
     """
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         return None
@@ -43,11 +43,11 @@ class Pipeline:
     """The stages of one rank of a pipeline.
 
     Args:
-        stages: the rank's chunks, in their order.
-        group: the ranks of the pipeline.
-        options: how micro-batches are ordered.
-        hidden_shape: number of a micro-batch's tokens -> shape of what goes from stage to stage.
-        dtype: of that.
+        stages: The rank's chunks, in order.
+        group: The ranks of the pipeline.
+        options: The schedule.
+        hidden_shape: Number of a micro-batch's tokens -> shape of the hidden states between stages.
+        dtype, device: The dtype and device of these hidden states.
         num_outputs: of the model, each `[T]` fp32.
 
     Raises:
@@ -120,7 +120,7 @@ class Pipeline:
     def _torch_stage(self, stage: Stage, number: int, num_tokens: int) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
-        # With shapes given torch runs nothing to find them out.
+        # With these shapes torch needs no extra forward to infer them.
         between = torch.empty(self.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
         output = torch.empty(num_tokens, device="meta", requires_grad=True)
         size = self.group.size()
@@ -135,9 +135,11 @@ class Pipeline:
         )
 
     def relay(self, shape: tuple[int, int], run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
-        """One pass through all stages, without a schedule; returns what `run` gives on the last, else None.
+        """Pass once through all stages, without a schedule; return the result of `run` on the last stage, else None.
 
-        `shape` of what goes from stage to stage.
+        Args:
+            shape: The shape of the hidden states between stages.
+            run: A stage and its input -> its output.
         """
         rank, size = self.group.rank(), self.group.size()
         result: Tensor | None = None
@@ -155,11 +157,11 @@ class Pipeline:
 
 @torch.no_grad()
 def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> None:
-    """Add up the gradients of an embedding that the first and the last stage hold; both get the same bits.
+    """Sum the gradients of an embedding that the first and the last stage hold; both get the same bits.
 
     Args:
-        embedding: this rank's copy; None on the other stages.
-        group: the ranks of the pipeline.
+        embedding: This rank's copy; None on the other stages.
+        group: The ranks of the pipeline.
 
     Communication: the gradient, once each way between the two.
     """

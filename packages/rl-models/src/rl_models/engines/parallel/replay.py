@@ -1,4 +1,4 @@
-"""Router replay on divided micro-batches: a rank's part of what is replayed, and the whole of what was recorded.
+"""Router replay on divided micro-batches: split replays over ranks, and gather recordings.
 
 Shape legend: T tokens of a micro-batch, T' this rank's under context parallelism, M layers with routed experts,
 k experts a token.
@@ -44,14 +44,14 @@ def complete(
     """Put the recordings of all ranks into `replay`, on every rank.
 
     Args:
-        replay: of the whole micro-batch.
-        local: this rank's.
-        decoder: which part that is.
-        layers: the M numbers of the layers with routed experts.
-        shape: T with the padding that was added, and k.
-        num_tokens: T without it.
-        group: the pipeline's stages; None: all layers are here.
-        device: of the routers.
+        replay: The replay of the whole micro-batch.
+        local: The recording of this rank.
+        decoder: The decoder, which knows this rank's tokens.
+        layers: The M numbers of the layers with routed experts.
+        shape: T with the added padding, and k.
+        num_tokens: T without the added padding.
+        group: The pipeline's stages; None: this rank has all layers.
+        device: The device of the routers.
 
     Communication: an all-gather for each layer over the context-parallel group, and one all-reduce over the pipeline.
     """

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from rl_models.models.decoder import Chunk
 from rl_models.models.language_models import PackedModel
 
-# What the chunk before has returned (None in the first) -> the next chunk's input, or the outputs.
+# The result of the chunk before (None in the first chunk) -> the input of the next chunk, or the outputs.
 Task = Callable[[Tensor | None], Any]
 
 
 class Stage(nn.Module):
-    """The parameters of one chunk of a model, and a `forward` that does the next of the tasks it was given.
+    """The parameters of one chunk of a model, and a `forward` that runs the next of its tasks.
 
-    FSDP2 and torch's pipelines know a module by its `forward`; what the models do has other arguments each time.
+    FSDP2 and torch's pipelines need one fixed `forward`; tasks adapt calls with varying arguments to it.
 
     Args:
-        model: holds the chunk; it keeps its own names for the same parameters.
-        chunk: one of `model.chunks`.
+        model: The model, which keeps its own names for the same parameters.
+        chunk: One of `model.chunks`.
     """
 
     def __init__(self, model: PackedModel, chunk: Chunk) -> None:

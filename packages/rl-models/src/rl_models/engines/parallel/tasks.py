@@ -1,4 +1,4 @@
-"""What the stages of the native engine do with a micro-batch: compute outputs, or count where tokens go."""
+"""The tasks of the native engine's stages for a micro-batch: compute outputs, or count the tokens of experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl_models.models.language_models import PackedModel
 
 
 def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch) -> Task:
-    """Return what a stage does with a micro-batch: hidden states, or the outputs of the last stage.
+    """Return the task that computes hidden states, or on the last stage the outputs.
 
     Args:
         model: This rank's model.
-        totals: The totals of the batch that the routers' losses are of; None: there are no such losses.
+        totals: The totals of the batch for the routers' losses; None: no such losses.
         stage: One of the model's stages.
         micro_batch: With this rank's part of the replay.
     """
@@ -51,7 +51,7 @@ class LoadCounter:
         self._contexts: list[RoutingContext] = []
 
     def task(self, stage: Stage, micro_batch: MicroBatch) -> Task:
-        """Return what a stage does with a micro-batch: hidden states, or zeros in place of the last stage's outputs."""
+        """Return the task that computes hidden states, or on the last stage zeros in place of the outputs."""
 
         def task(hidden: Tensor | None) -> Tensor | Outputs:
             packed = micro_batch.packed
@@ -66,7 +66,7 @@ class LoadCounter:
 
     @property
     def loads(self) -> dict[int, Tensor]:
-        """Layer of this rank -> tokens of each expert `[E]` fp32, of this rank's tokens."""
+        """Each layer of this rank -> the load of each expert `[E]` fp32 by this rank's tokens."""
         sums: dict[int, Tensor] = {}
         for context in self._contexts:
             for layer, load in context.loads.items():

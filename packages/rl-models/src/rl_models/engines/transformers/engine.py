@@ -1,8 +1,8 @@
 """`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
 
-It is the reference that the native backend is compared with, and it runs whatever family hf-patches knows. The cp ranks
-share the tokens of every batch (Ulysses), and all dp x cp ranks the parameters (FSDP2). transformers maps the files: a
-rank reads the rows that it keeps, unless the type is cast or the checkpoint has another form than the model.
+This backend is the reference of the native backend, and runs all families of hf-patches. The cp ranks share the tokens
+of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). transformers maps the files: a rank reads the rows
+that it keeps, unless the dtype changes or the checkpoint has another form than the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Kind:
 
 KINDS: dict[Role, _Kind] = {
     "causal_lm": _Kind(AutoModelForCausalLM, False, {}),
-    # A causal language model's checkpoint serves as well: its head is left out, the value head is new.
+    # The checkpoint of a causal language model is allowed, too: its head is dropped, the value head is new.
     "value": _Kind(
         AutoModelForTokenClassification,
         True,
@@ -92,7 +92,7 @@ class TransformersEngine:
         drop_gradients(self.model)
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
-        """AdamW on this rank's shards."""
+        """Return AdamW on this rank's shards."""
         return AdamW(self.model, options)
 
     def shards(self) -> Shards:
@@ -106,7 +106,7 @@ class TransformersEngine:
     def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
         """Decode with a KV cache; the cp ranks decode a part of the sequences each and exchange the logits."""
         group, rank, size = self.grid.group("cp"), self.grid.rank("cp"), self.grid.dims.cp
-        # The cp rank that has each sequence, and its number there.
+        # The cp rank of each sequence, and the number of the sequence on that rank.
         places = [(n % size, n // size) for n in range(num_sequences)]
         with gathered(self.model), torch.no_grad():
             cache = self.patch.new_cache(len(range(rank, num_sequences, size)), max_length)
@@ -130,7 +130,7 @@ class TransformersEngine:
             yield next_logits
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The first rank writes what `save_pretrained` writes, into a folder that appears when it is complete."""
+        """Let the first rank write by `save_pretrained`, into a folder that appears when it is complete."""
         tensors = full_tensors(self.model)
         group = self.grid.everyone
 
@@ -155,7 +155,7 @@ class TransformersEngine:
 
 
 def _name_sequence_classifier(config: Path) -> None:
-    """Have a saved reward model loaded as what it was: transformers has written the class that computes here."""
+    """Name the class of a saved reward model: transformers has written the class that computes here."""
     values = json.loads(config.read_text(encoding="utf-8"))
     values["architectures"] = [
         name.replace("ForTokenClassification", "ForSequenceClassification") for name in values["architectures"]
@@ -167,7 +167,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     """Load a checkpoint with transformers and patch it.
 
     Raises:
-        ValueError: the family is unknown to hf-patches, or sequence parallelism is asked for; on every rank alike.
+        ValueError: hf-patches does not know the family, or the options ask for sequence parallelism; on every rank.
     """
     if options.sequence_parallel:
         raise ValueError(
@@ -185,7 +185,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             lacked = [name for name in lacked if name != "score.bias"]
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                # Packed batches have no padding: the pad token is learned from like any other token.
+                # Packed batches have no padding: the pad token trains like any other token.
                 module.padding_idx = None
         patched = patch(
             model,
@@ -204,12 +204,12 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         model.to(grid.device)
         own_memory(model)
     else:
-        # On the CPU until now: FSDP2 takes one block after the other to the device.
+        # The model is on the CPU until now: FSDP2 moves one block after another to the device.
         shard_over_dp(model, layers, grid)
     with gathered(model):  # afterwards all is sharded again, as the optimizer must find it
         patched.probe()
     with torch.no_grad():
-        # A value head that the checkpoint lacks starts at 0, as on the native backend; the probe needs one that is not.
+        # A new value head starts as zeros, as on the native backend; the probe needs other weights.
         for name in lacked:
             model.get_parameter(name).zero_()
     return TransformersEngine(model, patched, role, grid, path)

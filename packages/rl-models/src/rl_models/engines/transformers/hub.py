@@ -1,4 +1,4 @@
-"""Loading and saving transformers models: quietly, with nothing missing, and on the rank that is asked."""
+"""Loading and saving transformers models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and notes of transformers inside, which would run through our own progress."""
+    """Silence the progress bars and notes of transformers inside."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -40,26 +40,26 @@ def load_model(
     may_have: str = "$^",
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """`auto_class.from_pretrained` of a local folder, in evaluation mode.
+    """Load a local folder by `auto_class.from_pretrained`, in evaluation mode.
 
     transformers only warns of missing, unexpected and misshapen tensors; raise here.
 
     Args:
-        auto_class: such as `AutoModelForCausalLM`.
-        path: the folder.
-        dtype: of the parameters; None: as stored.
-        may_lack: regular expression of parameters that the checkpoint may lack; they are left as initialised.
-        may_have: of tensors in the checkpoint that the model may do without.
-        **options: for `from_pretrained`.
+        auto_class: The class, such as `AutoModelForCausalLM`.
+        path: The folder.
+        dtype: The dtype of the parameters; None: as stored.
+        may_lack: Regular expression of parameters that the checkpoint may lack; they keep their initial values.
+        may_have: Regular expression of tensors that the checkpoint may have beyond the model's.
+        **options: Options of `from_pretrained`.
 
     Returns:
         The model and the names of the parameters that the checkpoint lacked.
 
     Raises:
-        ValueError: the checkpoint lacks tensors, has others, or has some of the wrong shape; names them.
+        ValueError: The checkpoint lacks tensors, has others, or has tensors of another shape.
     """
     with quiet():
-        # Tensors of another shape are named below; transformers alone would raise and only log their names.
+        # The error below names tensors of another shape; transformers would only log the names.
         model, info = auto_class.from_pretrained(
             path,
             dtype=dtype or "auto",
@@ -86,15 +86,17 @@ def _misshapen(name: str, stored: Sequence[int], expected: Sequence[int]) -> str
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """`model.save_pretrained(folder)` by this process, whatever its rank in the default group.
+    """Save a model by `save_pretrained` on this process, for any rank in the default group.
 
     Args:
-        model: the model; `tensors` is its state dict where its own parameters are sharded.
+        model: The model.
+        folder: The folder.
+        tensors: The state dict of a model with sharded parameters.
 
     Raises:
         RuntimeError: transformers has written nothing.
     """
-    # transformers writes on global rank 0 alone, which need not be a rank of the model's grid.
+    # transformers writes on global rank 0, which may be outside the model's grid.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: True
     try:
         with quiet():
@@ -106,23 +108,25 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tenso
 
 
 def own_memory(model: PreTrainedModel) -> None:
-    """Copy tensors that are still maps of the checkpoint's files: `Worker.offload` could not free them."""
+    """Copy tensors that map the checkpoint's files, which `Worker.offload` could not free."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint holds: parameters, tied ones once, and saved buffers such as the biases by
-    which routers choose."""
+    """Return the tensors that a checkpoint holds: parameters (tied parameters once) and saved buffers."""
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def stacked_experts(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """How transformers stacks the experts of the model's family: the end of a parameter's name -> the ends of the names
-    of an expert's matrices in files, "*" for its number, in the order in which they lie one below the other."""
+    """Return how transformers stacks the experts of the model's family.
+
+    The end of a parameter's name -> the ends of the names of an expert's matrices in files ("*": the number of the
+    expert), in their order in the stack.
+    """
     return {
         entry.target_patterns[0]: tuple(entry.source_patterns)
         for entry in get_checkpoint_conversion_mapping(model.config.model_type) or ()

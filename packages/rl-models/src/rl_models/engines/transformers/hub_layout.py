@@ -1,4 +1,4 @@
-"""How the parameters of a transformers model follow from the tensors of its checkpoint, for training checkpoints."""
+"""`HubLayout`: the layout of a transformers model, for training checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckpt.layout.pieces import extents, full_box
 
 
 class HubLayout(ckpt.Layout):
-    """A transformers model that is whole on its rank; FSDP2 may divide it further.
+    """The layout of a transformers model that is whole on its rank; FSDP2 may divide it further.
 
-    A tensor is the checkpoint's of its name, or, of a mixture of experts, the stack of the checkpoint's experts: by
-    ckpt's table of the family, or, where it has none, by transformers' own.
+    A parameter is the checkpoint's tensor of its name, or a stack of the checkpoint's experts. The order of a stack is
+    that of ckpt's table of the family, or else that of transformers.
 
     Args:
-        config: the Hugging Face configuration.
+        config: The Hugging Face configuration.
         role: "causal_lm" or "value".
-        shapes: of the model's parameters and stored buffers, by name.
+        shapes: The shapes of the model's parameters and stored buffers, by name.
         stacks: `hub.stacked_experts` of the model.
     """
 
@@ -46,13 +46,13 @@ class HubLayout(ckpt.Layout):
             object.__setattr__(self, name, value)
 
     def at(self, place: ckpt.Place) -> dict[str, Block]:
-        """The parameters; every rank has all of them."""
+        """Return the parameters, which every rank has."""
         blocks: dict[str, Block] = object.__getattribute__(self, "blocks")
         return blocks
 
 
 def _block(name: str, shape: tuple[int, ...], stacks: Mapping[str, Sequence[str]]) -> Block:
-    """The checkpoint's tensor of this name, or each expert's matrices, one below the other."""
+    """Return the block of the checkpoint's tensor of this name, or of the stack of the experts' matrices."""
     ending = next((ending for ending in stacks if name.endswith(f".{ending}")), None)
     if ending is None:
         return Block.whole(name, shape)
