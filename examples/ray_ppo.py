@@ -3,8 +3,8 @@
     python examples/ray_ppo.py [CHECKPOINT]       on this machine
     ray job submit --working-dir . -- python examples/ray_ppo.py CHECKPOINT       on a cluster
 
-The task is the quickstart's: go on with the alphabet. CHECKPOINT is a folder that every node sees; without one, a small
-random model is made. After the loss of a rank the run goes on from its last training checkpoint.
+The task is the quickstart's: continue the alphabet. CHECKPOINT is a folder that every node sees (default: a new
+small random model). After the loss of a rank the run continues from its last training checkpoint.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Read when Ray is imported: its workers use this environment, also where this program was started by `uv run`.
+# Ray reads this variable at import: its workers use this environment even under `uv run`.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray
@@ -23,9 +23,10 @@ from torch import Tensor
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_train import Placement, RankDied, RayModelGroup, Resources
-from rl_train.quickstart.task import correct, make_checkpoint, make_prompts
+from rl_train.quickstart.task import LETTERS, VOCABULARY, make_checkpoint
 
 RESPONSE_LENGTH = 8
+BEGIN, FIRST = VOCABULARY.index("<s>"), VOCABULARY.index("a")
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
@@ -38,13 +39,16 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
 
 
 def ppo_step(actor: RayModelGroup, critic: RayModelGroup, step: int) -> str:
-    prompts = make_prompts(64, random.Random(step))
+    letters = random.Random(step).choices(range(FIRST, FIRST + len(LETTERS)), k=64)
+    prompts = [[BEGIN, letter] for letter in letters]
     batch = actor.generate(prompts, max_new_tokens=RESPONSE_LENGTH, seed=step)
-    # Both work at the same time; a result is waited for where it is needed.
+    # The actor and the critic work at the same time; `values.result()` waits for the critic.
     values = critic.submit("values", batch)
     old_log_probs = actor.log_probs(batch).log_probs
 
-    earned = torch.where(batch.mask, correct(batch.tokens.roll(1), batch.tokens) / RESPONSE_LENGTH, 0)
+    previous = batch.tokens.roll(1)
+    correct = (previous >= FIRST) & (batch.tokens == (previous - FIRST + 1) % len(LETTERS) + FIRST)
+    earned = torch.where(batch.mask, correct / RESPONSE_LENGTH, 0)
     advantages, returns = losses.gae(earned, values.result(), batch.mask, batch.lengths, gamma=0.9, lam=0.9)
     batch = batch.with_fields(
         old_log_probs=old_log_probs,
@@ -78,14 +82,14 @@ def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
                 except RankDied as death:
                     print(f"{death}\nback to the last training checkpoint", flush=True)
                     step = min(group.restart().step for group in (actor, critic))
-                    # Where the death came between the two saves, one of them is ahead.
+                    # If the rank died between the two saves, one model has a newer checkpoint than the other.
                     actor.load_training(run / "actor", step=step)
                     critic.load_training(run / "critic", step=step)
             actor.save_pretrained(run / "learned")
 
 
 if __name__ == "__main__":
-    # On a cluster the environment says where Ray is; on a single machine this starts it.
+    # RAY_ADDRESS names the cluster; without it, this starts Ray on this machine.
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": max(2, os.cpu_count() or 1)}))
     with tempfile.TemporaryDirectory() as folder:
         if len(sys.argv) > 1:

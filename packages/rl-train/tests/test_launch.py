@@ -162,7 +162,7 @@ def test_any_accelerator_of_torch_is_found(monkeypatch: pytest.MonkeyPatch, aske
     assert Devices.find("cpu") == CPU
     with pytest.raises(ValueError, match="5 ranks need as many NPU devices, found 4"):
         devices.require(5)
-    with pytest.raises(ValueError, match="device 'GPU-3f2a' is none of the 4 npu devices"):
+    with pytest.raises(ValueError, match="device 'GPU-3f2a' is not among the 4 npu devices"):
         devices.take("GPU-3f2a")
     monkeypatch.setattr(torch, "device", lambda *device: device)
     assert devices.take("3") == ("npu", 3)

@@ -103,7 +103,7 @@ OCCUPIED: Sequence[tuple[str, str, str, str]] = [
     ("train", "options.json", "folder", "is a folder, and a file is to be written there; choose another"),
     ("train", "options.json", "file", "(char 0); remove it, or choose another out"),
     ("train", "metrics.jsonl", "folder", "is a folder, and a file is to be written there; choose another"),
-    ("score", "", "file", "exists and is no result of score; choose another file, or remove it"),
+    ("score", "", "file", "exists and is not a result of score; choose another file, or remove it"),
     ("train", "training", "file", "is a file, so"),
     ("train", "training/actor", "file", "exists and is no folder; choose another"),
     ("train", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
@@ -159,7 +159,7 @@ def test_scores_are_not_written_into_what_is_read(
     model, data = (Path(given.partition("=")[2]) for given in commands["score"][1:3])
     for out in (model / "scores.jsonl", model / "config.json", data):
         before = everything(model.parent)
-        assert "which is read; choose another file" in refused("score", out)
+        assert "an input; choose another file" in refused("score", out)
         assert everything(model.parent) == before
 
 

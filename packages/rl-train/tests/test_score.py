@@ -132,7 +132,7 @@ def test_text_needs_a_tokenizer_that_can_be_read(model: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r'line 1: "text" needs .*tokenizer.json, which does not exist; give "tokens"'):
         read_prompts(tmp_path / "data.jsonl", tmp_path, 9)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"line 1: .*tokenizer.json is no tokenizer that can be read: "):
+    with pytest.raises(ValueError, match=r"line 1: .*tokenizer.json cannot be read as a tokenizer: "):
         read_prompts(tmp_path / "data.jsonl", tmp_path, 9)
 
 

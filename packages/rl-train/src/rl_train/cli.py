@@ -28,58 +28,59 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Device = Annotated[str | None, typer.Option(help=DEVICE)]
-Dtype = Annotated[str | None, typer.Option(help="Type of the weights: float32 or bfloat16 (default: as stored).")]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as stored).")]
 
 
 @app.callback()
 def main() -> None:
-    """Sharded actors and critics for reinforcement learning on language models."""
+    """Reinforcement learning of language models on sharded actors and critics."""
 
 
 @app.command()
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
-    steps: Annotated[int, typer.Option(min=10, help="Steps of learning.")] = 60,
+    steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the prompts and the sampling.")] = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Make a small model, teach it a small task by PPO, save it, and check it against transformers.
 
-    It runs on 2 ranks; with one CUDA device on 1.
+    Two ranks run it; with one CUDA device, one rank.
     """
     with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
-        # The models take seconds to import; `--help` and a wrong option should not.
-        from rl_train.quickstart import QuickstartOptions, result_table
-        from rl_train.quickstart import quickstart as run
-        from rl_train.report import Display
+        # Imported here: the models take seconds to import, and `--help` needs none of them.
+        from rl_train.quickstart.run import quickstart as run
+        from rl_train.quickstart.run import summary
+        from rl_train.report import Display, two_columns
 
-        options = QuickstartOptions(out=out, steps=steps, seed=seed, device=device)
         with Display(steps) as display:
-            result = run(options, display)
+            result = run(out, steps, seed, device, display)
         if as_json:
             typer.echo(json.dumps(result))
         else:
-            Console().print(result_table(result))
+            Console().print(two_columns(summary(result), "rl-train quickstart"))
 
 
 @app.command()
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
-    data: Annotated[Path, typer.Option(help=escape('JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
+    data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
     dims: Annotated[
-        str, typer.Option(help="Grid of ranks to start: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")
+        str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2 (default: one rank).")
     ] = "",
     tp: Annotated[int | None, typer.Option(min=1, help="Short for --dims tp=N.")] = None,
-    critic: Annotated[Path | None, typer.Option(help="Checkpoint folder of a value model, for values as well.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the result; default standard output.")] = None,
-    temperature: Annotated[float, typer.Option(min=1e-6, help="Temperature: the logits are divided by it.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one forward pass.")] = 16384,
+    critic: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of a value model: write its values, too (default: none).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the result (default: standard output).")] = None,
+    temperature: Annotated[float, typer.Option(min=1e-6, help="Temperature; the logits are divided by it.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in one forward pass.")] = 16384,
     tp_invariant: Annotated[
-        bool, typer.Option("--tp-invariant", help="Numbers of the same bits at every tp, in every batch.")
+        bool, typer.Option("--tp-invariant", help="Compute the same bits at every tp and in every batch.")
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Numbers of the same bits at every run on the same grid.")
+        bool, typer.Option("--deterministic", help="Compute the same bits in every run on the same grid.")
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -87,6 +88,7 @@ def score(
     """Write log-prob, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with _mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
+        from rl_models.engines import EngineOptions
         from rl_train.data.prompts import read_prompts
         from rl_train.planner.plan import parse_dtype
         from rl_train.score import ScoreOptions, open_result
@@ -95,17 +97,8 @@ def score(
         if tp is not None and dims:
             raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
         grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
-        options = ScoreOptions(
-            model,
-            critic,
-            grid,
-            temperature,
-            max_tokens,
-            device,
-            tp_invariant=tp_invariant,
-            deterministic=deterministic,
-            dtype=parse_dtype(dtype),
-        )
+        engine = EngineOptions(dtype=parse_dtype(dtype), tp_invariant=tp_invariant, deterministic=deterministic)
+        options = ScoreOptions(model, critic, grid, temperature, max_tokens, device, engine)
         console = Console(stderr=True)
         inputs = [path for path in (data, model, critic) if path is not None]
         result = nullcontext(sys.stdout) if out is None else open_result(out, *inputs)
@@ -122,26 +115,31 @@ def score(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder, or a folder with a config.json alone.")],
-    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, one forward pass.")] = 16384,
-    dims: Annotated[str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2.")] = "",
-    critic: Annotated[bool, typer.Option("--critic", help="Plan for a critic of the same size, too.")] = False,
+    model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
+    tokens: Annotated[int, typer.Option(help="Number of tokens in a micro-batch (one forward pass).")] = 16384,
+    dims: Annotated[
+        str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2 (default: one rank).")
+    ] = "",
+    critic: Annotated[bool, typer.Option("--critic", help="Add a critic of the same size.")] = False,
     share_backbone: Annotated[
-        bool, typer.Option("--share-backbone", help="Plan for a critic that is a head on the actor's layers.")
+        bool, typer.Option("--share-backbone", help="Add a critic that is a head on the actor's layers.")
     ] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Plan for a reference of the same size, too.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Add a reference of the same size.")] = False,
     recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
-    virtual_stages: Annotated[int, typer.Option(help="Chunks of the model on each rank of a pipeline.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(help="Number of model chunks on each rank of a pipeline.")] = 1,
     micro_batches: Annotated[
         int | None,
-        typer.Option(help="Micro-batches of an update, for a pipeline's buffers; default two for each stage."),
+        typer.Option(
+            help="Number of micro-batches in an update, for a pipeline's buffers (default: two for each stage)."
+        ),
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload", help="A model is in host memory while another one works.")
+        bool, typer.Option("--offload", help="Keep one model on the devices and offload the others to host memory.")
     ] = False,
     dtype: Dtype = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory of a device in GiB: say which grids fit.")
+        float | None,
+        typer.Option(min=0, help="List the grids that fit a device with this memory, in GiB (default: no list)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -161,12 +159,7 @@ def plan(
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
         )
-        models = {
-            "critic": critic,
-            "share_backbone": share_backbone,
-            "reference": reference,
-            "offload": offload,
-        }
+        models = {"critic": critic, "share_backbone": share_backbone, "reference": reference, "offload": offload}
         planned = plan_models(model, options, **models)
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
             raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
@@ -181,9 +174,9 @@ def plan(
 
 
 def train(**given: Any) -> None:
-    """Train a policy on prompts from a file with a reward in Python; started again, a run goes on where it ended.
+    """Train a policy on prompts from a file with a reward in Python; the same command resumes a run that was stopped.
 
-    Every option that is on or off has a --no- form too, such as --no-ray.
+    Every switch has a --no- form, such as --no-ray.
     """
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
     options: TrainOptions | None = None
@@ -196,7 +189,7 @@ def train(**given: Any) -> None:
     with _mistakes_as_messages(after):
         from rl_train.loop.run import plan
         from rl_train.loop.run import train as run
-        from rl_train.report import Display, plan_table
+        from rl_train.report import Display, two_columns
         from rl_train.rewards.function import load_reward
 
         options = resolve_options(config, given)
@@ -207,7 +200,7 @@ def train(**given: Any) -> None:
             if as_json:
                 typer.echo(json.dumps(described))
             else:
-                Console().print(plan_table(described, "rl-train train"))
+                Console().print(two_columns(described, "rl-train train"))
             return
         with Display(planned.options.steps) as display:
             result = run(planned, display)
@@ -216,7 +209,7 @@ def train(**given: Any) -> None:
 
 
 def _train_parameters() -> list[inspect.Parameter]:
-    """Return an option for every field of `TrainOptions`; without a value it is None, so that --config decides."""
+    """Return an option for every field of `TrainOptions`; its default is None, so that --config decides."""
     kinds, panel = typing.get_type_hints(TrainOptions), ""
     found: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {}
     for name, entry in TrainOptions.model_fields.items():
@@ -226,8 +219,8 @@ def _train_parameters() -> list[inspect.Parameter]:
         option = typer.Option(help=escape(text), show_default=False, rich_help_panel=panel)
         kind = next(kind for kind in (bool, int, float, Path, str) if kind in _members(kinds[name]))
         found[name] = (kind | None, None, option)
-    config = "A YAML or TOML file with the same options; the command line wins."
-    dry_run = "Print the resolved plan and check everything, but run nothing."
+    config = "YAML or TOML file of options; the command line overrides it (default: none)."
+    dry_run = "Check everything and print the resolved plan, without training."
     as_json = "Print the last step's metrics, or the plan of --dry-run, as one JSON object."
     found |= {
         "config": (Path | None, None, typer.Option(help=config)),
@@ -249,7 +242,7 @@ def _members(kind: Any) -> set[Any]:
 
 
 class _SwitchesInOneColumn(TyperCommand):
-    """A command whose `--help` names a switch once: a column of the `--no-` forms would cut the others off."""
+    """A command whose `--help` hides the `--no-` forms: their column would cut other columns off."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown = copy.copy(self)
@@ -266,7 +259,7 @@ app.command(cls=_SwitchesInOneColumn)(train)
 
 
 class _Stopped(KeyboardInterrupt):
-    """A signal asks the command to end; the argument is its number."""
+    """Raised when a signal asks the command to end; the argument is the number of the signal."""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -276,7 +269,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the command as Ctrl-C does, so that ranks end and temporary files go."""
+    """Let SIGTERM and SIGHUP unwind the command as Ctrl-C does, to end the ranks and remove temporary files."""
     # An ignored SIGHUP (nohup) stays ignored.
     taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
     for number in taken:
@@ -284,7 +277,7 @@ def _signals_unwind() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        # Once Ray has started, its own handler of SIGTERM exits with the number of the signal.
+        # After Ray has started, Ray's handler of SIGTERM exits with the number of the signal.
         if error.code == signal.SIGTERM:
             raise _Stopped(signal.SIGTERM) from None
         raise
@@ -295,10 +288,10 @@ def _signals_unwind() -> Iterator[None]:
 
 @contextmanager
 def _mistakes_as_messages(after: Callable[[], str] = lambda: "it has written nothing") -> Iterator[None]:
-    """Show a user's mistake as one line (exit status 2), a failed rank in its own words (1), and a signal by name.
+    """Turn exceptions into messages: a user's mistake (exit status 2), a failed rank (1), or a signal (128 + number).
 
     Args:
-        after: What there is of a command that was stopped, and how to go on.
+        after: Returns the state of a stopped command, and how to continue it.
     """
     from rl_train.cluster.launch import RankFailed
 

@@ -1,4 +1,4 @@
-"""The reports of a run: metrics as JSON lines, TensorBoard's events, and progress on a terminal."""
+"""Report a run: metrics as JSON lines, TensorBoard events, progress on a terminal, and tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from rl_train.planner.preflight import replace_text
 
 
 class Metrics:
-    """`metrics.jsonl` and, on request, TensorBoard's events in one folder.
+    """Write `metrics.jsonl` and, on request, TensorBoard events into one folder.
 
-    A line is `{"step": n, name: number, ...}`. Made again for a run that is resumed, it drops the lines of steps that
-    will run again.
+    A line is `{"step": n, name: number, ...}`. For a resumed run, the lines of steps that will run again are dropped.
 
     Attributes:
-        path: Of the lines.
-        last: The metrics of the last step before; empty where there is none.
+        path: The file of the lines.
+        last: The metrics of the last finished step; empty without one.
     """
 
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
@@ -36,13 +35,13 @@ class Metrics:
             self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
 
     def _keep(self, done: int) -> dict[str, float]:
-        """Drop the lines of later steps; returns the last one that is left."""
+        """Drop the lines after step `done`, and return the metrics of the last line that is left."""
         kept = [record for record in read_metrics(self.path) if record["step"] <= done]
         replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, on the disk when this returns."""
+        """Append the metrics of a step as one line; the file is closed when this returns."""
         line = json.dumps({"step": step, **values}) + "\n"
         with room_for(len(line), self.path.parent), open(self.path, "a", encoding="utf-8") as file:
             file.write(line)
@@ -57,14 +56,14 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl`; without the file there are none.
+    """Return the lines of a `metrics.jsonl`, or an empty list without the file.
 
     Raises:
-        ValueError: A line is not of a run; names the file and the line.
+        ValueError: A line holds no metrics; the error names the file and the line.
     """
     if not path.is_file():
         return []
-    # A line that a kill has cut short, the last one, is of a step after the last checkpoint.
+    # A kill may cut the last line short; its step comes after the last checkpoint and runs again.
     *whole, _ = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(whole, start=1):
@@ -92,7 +91,7 @@ def summary_writer() -> Any:
 
 
 class Display:
-    """Progress on standard error: a bar on a terminal, else a line for every tenth of the run."""
+    """Show progress on standard error: a bar on a terminal, else a line for every tenth of the run."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console, self.steps = console or Console(stderr=True), steps
@@ -135,7 +134,7 @@ def _short(sample: str) -> str:
     return line if len(line) <= 40 else f"{line[:39]}…"
 
 
-def plan_table(values: Mapping[str, Any], title: str) -> Table:
+def two_columns(values: Mapping[str, Any], title: str) -> Table:
     """Return a table of names and values in two columns."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column()

@@ -1,4 +1,4 @@
-"""`rl-train score`: log-probability, entropy and value of every token of the user's own data."""
+"""`rl-train score`: write the log-prob, entropy and value of every token of a data set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import torch.distributed as dist
 
 from parallel_layers import ParallelDims
@@ -24,7 +23,7 @@ from rl_train.cluster.slow_imports import slow_imports
 from rl_train.data.prompts import parse_json
 from rl_train.planner.preflight import check_native_model
 
-# Sequences travel to the ranks and back in groups of about this number of tokens.
+# Number of tokens after which the scores of a group of sequences are sent.
 _TOKENS_PER_GROUP = 65536
 
 
@@ -34,14 +33,12 @@ class ScoreOptions:
 
     Attributes:
         model: Checkpoint folder of a causal language model.
-        critic: Of a value model; None: no values.
+        critic: Checkpoint folder of a value model; None: no values.
         dims: The grid.
-        temperature: The logits are divided by it.
-        max_tokens: The most tokens of one forward pass.
+        temperature: The divisor of the logits.
+        max_tokens: Maximum number of tokens in one forward pass.
         device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
-        tp_invariant: The same bits at every tp and in every batch; see `Actor.from_pretrained`.
-        deterministic: The same bits at every run on the same grid; likewise.
-        dtype: Of the weights; None: as stored.
+        engine: The dtype and the numerics, see `Actor.from_pretrained`.
     """
 
     model: Path
@@ -50,29 +47,26 @@ class ScoreOptions:
     temperature: float = 1.0
     max_tokens: int = 16384
     device: str | None = None
-    tp_invariant: bool = False
-    deterministic: bool = False
-    dtype: torch.dtype | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def score(
     options: ScoreOptions, sequences: Sequence[Sequence[int]], on_record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Score sequences of token ids; `on_record` gets one record for each, in order.
+    """Score sequences of token ids; `on_record` gets one record for each sequence, in order.
 
-    A record has `index` (of the sequence), `tokens`, `log_probs` and `entropy`, with a critic `values`: lists of equal
-    length, each number belonging to the token at its place, 0 for the first token, which follows nothing.
+    A record has `index` (of the sequence), `tokens`, `log_probs` and `entropy`, and with a critic `values`. The lists
+    have equal length: each number belongs to the token at its place, and the first token has 0.
 
     Raises:
         RankFailed: A rank failed.
         ValueError: There are fewer devices than ranks, or a model does not fit the grid.
     """
     devices = Devices.find(options.device)
-    engine = EngineOptions(dtype=options.dtype, tp_invariant=options.tp_invariant, deterministic=options.deterministic)
     models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
     for path, role in models:
         if path is not None:
-            check_native_model(path, role, options.dims, engine, options.max_tokens)
+            check_native_model(path, role, options.dims, options.engine, options.max_tokens)
 
     prepare(__name__, *slow_imports(options.dims))
 
@@ -89,14 +83,14 @@ def score(
 
 @contextmanager
 def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
-    """Open the file of a result: a file appears when it is complete, a pipe or a device is written as the scores come.
+    """Open the file of a result: a file appears when it is complete; a pipe or a device gets each score at once.
 
     Args:
         out: The file.
-        *inputs: The data and the folders of models, which hold no result.
+        *inputs: The data and the model folders; `out` must lie outside them.
 
     Raises:
-        ValueError: `out` cannot be written, is among the inputs, or is a file that no `score` has written.
+        ValueError: `out` cannot be written, lies in an input, or is a file that `score` has not written.
     """
     temporary = out.with_name(f".{out.name}.saving")
     try:
@@ -111,7 +105,7 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
             file.flush()
             if unnamed is not None:
                 temporary.unlink(missing_ok=True)
-                # With a descriptor os.link follows the link in /proc to the file that has no name.
+                # Given a descriptor, os.link follows the link in /proc to the unnamed file.
                 os.link(f"/proc/self/fd/{unnamed.fileno()}", temporary, src_dir_fd=unnamed.fileno())
         if not in_place:
             os.replace(temporary, out)
@@ -121,7 +115,7 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
 
 
 def _unnamed_file(folder: Path) -> IO[str] | None:
-    """Open a file without a name, of which a kill leaves nothing; None where the file system has none (Linux has)."""
+    """Open an unnamed file, which a kill removes; None where the file system has no unnamed files."""
     try:
         return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "w", encoding="utf-8")
     except (AttributeError, OSError):
@@ -129,12 +123,12 @@ def _unnamed_file(folder: Path) -> IO[str] | None:
 
 
 def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
-    """Raise ValueError for a wrong `out`; return whether it is there and no file, such as a pipe."""
+    """Raise ValueError for a wrong `out`; return whether `out` exists and is no regular file, such as a pipe."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} must be a file in a folder that exists")
     for given in inputs:
         if out.resolve().is_relative_to(given.resolve()):
-            raise ValueError(f"--out {out} is in {given}, which is read; choose another file")
+            raise ValueError(f"--out {out} lies in {given}, an input; choose another file")
     if not out.is_file():
         return out.exists()
     with open(out, "rb") as file:
@@ -144,7 +138,7 @@ def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
     except (ValueError, AttributeError):
         known = False
     if not known:
-        raise ValueError(f"--out {out} exists and is no result of score; choose another file, or remove it")
+        raise ValueError(f"--out {out} exists and is not a result of score; choose another file, or remove it")
     return False
 
 
@@ -165,17 +159,14 @@ def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: l
     device = Devices.find(options.device).current
 
     def load(kind: type[Worker], path: Path) -> WholeBatches:
-        return WholeBatches(
-            kind.from_pretrained(
-                path,
-                dims=options.dims,
-                device=device,
-                max_tokens_per_micro_batch=options.max_tokens,
-                tp_invariant=options.tp_invariant,
-                deterministic=options.deterministic,
-                dtype=options.dtype,
-            )
+        worker = kind.from_pretrained(
+            path,
+            dims=options.dims,
+            device=device,
+            max_tokens_per_micro_batch=options.max_tokens,
+            **vars(options.engine),
         )
+        return WholeBatches(worker)
 
     actor = load(Actor, options.model)
     critic = None if options.critic is None else load(Critic, options.critic)

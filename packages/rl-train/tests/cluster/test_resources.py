@@ -111,9 +111,9 @@ def test_a_rank_listens_on_the_address_of_its_node_alone(monkeypatch: pytest.Mon
 def test_the_host_of_a_rank_is_imported_without_torch() -> None:
     pytest.importorskip("ray")
     code = (
-        "import os, sys; from rl_train.cluster.host import RankHost, Rendezvous; host = RankHost('CPU'); "
+        "import os, sys; from rl_train.cluster.host import RankHost; host = RankHost('CPU'); "
         "assert host._listener.getsockname()[0] == host._address; "
-        "host.prepare({'RANK': '1'}, Rendezvous(1, 2, 'a', 1, 1.0)); "
+        "host.prepare({'RANK': '1'}, 1.0); "
         "print('torch' in sys.modules, os.environ['RANK'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

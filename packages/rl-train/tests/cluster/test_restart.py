@@ -73,7 +73,7 @@ def group(ray_cluster: Any, checkpoint: Path) -> Iterator[RayModelGroup]:
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_with_the_same_losses(group: RayModelGroup, tmp_path: Path) -> None:
     train(group, range(2))
-    with pytest.raises(ValueError, match="has been updated and has no training checkpoint to go back to"):
+    with pytest.raises(ValueError, match="has been updated and has no training checkpoint; call save"):
         group.restart()
     group.save_training(tmp_path / "run")
     expected = train(group, range(2, 5))
@@ -84,7 +84,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_with_the_same_losses(group: 
         group.update(make_batch(5), killing_loss())
     assert time.monotonic() - began < LIMIT
     assert (death.value.rank, death.value.node, death.value.method) == (1, group.seats[1].address, "update")
-    with pytest.raises(RankFailed, match=r"Actor.log_probs can not run: rank 1 .* died during update; call restart"):
+    with pytest.raises(RankFailed, match=r"Actor.log_probs cannot run: rank 1 .* died during update; call restart"):
         group.log_probs(make_batch(0))
 
     assert group.restart().step == 2

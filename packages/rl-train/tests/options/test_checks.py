@@ -23,7 +23,7 @@ from rl_train.options.options import TrainOptions
     [
         (
             {"reference": Path("elsewhere")},
-            "reference=elsewhere is for the KL penalty, and kl_coefficient=0.0 has none",
+            "reference=elsewhere is the reference of the KL penalty, but kl_coefficient=0.0 turns the penalty off",
         ),
         ({"virtual_stages": 2}, "needs pp > 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),

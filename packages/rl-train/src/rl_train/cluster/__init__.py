@@ -1,4 +1,4 @@
-"""Actors and critics on a Ray cluster: `RayModelGroup`, `Placement`, `Resources` (import them from `rl_models`).
+"""Ranks on this machine (`launch`), and actors and critics on a Ray cluster (import those from `rl_train`).
 
-Empty on purpose: Ray imports `rl_train.cluster.host` on every rank before torch may be, so nothing here imports torch.
+Nothing is imported here: Ray imports `rl_train.cluster.host` on every rank before the rank may import torch.
 """

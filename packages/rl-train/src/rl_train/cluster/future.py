@@ -11,16 +11,16 @@ from rl_train.cluster.host import Raised
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.resources import import_ray
 
-# After one rank has failed its peers wait in a collective that may never end; they get so long to answer, too.
+# Seconds to wait for the other ranks after one rank has failed: they may wait in a collective that never ends.
 _GRACE_SECONDS = 5.0
-# A RuntimeError may be a collective's, because a peer is dead: Ray notices a lost process at once, a lost node later.
+# The same after a RuntimeError: a collective raises it when a peer died, and Ray may notice a lost node later.
 _DEATH_SECONDS = 40.0
 
 T = TypeVar("T")
 
 
 class RankDied(RankFailed):
-    """The process of a rank ended, or its node did, while a call ran.
+    """The process or the node of a rank ended while a call ran.
 
     Attributes:
         rank: The rank in the group.
@@ -42,7 +42,7 @@ class Outcome:
     Attributes:
         method: The name of the method.
         raised: The exceptions of the ranks, by rank.
-        waiting: Ray's references to the answers of ranks that had none when the call was given up.
+        waiting: Ray's references to the missing answers, by rank.
         died: The error of the first rank that died.
     """
 
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Future(Generic[T]):
-    """A call that `RayModelGroup.submit` has begun; `result()` waits for its result."""
+    """A call that `RayModelGroup.submit` has started; `result()` waits for its result."""
 
     def __init__(
         self,
@@ -80,17 +80,16 @@ class Future(Generic[T]):
         return self._over
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for all ranks; returns the joined result.
+        """Wait for all ranks and return the joined result.
 
         Args:
-            timeout: Seconds to wait; None waits without a limit. After a TimeoutError the call goes on; call
-                `result` again.
+            timeout: Seconds to wait; None: no limit. After a TimeoutError the call continues; call `result` again.
 
         Raises:
-            Exception: The exception of the lowest failing rank, with each failing rank's number, node and traceback as
-                notes.
+            Exception: The exception of the lowest failing rank; notes hold the number, node and traceback of each
+                failing rank.
             RankDied: A rank's process or node ended; the group needs a `restart`.
-            TimeoutError: Names the ranks that have not answered.
+            TimeoutError: Some ranks have not answered; the error names them.
         """
         self._receive(timeout)
         if not self._over:
@@ -102,7 +101,7 @@ class Future(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def _receive(self, timeout: float | None) -> None:
-        """Take the answers that come within the time."""
+        """Take the answers that arrive within `timeout` seconds."""
         ray = import_ray()
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._over:
@@ -142,7 +141,7 @@ class Future(Generic[T]):
                 self._result = self._join([self._answers[rank] for rank in sorted(self._answers)])
             except Exception as error:
                 self._error = error
-        # Nothing holds the ranks' results in Ray's object store any longer.
+        # Release the ranks' results in Ray's object store.
         self._waiting, self._answers = {}, {}
 
     def _death(self, rank: int, error: Exception) -> RankDied:

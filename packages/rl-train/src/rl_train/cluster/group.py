@@ -25,35 +25,34 @@ def _unpickled(results: list[bytes]) -> list[Any]:
     return [pickle.loads(result) for result in results]
 
 
-# What a group does on its ranks beside the methods of the worker.
+# The calls of a group besides the methods of the worker.
 OWN = {"apply": Method(gather=_unpickled, changes=True), "load": Method(gather=list, changes=True)}
 
 
 class RayModelGroup:
-    """An `Actor` or `Critic` on a grid of Ray actors, one a device, used from a program that is no rank itself.
+    """Run an `Actor` or `Critic` on a grid of Ray actors, one on each device; the calling program is no rank.
 
     Args:
         kind: `Actor`, `Critic` or a subclass.
         dims: The sizes of the grid.
-        path: The checkpoint folder; every node must see it, as it must the folders of later saves.
-        resources: What each rank takes of the cluster; or `Placement.share(...)`, to stand on the devices of a
-            placement that other groups use, too. Default `Resources()`.
+        path: The checkpoint folder. Every node must see this folder and the folders of later saves.
+        resources: The resources of each rank (default: `Resources()`); or `Placement.share(...)`, a share of the
+            devices of a placement that other groups use, too.
         name: The name in error messages (default: the kind's).
-        wait: Whether to return only when the model is loaded. With False it loads meanwhile, `ready()` waits, and so
-            does the first call.
-        collective_timeout: Seconds after which a collective that not all ranks have reached fails.
+        wait: Return only when the model is loaded. With False, `ready()` or the first call waits for the model.
+        collective_timeout: Seconds after which a collective fails that some ranks have not reached.
         **options: Further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
 
-    Methods take the whole batch: it is split over dp in parts of about equal work, all ranks of a part's tp, pp and cp
-    groups get the same part, and the results are returned on the CPU, joined in the batch's order. Each is
-    `submit(name, ...).result()`; with `submit` itself several groups work at the same time. A loss travels by
-    cloudpickle: it is a lambda or a nested function, or a function of a module that the nodes can import.
+    Methods take the whole batch. The group splits the batch over dp into parts of about equal work; all ranks of a
+    part's tp, pp and cp groups get the same part. The joined results are returned on the CPU, in the order of the
+    batch. A method is `submit(name, ...).result()`; with `submit`, several groups work at the same time. A loss travels
+    by cloudpickle: it is a lambda, a nested function, or a function of a module that the nodes can import.
 
     Use it as a context manager, or call `shutdown`.
 
     Raises:
-        ValueError: Ray is not installed, an option is wrong, or the cluster has no room; or what `from_pretrained`
-            raises on the ranks.
+        ValueError: Ray is not installed, an option is wrong, or the cluster has no room.
+        Exception: The exception of `from_pretrained` on the ranks.
         RankFailed: The processes do not start.
     """
 
@@ -70,7 +69,9 @@ class RayModelGroup:
         **options: Any,
     ) -> None:
         if fixed := options.keys() & {"device", "mesh"}:
-            raise ValueError(f"{' and '.join(sorted(fixed))}: the group chooses that itself; see Resources(device=...)")
+            raise ValueError(
+                f"{' and '.join(sorted(fixed))}: the group sets this; choose a device with Resources(device=...)"
+            )
         self.kind, self.dims, self.name = kind, dims, name or kind.__name__
         self._path, self._options = os.path.abspath(path), options
         self._collective_timeout = collective_timeout
@@ -99,15 +100,15 @@ class RayModelGroup:
 
     @property
     def seats(self) -> list[Seat]:
-        """Return the node, address and device of each rank, in order of rank."""
+        """Return the node, address and device of each rank, by rank."""
         return self._running().seats
 
     def ready(self, timeout: float | None = None) -> None:
         """Wait until the model is loaded.
 
         Raises:
-            Exception: What `from_pretrained` raised on the ranks.
-            TimeoutError: It takes longer than `timeout` seconds.
+            Exception: The exception of `from_pretrained` on the ranks.
+            TimeoutError: Loading takes longer than `timeout` seconds.
         """
         self._running()
         loaded = self._loading.result(timeout)
@@ -117,15 +118,15 @@ class RayModelGroup:
         self._vocab_size: int = loaded[0][0]
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Begin a method of the actor or critic; the calls of one group run one after the other.
+        """Start a method of the actor or critic on the ranks; the calls of one group run one after the other.
 
         Args:
-            method: The name of the method: "apply", or a method of the kind that is declared by `dispatched`.
-            *args: The arguments of the method; the whole batch, or all prompts, where it takes them.
+            method: "apply", or the name of a method of the kind that `dispatched` declares.
+            *args: The arguments of the method; first the whole batch, or all prompts, if the method takes them.
             **kwargs: The keyword arguments of the method.
 
         Raises:
-            ValueError: The kind has no such method, or the batch is none that it can take.
+            ValueError: The kind has no such method, or the method refuses the batch.
             RankFailed: After an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
         """
         offered = methods_of(self.kind) | {"apply": OWN["apply"]}
@@ -138,49 +139,49 @@ class RayModelGroup:
         if not args:
             raise ValueError(f"{method} takes the checkpoint's folder as its first argument")
         path = os.path.abspath(args[0])
-        # Once all ranks have come back, `restart` goes back to this training checkpoint.
+        # After all ranks have finished the save or load, `restart` loads this training checkpoint.
         done = None if method == "save_pretrained" else partial(setattr, self, "_checkpoint", path)
         return self._send(method, (path, *args[1:]), kwargs, done=done)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a declared method of the kind: a call waits for the result, `submit(name, ...).result()`."""
-        kind = vars(self).get("kind", object)  # a copy that is being made has none yet
+        """Return a declared method of the kind; calling the method is `submit(name, ...).result()`."""
+        kind = vars(self).get("kind", object)  # copy.copy asks before `kind` is set
         if name not in methods_of(kind):
             raise AttributeError(
-                f"a group of {kind.__name__} has no {name!r}; its methods are those that are declared by "
-                "@dispatched(...) of rl_models.workers.dispatch, and apply calls any function on its ranks"
+                f"a group of {kind.__name__} has no {name!r}; declare the method with @dispatched(...) of "
+                "rl_models.workers.dispatch, or call a function on the ranks with apply"
             )
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(worker, *args, **kwargs)` on every rank, `worker` being the `Actor` or `Critic` there.
+        """Call `function(worker, *args, **kwargs)` on every rank; `worker` is the `Actor` or `Critic` of the rank.
 
         Returns:
-            What each rank returned, in order of rank, tensors on the CPU.
+            The result of each rank, by rank, with tensors on the CPU.
         """
         return self.submit("apply", function, *args, **kwargs).result()
 
     def restart(self, checkpoint: str | os.PathLike[str] | None = None) -> Any:
-        """End what is left of the ranks, start new ones in the same placement, and load a training checkpoint.
+        """End the remaining ranks, start new ranks in the same placement, and load a training checkpoint.
 
-        Where a node is gone, Ray finds another for its part of the placement. Futures of the old ranks fail.
+        Ray replaces a lost node of the placement. Futures of the old ranks fail.
 
         Args:
-            checkpoint: The folder of `save_training`; default the last that this group saved to or loaded from. One
-                that was never updated needs none.
+            checkpoint: The folder of `save_training` (default: the last folder that this group saved to or loaded
+                from). A group that was never updated needs none.
 
         Returns:
-            What `load_training` returned; None without a checkpoint.
+            The result of `load_training`; None without a checkpoint.
 
         Raises:
-            ValueError: The group has been updated and there is no training checkpoint: a new group would start over. Or
-                the cluster has had no room for `Resources.timeout` seconds.
+            ValueError: The group has been updated and has no training checkpoint; or the cluster had no room for
+                `Resources.timeout` seconds.
         """
         checkpoint = checkpoint or self._checkpoint
         if checkpoint is None and self._updated:
             raise ValueError(
-                f"{self.name} has been updated and has no training checkpoint to go back to; call save_training(path) "
-                "as you go, pass restart(checkpoint), or make a new RayModelGroup to start over"
+                f"{self.name} has been updated and has no training checkpoint; call save_training(path) regularly, "
+                "pass restart(checkpoint), or make a new RayModelGroup to start over"
             )
         self._running().end()
         deadline = time.monotonic() + self.placement.resources.timeout
@@ -190,7 +191,7 @@ class RayModelGroup:
                 self._start()
                 break
             except RankFailed:
-                # Ray may learn only now that a node of the placement is gone.
+                # Ray may have noticed a lost node of the placement only now.
                 if time.monotonic() > deadline:
                     raise
         self.ready()
@@ -225,7 +226,7 @@ class RayModelGroup:
     ) -> Future[Any]:
         ray, method = import_ray(), self._methods[name]
         places = [_place(self.dims, rank) for rank in range(self.dims.world_size)]
-        # For each dp rank the one that has the results of the last pipeline stage.
+        # For each dp coordinate, the first rank of the last pipeline stage: it has the results.
         replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]
         parts: list[Any] | None = None
         join: Join = operator.itemgetter(0)

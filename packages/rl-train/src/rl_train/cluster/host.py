@@ -1,4 +1,4 @@
-"""`RankHost`: the Ray actor around one rank. Ray imports this file before torch may be: no import here brings torch."""
+"""`RankHost`: the Ray actor that holds one rank. This file imports no torch: torch must see the rank's environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Seat:
         node: Ray's id of the node.
         address: The node's IP address.
         device: The id of its device on that node; "" on the CPU.
-        port: The port on which the process listens, in case it becomes rank 0.
+        port: The port on which the process listens; only the port of rank 0 is used.
         pid: The id of the process.
     """
 
@@ -37,7 +37,7 @@ class Raised:
     """An exception that a call raised on one rank.
 
     Attributes:
-        number: The number of the call that raised; a later call that was refused because of it has the same.
+        number: The number of the call that raised. Later calls that are refused because of it have the same number.
         method: The method of that call.
         error: The exception, pickled.
         text: The exception with its traceback.
@@ -49,7 +49,7 @@ class Raised:
     text: str
 
     def exception(self) -> Exception:
-        """Return the exception; where pickling has lost it, a RuntimeError with the last line of its text."""
+        """Return the exception, or a RuntimeError with the last line of `text` if the exception cannot be unpickled."""
         try:
             error = pickle.loads(self.error)
         except Exception:
@@ -57,25 +57,14 @@ class Raised:
         return error if isinstance(error, Exception) else RuntimeError(self.text.strip().splitlines()[-1])
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The place where a rank joins the others: rank 0's store. `timeout` is that of collectives, in seconds."""
-
-    rank: int
-    world_size: int
-    address: str
-    port: int
-    timeout: float
-
-
 class RankHost:
-    """Holds an `Actor` or `Critic` and runs its methods; one Ray actor a device."""
+    """Hold an `Actor` or `Critic` and run its methods, as the Ray actor of one device."""
 
     def __init__(self, accelerator: str) -> None:
         self._accelerator = accelerator
         self._failure: Raised | None = None
         self._worker: Any = None
-        # Bound before anyone knows the port, and handed to the store as it is: nobody can take the port in between.
+        # Keep the socket open and hand it to the store: no other process can take the port.
         self._address = import_ray().util.get_node_ip_address()
         self._listener = listen_on(self._address)
 
@@ -86,9 +75,9 @@ class RankHost:
         port = self._listener.getsockname()[1]
         return Seat(context.get_node_id(), self._address, devices[0] if devices else "", port, os.getpid())
 
-    def prepare(self, env: Mapping[str, str], rendezvous: Rendezvous) -> None:
-        """Set the environment, before torch is imported; where the user has chosen a network interface, it stays."""
-        self._rendezvous = rendezvous
+    def prepare(self, env: Mapping[str, str], collective_timeout: float) -> None:
+        """Set the variables of torchrun, before torch is imported; a network interface that the user chose stays."""
+        self._timeout = collective_timeout
         if self._accelerator == "CPU":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.update(env)
@@ -96,20 +85,20 @@ class RankHost:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def call(self, number: int, settled: int, method: str, payload: bytes, part: Any = None, reply: bool = True) -> Any:
-        """Call a method of the actor or critic; returns its result on the CPU, or what it raised.
+        """Call a method of the actor or critic; return its result on the CPU, or a `Raised`.
 
         Args:
             number: The number of the call.
-            settled: Calls up to this number that failed are over on all ranks. After any other failure the ranks are
-                out of step, and collectives of different calls would meet: the call is refused.
+            settled: All ranks have ended the calls up to this number. After a later failure the ranks are out of step,
+                and this call is refused: collectives of different calls would meet.
             method: The name of the method; "load" makes the worker, "apply" calls a function with it.
-            payload: `(args, kwargs)`, pickled: unpickling may import torch or fail, which is then reported.
-            part: This rank's part of the batch, which goes before the arguments.
-            reply: Return the result, not None.
+            payload: `(args, kwargs)`, pickled: unpickling may import torch, and its errors are reported.
+            part: This rank's part of the batch, passed as the first argument.
+            reply: Return the result; False returns None.
         """
         if self._failure is not None and self._failure.number > settled:
             return self._failure
-        # Imported here: torch reads the environment that `prepare` sets when it is imported.
+        # Imported after `prepare`: torch reads the environment at import.
         from rl_models.workers.dispatch import on_cpu
 
         try:
@@ -120,7 +109,7 @@ class RankHost:
                 result: Any = self._load(*args, **kwargs)
             elif method == "apply":
                 function, *rest = args
-                # Pickled here: what cannot be is the function's mistake, and to Ray the end of the process.
+                # Pickled here to report a result that cannot be pickled; Ray would end the process.
                 result = import_ray().cloudpickle.dumps(on_cpu(function(self._worker, *rest, **kwargs)))
             else:
                 result = getattr(self._worker, method)(*args, **kwargs)
@@ -131,12 +120,12 @@ class RankHost:
             return self._failure
 
     def _load(self, kind: Any, path: str, **options: Any) -> tuple[int, str]:
-        """Join the other ranks and load the model; returns the size of its vocabulary and its device."""
-        device = self._join(self._rendezvous)
+        """Join the other ranks and load the model; return the vocabulary size and the device."""
+        device = self._join()
         self._worker = kind.from_pretrained(path, device=device, **options)
         return self._worker.engine.vocab_size, str(device)
 
-    def _join(self, rendezvous: Rendezvous) -> Any:
+    def _join(self) -> Any:
         import datetime
 
         import torch
@@ -147,27 +136,27 @@ class RankHost:
         devices = Devices.find("cpu" if self._accelerator == "CPU" else None)
         if devices.type == "cpu" and self._accelerator != "CPU":
             raise ValueError(
-                f"Ray gave this rank a {self._accelerator}, but torch {torch.__version__} finds none that it can use; "
+                f"Ray gave this rank a {self._accelerator}, but torch {torch.__version__} cannot use it; "
                 "install a build of torch for it on every node, or ask for Resources(device='cpu')"
             )
         device = devices.take(self.seat().device)
-        timeout = datetime.timedelta(seconds=rendezvous.timeout)
-        first = rendezvous.rank == 0
+        timeout = datetime.timedelta(seconds=self._timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.address,
-            rendezvous.port,
-            rendezvous.world_size,
-            is_master=first,
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=rank == 0,
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=self._listener.detach() if first else None,
+            master_listen_fd=self._listener.detach() if rank == 0 else None,
         )
         self._listener.close()
         dist.init_process_group(
             devices.backend,
             store=store,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
+            rank=rank,
+            world_size=world_size,
             timeout=timeout,
             device_id=device if devices.type != "cpu" else None,
         )
@@ -175,10 +164,10 @@ class RankHost:
 
 
 def listen_on(address: str) -> socket.socket:
-    """Listen on a free port of one address of this machine, and on no other interface: the store trusts who connects.
+    """Listen on a free port of one address only, since the store trusts every process that connects.
 
     Raises:
-        ValueError: The address is not of this machine.
+        ValueError: The address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -211,7 +200,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Pickle an error; an error that cannot be pickled gives b"", and `Raised.exception` uses the text instead."""
+    """Pickle an error, or return b"" if that fails; `Raised.exception` then uses the text."""
     try:
         return pickle.dumps(error)
     except Exception:

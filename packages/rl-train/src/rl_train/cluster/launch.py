@@ -1,6 +1,6 @@
-"""Run a function on ranks of this machine: own processes, a file store, and no way to hang.
+"""Run a function on ranks of this machine, each in its own process; a failed rank ends all others.
 
-`rl-train quickstart` and `rl-train score` start their ranks with it. Programs on many machines use torchrun.
+The commands of rl-train start their ranks here. Programs on several machines use Ray or torchrun.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Modules ask whether there is CUDA when they are imported: transformers does where flash-attn is installed. torch then
-# asks CUDA itself, which the ranks that are forked later could not use any more, unless this tells it to ask NVML.
+# Modules such as transformers ask for CUDA at import. This makes torch ask NVML instead of CUDA: a process that has
+# initialised CUDA cannot be forked into ranks that use CUDA.
 _CUDA_UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
-# After a rank has failed the others wait in a collective that will never end; they get so long to report, too.
+# Seconds to wait for reports of the other ranks after one rank has failed; then they are ended.
 _GRACE_SECONDS = 3.0
 
 _OF_THE_DISK = (None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -44,9 +44,9 @@ class Devices:
     """The devices that ranks run on.
 
     Attributes:
-        type: torch's name: "cpu", "cuda" or another accelerator's.
-        backend: Backend of the process groups: "gloo", "nccl" or the accelerator's own.
-        count: Accelerators that torch sees; 0 on the CPU.
+        type: torch's name of the device type: "cpu", "cuda" or another accelerator.
+        backend: Backend of the process groups: "gloo", "nccl" or the accelerator's backend.
+        count: Number of accelerators that torch sees; 0 on the CPU.
     """
 
     type: str
@@ -55,10 +55,10 @@ class Devices:
 
     @classmethod
     def find(cls, device: str | None = None) -> Devices:
-        """Return the accelerator that torch finds, with its own collectives, else the CPU; `device` asks for one.
+        """Return the devices of type `device`; None: an accelerator with collectives if torch finds one, else the CPU.
 
         Raises:
-            ValueError: `device` is neither the CPU nor an accelerator that is here.
+            ValueError: `device` is neither the CPU nor an accelerator of this machine.
         """
         found = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count()
@@ -70,47 +70,47 @@ class Devices:
                 f"device={device!r} must be cpu or cuda, or another accelerator that torch finds (here: {name})"
             )
         backend = dist.get_default_backend_for_device(name) if name else "gloo"
-        # An accelerator without collectives of its own, such as a Mac's, is used only when it is asked for.
+        # An accelerator without collectives, such as a Mac's, is used only on request.
         if name is None or device == "cpu" or (device is None and backend == "gloo"):
             return cls("cpu", "gloo", 0)
         return cls(name, backend, count)
 
     def take(self, device: str) -> torch.device:
-        """Make one device the current one of this process.
+        """Make a device the current device of this process.
 
         Args:
-            device: The id of the device among all devices of the machine. A process that sees one device takes it.
+            device: The id of the device among all devices of the machine. A process that sees only one device takes
+                that device.
 
         Raises:
-            ValueError: Several devices are visible, and this is none of them.
+            ValueError: Several devices are visible, and none has this id.
         """
         if self.type == "cpu":
             return torch.device("cpu")
         index = 0 if self.count == 1 else int(device) if device.isdecimal() else -1
         if not 0 <= index < self.count:
-            raise ValueError(f"device {device!r} is none of the {self.count} {self.type} devices that torch sees")
+            raise ValueError(f"device {device!r} is not among the {self.count} {self.type} devices that torch sees")
         torch.accelerator.set_device_index(index)
         return torch.device(self.type, index)
 
     @property
     def current(self) -> torch.device:
-        """Return the device of this process: the CPU, or the device that `take` has made the current one."""
+        """Return the device of this process: the CPU, or the device that `take` has chosen."""
         if self.type == "cpu":
             return torch.device("cpu")
         return torch.device(self.type, torch.accelerator.current_device_index())
 
     def require(self, ranks: int) -> None:
-        """Raise ValueError unless each rank can have a device of its own."""
+        """Raise ValueError unless there is a device for each rank."""
         if self.type != "cpu" and ranks > self.count:
             what = f"{self.type.upper()} devices"
             raise ValueError(f"{ranks} ranks need as many {what}, found {self.count}; use --device cpu or fewer")
 
 
 class RankFailed(RuntimeError):
-    """A rank raised an exception, or its process ended; the message holds the rank's own words.
+    """A rank raised an exception, or its process ended; the message holds the traceback of the rank.
 
-    `mistake` is the text of a ValueError that the ranks raised, or of the error of a disk that takes no file, for a
-    message without a traceback; else None.
+    `mistake` is the text of a ValueError or of a disk error, to show without a traceback; None for other errors.
     """
 
     def __init__(self, message: str, mistake: str | None = None) -> None:
@@ -120,7 +120,7 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The start of a rank: its place, the file by which it meets the others, and the pipe to the launcher."""
+    """The settings of a rank: its number, its devices, the store's file, and the pipe to the launcher."""
 
     rank: int
     world_size: int
@@ -132,7 +132,7 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A rank's report of its failure; `mistake` as in `RankFailed`."""
+    """The failure of a rank; `mistake` as in `RankFailed`."""
 
     rank: int
     text: str
@@ -141,10 +141,10 @@ class _Failure:
 
 
 def prepare(*modules: str) -> None:
-    """Start the server that forks the ranks, and let it import these modules while this process does other things.
+    """Start the server that forks the ranks; the server imports these modules in the background.
 
-    It imports them once for all ranks, and once for all later calls of `run_on_ranks`. It starts no threads and touches
-    no device, so forking it is safe. A second call changes nothing.
+    The imports serve all ranks of all later calls of `run_on_ranks`. The server starts no threads and touches no
+    device, so forking it is safe. A second call changes nothing.
     """
     forkserver.set_forkserver_preload(list(modules))
     with _environment(_CUDA_UNTOUCHED):
@@ -153,7 +153,7 @@ def prepare(*modules: str) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started inside."""
+    """Set environment variables for the processes that are started inside."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -174,16 +174,16 @@ def run_on_ranks(
     on_event: Callable[[Any], None] | None = None,
     collective_timeout: float = 1800.0,
 ) -> Any:
-    """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; returns rank 0's result.
+    """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; return rank 0's result.
 
     Args:
-        fn: A function at the top level of a module. `send(value)` brings a picklable value to `on_event`, in this
-            process, while the ranks run.
+        fn: A function at the top level of a module. `send(value)` passes a picklable value to `on_event` in this
+            process while the ranks run.
         world_size: Number of ranks; rank r has CUDA device r or shares the CPU.
         *args: Picklable arguments.
-        devices: Default `Devices.find()`.
-        on_event: Is called with each value that a rank sends.
-        collective_timeout: Seconds after which a collective that not all ranks have reached fails.
+        devices: The devices (default: `Devices.find()`).
+        on_event: Called with each value that a rank sends.
+        collective_timeout: Seconds after which a collective fails that some ranks have not reached.
 
     Raises:
         RankFailed: A rank raised or died. The others are ended within seconds.
@@ -216,7 +216,7 @@ def run_on_ranks(
 def _collect(
     connections: dict[Connection, int], processes: list[ForkServerProcess], on_event: Callable[[Any], None]
 ) -> Any:
-    """Pass events on until every rank has returned; raise for the first that fails."""
+    """Pass events on until every rank has returned, and return rank 0's result; raise if a rank fails."""
     failures: list[_Failure] = []
     result: Any = None
     deadline = float("inf")
@@ -251,7 +251,7 @@ def _cause(failures: list[_Failure]) -> RankFailed:
 
 
 def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # The parent hears of an interrupt and ends the ranks; here it would only print a traceback each.
+    # The launcher handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
 
@@ -264,15 +264,15 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         send("returned", result if setup.rank == 0 else None)
     except BaseException as error:
         mistake = str(error) if _tells_the_user(error) else None
-        if "Timed out waiting" in str(error):  # gloo's words; NCCL ends the process, and says so itself
+        if "Timed out waiting" in str(error):  # gloo's message; NCCL ends the process with its own message
             error.add_note(
                 f"A collective waited collective_timeout={setup.collective_timeout:g} seconds for a rank that did not "
-                "come; where ranks only take long (slow rewards, say), give it more"
+                "arrive; if ranks only take long (slow rewards, for example), raise the timeout"
             )
         with suppress(OSError):
             send("raised", _Failure(setup.rank, "".join(traceback.format_exception(error)), mistake))
-    # The launcher ends this process. Leaving by itself, it would cut off peers that are still at work, and they would
-    # report that instead of the cause.
+    # The launcher ends this process. If it left by itself, working peers would lose their connections and report
+    # that instead of the cause.
     sys.stdout.flush()
     sys.stderr.flush()
     while True:
@@ -280,17 +280,17 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _tells_the_user(error: BaseException) -> bool:
-    """Say whether the message of an error is all that a user needs: a ValueError, or a disk that takes no file."""
-    # An error that explains itself, such as ckpt's of a full disk, has no number.
+    """Say whether a user needs only the message of an error: of a ValueError, or of a disk that refuses a file."""
+    # ckpt's own error for a full disk has no errno.
     if isinstance(error, OSError):
         return type(error) in (OSError, PermissionError) and error.errno in _OF_THE_DISK
     return isinstance(error, ValueError)
 
 
 def _end_with_the_launcher() -> None:
-    """Wait until the process that called `run_on_ranks` is gone, however it ended, and end this one.
+    """Wait until the process that called `run_on_ranks` has ended, then end this rank.
 
-    The server that forked this rank would not: it stays for as long as any rank does.
+    The server that forked this rank stays alive as long as any rank does, so it cannot end the rank.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -299,14 +299,14 @@ def _end_with_the_launcher() -> None:
 
 
 def _join(setup: _Setup) -> None:
-    # All ranks are on this machine: the loopback device needs neither a network nor a resolvable host name.
+    # All ranks are on this machine; the loopback device needs no network and no resolvable host name.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     on_cpu = setup.devices.type == "cpu"
     device = setup.devices.take(str(setup.rank))
-    # torch reads OMP_NUM_THREADS itself; without it, every rank would take all cores.
+    # Without OMP_NUM_THREADS, every rank would use all cores.
     if on_cpu and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
     dist.init_process_group(

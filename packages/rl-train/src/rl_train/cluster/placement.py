@@ -1,4 +1,4 @@
-"""`Placement`: devices of a Ray cluster, reserved together, on which one or several groups of ranks stand."""
+"""`Placement`: devices of a Ray cluster, reserved together for one or several groups of ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 from rl_train.cluster.resources import Resources, import_ray
 
 _POLL_SECONDS = 0.2
-# Ray counts in ten-thousandths: three groups that ask for 1/3 each fit on a device.
+# Ray counts in ten-thousandths; this tolerance lets three groups of 1/3 fit on a device.
 _PRECISION = 1e-3
 
 
 class Placement:
-    """A Ray placement group of one bundle a device.
+    """Reserve a Ray placement group with one bundle for each device.
 
     Args:
         devices: The number of devices.
         resources: The amounts of each bundle, and the spread of the bundles (default: `Resources()`).
 
-    Groups stand on it by `RayModelGroup(..., resources=placement.share(0.5))`: groups with shares that add up to 1 are
-    on the same devices, each in processes of its own. `group` is Ray's own handle. Use it as a context manager, or call
-    `remove`.
+    `RayModelGroup(..., resources=placement.share(0.5))` puts a group on half of each device. Groups whose shares add up
+    to 1 share the devices, each group with its own processes. `group` is Ray's handle. Use a placement as a context
+    manager, or call `remove`.
 
     Raises:
-        ValueError: Ray is not installed, or the cluster has no room within `resources.timeout`; says what it has.
+        ValueError: Ray is not installed, or the cluster has no room within `resources.timeout` seconds; the error lists
+            what the cluster has.
     """
 
     def __init__(self, devices: int, resources: Resources | None = None) -> None:
@@ -59,7 +60,7 @@ class Placement:
         return len(self.free)
 
     def share(self, fraction: float) -> Share:
-        """Return a part of each device, for one group.
+        """Return a fraction of each device, for one group.
 
         Raises:
             ValueError: The fraction is not in (0, 1].
@@ -67,13 +68,13 @@ class Placement:
         return Share(self, fraction)
 
     def wait(self) -> list[str]:
-        """Wait until Ray has placed every bundle; after the loss of a node it looks for another by itself.
+        """Wait until Ray has placed every bundle; Ray replaces a lost node by itself.
 
         Returns:
             The id of each bundle's node.
 
         Raises:
-            ValueError: The cluster has had no room for `resources.timeout` seconds; says what it has.
+            ValueError: The cluster had no room for `resources.timeout` seconds; the error lists what the cluster has.
         """
         ray = import_ray()
         deadline = time.monotonic() + self.resources.timeout
@@ -88,13 +89,13 @@ class Placement:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{len(self)} x {self.bundle} with strategy {self.resources.strategy} found no room within "
-                    f"{self.resources.timeout:g} s; the nodes have {_by_node(ray)}, free of it in all is "
+                    f"{self.resources.timeout:g} s; the nodes have {_by_node(ray)}; free in total: "
                     f"{_amounts(ray.available_resources())}. Add nodes, ask for less, or use another strategy"
                 )
             time.sleep(_POLL_SECONDS)
 
     def take(self, count: int, fraction: float, tp: int) -> list[int]:
-        """Reserve a fraction of `count` devices; returns their bundles, those of a node next to each other.
+        """Reserve a fraction of `count` devices and return their bundles, with the bundles of a node side by side.
 
         Raises:
             ValueError: Fewer devices than `count` have that fraction left.
@@ -113,7 +114,7 @@ class Placement:
         return bundles
 
     def give_back(self, bundles: Sequence[int], fraction: float) -> None:
-        """End what `take` began."""
+        """Return what `take` has reserved."""
         for bundle in bundles:
             self.free[bundle] += fraction
 
@@ -131,7 +132,7 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Give the devices back to the cluster; Ray ends the processes that still stand on them. Safe to call twice."""
+        """Return the devices to the cluster; Ray ends their remaining processes. Safe to call twice."""
         self._finalizer()
 
 
@@ -151,10 +152,10 @@ def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
     """Order devices as ranks, so that as many tensor-parallel groups as possible lie inside a node.
 
     Ranks of a node are neighbours, sorted by device, and tp groups are runs of tp ranks. Nodes that hold a whole number
-    of tp groups come first, the larger ones before the smaller; one that does not would displace those behind it.
+    of tp groups come first, larger nodes before smaller ones; any other node would shift the groups after it.
 
     Args:
-        seats: The node and the device of each.
+        seats: The node and the device of each seat.
         tp: The size of a tensor-parallel group.
 
     Returns:

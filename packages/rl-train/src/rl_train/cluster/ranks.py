@@ -1,4 +1,4 @@
-"""`Ranks`: the processes of a group from their start to their end, and what is known of their failures."""
+"""`Ranks`: start, call and end the processes of a group, and keep track of their failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_models.workers.dispatch import Method
 from rl_train.cluster.future import Future, Outcome
-from rl_train.cluster.host import RankHost, Rendezvous, Seat
+from rl_train.cluster.host import RankHost, Seat
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Placement, rank_order
 from rl_train.cluster.resources import import_ray
@@ -20,7 +20,7 @@ _INCARNATIONS = itertools.count()
 
 @dataclass(frozen=True)
 class Stand:
-    """The place of a group's ranks: a fraction of some bundles of a placement, sorted for tp groups of `tp`."""
+    """The devices of a group's ranks: a fraction of some bundles of a placement, in order for tp groups of `tp`."""
 
     placement: Placement
     bundles: Sequence[int]
@@ -33,12 +33,12 @@ class Ranks:
 
     Args:
         name: The name of the group.
-        stand: The place of the ranks.
-        collective_timeout: Seconds after which a collective fails that not all ranks have reached.
-        methods: The spread of each method over the ranks, by name.
+        stand: The devices of the ranks.
+        collective_timeout: Seconds after which a collective fails that some ranks have not reached.
+        methods: How each method is split over the ranks, by name.
 
     Raises:
-        RankFailed: A process did not start; none is left.
+        RankFailed: A process did not start; the others have been ended.
     """
 
     def __init__(self, name: str, stand: Stand, collective_timeout: float, methods: Mapping[str, Method]) -> None:
@@ -69,9 +69,8 @@ class Ranks:
         order = rank_order([(seat.node, seat.device) for seat in seats], stand.tp)
         self._hosts = [hosts[i] for i in order]
         self.seats = [seats[i] for i in order]
-        first = self.seats[0]
-        for rank, (host, env) in enumerate(zip(self._hosts, rank_environments(self.seats), strict=True)):
-            host.prepare.remote(env, Rendezvous(rank, len(hosts), first.address, first.port, collective_timeout))
+        for host, env in zip(self._hosts, rank_environments(self.seats), strict=True):
+            host.prepare.remote(env, collective_timeout)
 
     def send(
         self,
@@ -81,13 +80,13 @@ class Ranks:
         replies: Collection[int],
         join: Callable[[list[Any]], Any],
     ) -> Future[Any]:
-        """Begin a call on every rank.
+        """Start a call on every rank.
 
         Args:
             method, payload: See `RankHost.call`.
-            parts: The part of each rank, or Ray's reference to it.
+            parts: Each rank's part of the batch, or Ray's reference to it.
             replies: The ranks that return their results.
-            join: Makes the result from the answers of all ranks, None for ranks without a reply.
+            join: Joins the answers of all ranks into the result; ranks without a reply answer None.
 
         Raises:
             RankFailed: After an earlier failure the ranks are dead, waiting or out of step.
@@ -96,21 +95,13 @@ class Ranks:
         number, self._calls = self._calls, self._calls + 1
         # One copy in the object store for all ranks.
         shared = import_ray().put(payload)
+        own = parts or [None] * len(self._hosts)
         references = [
-            host.call.remote(
-                number, self._settled, method, shared, None if parts is None else parts[rank], rank in replies
-            )
+            host.call.remote(number, self._settled, method, shared, own[rank], rank in replies)
             for rank, host in enumerate(self._hosts)
         ]
         nodes = [seat.address for seat in self.seats]
-        return Future(
-            f"{self.name}.{method}",
-            method,
-            references,
-            nodes,
-            join,
-            self._settle,
-        )
+        return Future(f"{self.name}.{method}", method, references, nodes, join, self._settle)
 
     def end(self) -> None:
         """Kill the processes. Safe to call twice."""
@@ -119,7 +110,7 @@ class Ranks:
         self._broken = "its processes have been ended"
 
     def _settle(self, outcome: Outcome) -> None:
-        """Learn from the end of a call whether the next one can be run."""
+        """Record from the end of a call whether the next call can run."""
         if outcome.died is not None:
             died = outcome.died
             self._broken = f"rank {died.rank} (node {died.node}) died during {died.method}"
@@ -136,7 +127,7 @@ class Ranks:
 
     def _require_in_step(self, method: str) -> None:
         if self._behind is not None:
-            # Ranks that were still at work when the call was given up may have come to its end since.
+            # Ranks that were still working when the call was abandoned may have finished since.
             waiting = self._behind.waiting
             ready, _ = import_ray().wait(list(waiting.values()), num_returns=len(waiting), timeout=0)
             if len(ready) == len(waiting):
@@ -146,14 +137,14 @@ class Ranks:
         if self._behind is not None:
             why = (
                 f"{self._behind.method} failed on ranks {sorted(self._behind.raised)}, and ranks "
-                f"{sorted(self._behind.waiting)} have not come back from it"
+                f"{sorted(self._behind.waiting)} have not finished it"
             )
         if why is not None:
-            raise RankFailed(f"{self.name}.{method} can not run: {why}; call restart(), or shutdown()")
+            raise RankFailed(f"{self.name}.{method} cannot run: {why}; call restart(), or shutdown()")
 
 
 def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
-    """For each rank the variables that torchrun would set, in the order of the seats."""
+    """Return the environment variables of torchrun for each rank, in the order of the seats."""
     first = seats[0]
     sizes = Counter(seat.node for seat in seats)
     seen: Counter[str] = Counter()
@@ -175,7 +166,7 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
 
 def _process_environment(name: str, stand: Stand) -> dict[str, str]:
     """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
-    # A process that Ray has kept from a task may have imported torch with another environment.
+    # A reused process may have imported torch with another environment.
     own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
     threads = {"OMP_NUM_THREADS": str(max(1, int(stand.placement.resources.cpus * stand.fraction)))}
     return {**threads, **stand.placement.resources.env, **own}

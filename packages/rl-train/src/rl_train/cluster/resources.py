@@ -17,14 +17,14 @@ class Resources:
     """The resources that each rank takes of the cluster, and the spread of the ranks over its nodes.
 
     Attributes:
-        device: torch's name of the device type, a key of `RAY_RESOURCE`; None: an accelerator where the cluster has
+        device: torch's name of the device type, a key of `RAY_RESOURCE`; None: an accelerator if the cluster has
             one, else the CPU.
-        cpus: CPU cores of each rank; on the CPU they are its threads.
+        cpus: CPU cores of each rank; on the CPU also its number of threads.
         strategy: Ray's placement strategy. "PACK": as few nodes as possible; "STRICT_PACK": one node, or an error;
             "SPREAD": as many nodes as possible; "STRICT_SPREAD": a node of its own for each rank, or an error.
         extra: Further Ray resources of each rank, such as `{"accelerator_type:H100": 0.001}`.
         env: Environment variables that are set before the processes of the ranks start, such as `NCCL_DEBUG`.
-        timeout: Seconds to wait until the cluster has room and the ranks' processes have started.
+        timeout: Seconds to wait for room in the cluster, and for the start of the processes.
 
     Raises:
         ValueError: An unknown device type or strategy, or an amount that is not positive.
@@ -47,7 +47,7 @@ class Resources:
                 raise ValueError(f"{name}={amount} must be greater than 0")
 
     def accelerator(self, cluster: Mapping[str, float]) -> str:
-        """Return the Ray resource of a rank's device: that of `device`, or the first that the cluster has."""
+        """Return the Ray resource of a rank's device: the resource of `device`, or the first that the cluster has."""
         if self.device is not None:
             return RAY_RESOURCE[self.device]
         return next(name for name in RAY_RESOURCE.values() if cluster.get(name) or name == "CPU")
@@ -59,10 +59,10 @@ class Resources:
 
 
 def import_ray() -> ModuleType:
-    """Ray, which only the extra `rl-train[ray]` brings.
+    """Import and return Ray, which the extra `rl-train[ray]` installs.
 
     Raises:
-        ValueError: It is not installed.
+        ValueError: Ray is not installed.
     """
     try:
         import ray

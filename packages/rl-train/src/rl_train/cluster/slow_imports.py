@@ -6,12 +6,12 @@ from parallel_layers import ParallelDims
 
 
 def slow_imports(dims: ParallelDims, *, saves: bool = False) -> list[str]:
-    """Return the modules that ranks of a grid will import; the server that forks the ranks imports them once for all.
+    """Return the modules that the ranks of a grid import; the server that forks the ranks imports them once.
 
-    `saves`: they write training checkpoints.
+    `saves`: the ranks write training checkpoints.
     """
     needed = {
-        # torch imports it when a process first calls an operator written in Python, or makes an optimizer.
+        # torch imports torch._dynamo at the first operator written in Python, or the first optimizer.
         "torch._dynamo": True,
         "torch.distributed.fsdp": dims.dp * dims.cp > 1,
         "torch.distributed.pipelining": dims.pp > 1,

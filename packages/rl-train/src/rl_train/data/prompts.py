@@ -1,4 +1,4 @@
-"""Token sequences from JSON lines: `{"tokens": [ids]}` or `{"text": "..."}`, with every mistake named by its line."""
+"""Read token sequences from JSON lines, `{"tokens": [ids]}` or `{"text": "..."}`; errors name the line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
 
 
 class TextCodec:
-    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded when it is first needed."""
+    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded at its first use."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "tokenizer.json"
@@ -38,9 +38,9 @@ class TextCodec:
         return self.file.is_file()
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids, with the special tokens that the tokenizer adds where the text does not have them itself.
+        """Return token ids, with the tokenizer's special tokens around the text unless the text has them already.
 
-        The text of a rendered chat template begins with the beginning-of-text token; a second one is not added.
+        A rendered chat template, for example, already begins with the beginning-of-text token.
 
         Raises:
             ValueError: There is no tokenizer, its file is broken, or the text is not valid Unicode.
@@ -72,26 +72,27 @@ class TextCodec:
         if self._tokenizer is None:
             if not self.available:
                 raise ValueError(f'"text" needs {self.file}, which does not exist; give "tokens" instead')
-            from tokenizers import Tokenizer  # only text needs it
+            from tokenizers import Tokenizer  # imported here: only text needs it
 
             try:
                 self._tokenizer = Tokenizer.from_file(str(self.file))
-            except Exception as error:  # of no type of its own
-                raise ValueError(f"{self.file} is no tokenizer that can be read: {error}") from None
+            except Exception as error:  # tokenizers raises plain Exception
+                raise ValueError(f"{self.file} cannot be read as a tokenizer: {error}") from None
         return self._tokenizer
 
 
 def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--max-tokens") -> list[Prompt]:
-    """Read JSON lines; blank ones are left out.
+    """Read JSON lines; blank lines are skipped.
 
     Args:
         path: The file.
         model: The checkpoint folder, for its vocabulary and tokenizer.
-        max_tokens: The most that a line may have; `limit` is what an error calls it.
+        max_tokens: Maximum number of tokens in a line.
+        limit: The name of that maximum in an error.
 
     Raises:
-        ValueError: The file cannot be read or has no lines; or a line is no such object, or has ids outside the
-            vocabulary or too many: names the line.
+        ValueError: The file cannot be read or has no lines; or a line is wrong, has ids outside the vocabulary, or has
+            too many tokens: the error names the line.
     """
     vocab_size = vocabulary_size(model)
     codec = TextCodec(model)
@@ -122,7 +123,7 @@ def read_json(file: Path) -> Any:
     """Return the value of a JSON file.
 
     Raises:
-        ValueError: The file is not valid JSON; names it.
+        ValueError: The file is not valid JSON; the error names the file.
     """
     try:
         return parse_json(file.read_bytes())
@@ -150,7 +151,7 @@ def vocabulary_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint of any family.
 
     Raises:
-        ValueError: The folder has no `config.json`, or that states none.
+        ValueError: The folder has no `config.json`, or the config states no vocabulary size.
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""The checks of options together; each option by itself is checked where it is declared."""
+"""Check the options of a run together; `TrainOptions` checks each option by itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def check(options: TrainOptions) -> None:
             )
     if options.reference is not None and not options.kl_coefficient:
         raise ValueError(
-            f"reference={options.reference} is for the KL penalty, and kl_coefficient={options.kl_coefficient} has "
-            "none; set a coefficient above 0 or leave the reference out"
+            f"reference={options.reference} is the reference of the KL penalty, but "
+            f"kl_coefficient={options.kl_coefficient} turns the penalty off; set a coefficient above 0 or leave the "
+            "reference out"
         )
     for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
@@ -38,5 +39,5 @@ def check(options: TrainOptions) -> None:
             f"critic_dims={options.critic_dims} has {critics} ranks, but the critic shares those of the policy, the "
             f"{ranks} of dims={options.dims}"
         )
-    # What follows from the options checks the rest of them.
+    # Building the derived options checks the rest.
     _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid), loss_rules(options)

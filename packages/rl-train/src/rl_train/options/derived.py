@@ -14,10 +14,10 @@ from rl_train.options.texts import numbers, parse_recompute
 
 
 def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
-    """Return how a model is loaded on the policy's grid, or on the critic's own.
+    """Return the engine options of a model on the policy's grid, or on the critic's own grid.
 
     Raises:
-        ValueError: A value that no engine takes.
+        ValueError: An engine refuses a value.
     """
     if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
@@ -26,7 +26,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
         options.virtual_stages,
         None if options.pipeline_split is None else numbers("pipeline_split", options.pipeline_split),
     )
-    # What is said of the policy's grid may have no meaning on the critic's.
+    # Options of the policy's grid may have no meaning on the critic's grid.
     own = grid == options.grid
     return EngineOptions(
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
@@ -69,7 +69,7 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
 
 
 def loss_rules(options: TrainOptions) -> Rules:
-    """Return what the advantages and the losses read: the given values, else the algorithm's own.
+    """Return the numbers that the advantages and the losses read: the given values, else the algorithm's values.
 
     Raises:
         ValueError: A name is unknown, or a number outside its range.

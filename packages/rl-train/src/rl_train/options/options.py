@@ -1,4 +1,4 @@
-"""The options of `rl-train train`: one declaration for the command line, for YAML and TOML files, and for Python."""
+"""The options of `rl-train train`, declared once for the command line, YAML and TOML files, and Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rl_train.options.texts import numbers
 
-# The command line is made from this file, and `--help` need not wait for torch: what needs it is imported when used.
+# `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
     from rl_train.loop.algorithms import Algorithm
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class _MayChange:
-    """The mark of an option that a run may change when it is resumed."""
+    """Mark an option that may change when a run is resumed."""
 
 
 def _as_text(value: Any) -> Any:
-    """Files may write a grid as a mapping and ids as a list, such as {tp: 2} and [2, 7]."""
+    """Return the text of a grid or of ids that a file gives as a mapping or a list, such as {tp: 2} or [2, 7]."""
     if isinstance(value, dict):
         return ",".join(f"{name}={size}" for name, size in value.items())
     if isinstance(value, list):
@@ -32,7 +32,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    """YAML takes 1e-5 for a text."""
+    """Return the number of a text: YAML reads 1e-5 as a text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -45,13 +45,13 @@ Number = Annotated[float, BeforeValidator(_as_number)]
 Folder = Annotated[Path, Field(strict=False)]
 
 # Help texts that several commands share.
-DEVICE = "cpu, cuda or another accelerator that torch finds (default: an accelerator where there is one)."
-RECOMPUTE = "Recompute in the backward to save memory: full, selective (MLPs and experts), or layers such as 0,5."
+DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
+RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0,5 (default: off)."
 
-# A year; torch counts nanoseconds in 64 bits.
+# One year, in seconds: torch counts nanoseconds in 64 bits.
 LONGEST_TIMEOUT = 365 * 24 * 3600
 
-# `--help` has a panel for each group of options, by the first of the group.
+# The panels of `--help`: the first option of each panel, and the panel's title.
 PANELS = {
     "model": "What to train",
     "dims": "Grid, memory and numerics",
@@ -62,88 +62,93 @@ PANELS = {
 
 
 class TrainOptions(BaseModel):
-    """What to train, on what, and how; `rl-train train --help` lists the same options, from here.
+    """All options of a training run; `rl-train train --help` shows them.
 
     Each value is checked by itself; `rl_train.options.checks.check` checks them together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: Folder = Field(description="Checkpoint folder of the policy to begin with.")
+    model: Folder = Field(description="Checkpoint folder of the initial policy.")
     prompts: Folder = Field(
-        description='JSON lines: {"text": "..."} or {"tokens": [ids]}, and whatever else the reward reads.'
+        description='File of JSON lines: {"text": "..."} or {"tokens": [ids]}, plus any fields that the reward reads.'
     )
-    reward: Text = Field(description="module:function, called with (prompt, response, row); returns a number.")
+    reward: Text = Field(
+        description="Reward, as module:function; the function gets (prompt, response, row) and returns a number."
+    )
     out: Free[Folder] = Field(
-        default=Path("run"), description="Folder for metrics, training checkpoints and the result."
+        default=Path("run"), description="Folder for the metrics, the training checkpoints and the result."
     )
     algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = Field(
-        default="grpo", description="ppo, grpo, rloo, reinforce++, gspo or dapo."
+        default="grpo", description="Algorithm: ppo, grpo, rloo, reinforce++, gspo or dapo."
     )
     critic: Folder | None = Field(
-        default=None, description="Checkpoint folder of the critic of ppo (default: the policy's)."
+        default=None, description="Checkpoint folder of the critic of ppo (default: the policy's folder)."
     )
     share_backbone: bool = Field(
         default=False,
-        description="Make the critic a head on the policy's layers; both learn by one loss (backend parallel).",
+        description="Make the critic a head on the policy's layers and train both with one loss (backend parallel).",
     )
     reference: Folder | None = Field(
-        default=None, description="Checkpoint folder of the reference model of the KL penalty (default: the policy's)."
+        default=None,
+        description="Checkpoint folder of the reference model of the KL penalty (default: the policy's folder).",
     )
 
     dims: Free[Text] = Field(
-        default="", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2."
+        default="", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2 (default: one rank)."
     )
     critic_dims: Free[Text | None] = Field(
-        default=None, description="Grid of the critic, of as many ranks (default: the policy's)."
+        default=None,
+        description="Grid of the critic, with as many ranks as the policy's grid (default: the policy's grid).",
     )
     backend: Free[Text] = Field(
-        default="parallel", description="What the models run on: parallel, transformers or megatron."
+        default="parallel", description="Backend of the models: parallel, transformers or megatron."
     )
-    ray: Free[bool] = Field(default=False, description="Run on a Ray cluster (RAY_ADDRESS, or a local one).")
+    ray: Free[bool] = Field(default=False, description="Run on the Ray cluster at RAY_ADDRESS, or on a local one.")
     device: Free[Text | None] = Field(default=None, description=DEVICE)
     collective_timeout: Free[int] = Field(
         default=1800,
         ge=1,
         le=LONGEST_TIMEOUT,
-        description="Seconds that ranks wait for each other; all rewards of a step must be done within it.",
+        description="Seconds that ranks wait for each other; all rewards of a step must end within this time.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        description="Type of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored).",
+        description="Dtype of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored).",
     )
     max_tokens: Free[int] = Field(
-        default=16384, ge=1, description="The most tokens of a micro-batch, one forward pass."
+        default=16384, ge=1, description="Maximum number of tokens in a micro-batch (one forward pass)."
     )
     recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
     offload: Free[bool] = Field(
         default=False, description="Keep one model on the devices and offload the others to host memory."
     )
     sequence_parallel: Free[bool | None] = Field(
-        default=None, description="Divide tokens over tp between the layers, too (default: where tp > 1)."
+        default=None, description="Shard the tokens over tp between the layers (default: on where tp > 1)."
     )
     context_parallel: Free[Literal["ulysses", "ring"]] = Field(
-        default="ulysses", description="Attention where cp > 1: ulysses or ring."
+        default="ulysses", description="Attention algorithm where cp > 1: ulysses or ring."
     )
     pipeline_schedule: Free[Text] = Field(
-        default="1f1b", description="Order of work where pp > 1: 1f1b or zero-bubble."
+        default="1f1b", description="Pipeline schedule where pp > 1: 1f1b or zero-bubble."
     )
-    virtual_stages: Free[int] = Field(default=1, description="Chunks of the model on each rank of a pipeline.")
+    virtual_stages: Free[int] = Field(default=1, description="Number of model chunks on each rank of a pipeline.")
     pipeline_split: Free[Text | None] = Field(
-        default=None, description="Number of layers of each pipeline chunk, such as 3,5 (default: as even as possible)."
+        default=None, description="Number of layers in each pipeline chunk, such as 3,5 (default: as even as possible)."
     )
     keep_probabilities: Free[bool] = Field(
-        default=False, description="Keep the head's probabilities: one GEMM less, [T, V/tp] more memory."
+        default=False,
+        description="Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory.",
     )
     tp_invariant: Free[bool] = Field(
-        default=False, description="Give log-probs the same bits at every tp and in every batch."
+        default=False, description="Compute log-probs with the same bits at every tp and in every batch."
     )
-    deterministic: Free[bool] = Field(default=False, description="Give the same bits at every run on the same grid.")
+    deterministic: Free[bool] = Field(default=False, description="Compute the same bits in every run on the same grid.")
     megatron_layers: Free[Text] = Field(
-        default="local", description="Layers of backend megatron: local or transformer_engine."
+        default="local", description="Layer implementation of backend megatron: local or transformer_engine."
     )
     distributed_optimizer: Free[bool] = Field(
-        default=True, description="Divide the optimizer's state over dp x cp (backend megatron)."
+        default=True, description="Shard the optimizer state over dp x cp (backend megatron)."
     )
     router_balance: Number = Field(
         default=0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts."
@@ -155,26 +160,35 @@ class TrainOptions(BaseModel):
     )
     router_z: Number = Field(default=0.0, ge=0, description="Coefficient of the routers' z-loss (mixture of experts).")
     router_replay: bool = Field(
-        default=False, description="Send tokens to the experts that computed the old log-probs (mixture of experts)."
+        default=False, description="Route tokens to the experts that computed the old log-probs (mixture of experts)."
     )
 
-    steps: Free[int] = Field(default=100, ge=1, description="Steps of the run; each generates, scores and learns.")
-    prompts_per_step: int = Field(default=64, ge=1, description="Prompts of a step.")
-    samples: int | None = Field(default=None, ge=1, description="Responses to each prompt (default: the algorithm's).")
-    max_new_tokens: int = Field(default=256, ge=1, description="The most tokens of a response.")
-    temperature: Number = Field(default=1.0, gt=0, description="Sampling temperature.")
-    top_k: int | None = Field(default=None, ge=1, description="Draw from the k likeliest tokens (default: from all).")
+    steps: Free[int] = Field(default=100, ge=1, description="Number of steps; each step generates, scores and learns.")
+    prompts_per_step: int = Field(default=64, ge=1, description="Number of prompts in a step.")
+    samples: int | None = Field(
+        default=None, ge=1, description="Number of responses to each prompt (default: the algorithm's number)."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Maximum number of tokens in a response.")
+    temperature: Number = Field(default=1.0, gt=0, description="Sampling temperature; the logits are divided by it.")
+    top_k: int | None = Field(
+        default=None, ge=1, description="Sample from the k likeliest tokens (default: all tokens)."
+    )
     top_p: Number = Field(
-        default=1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this probability."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: sample from the likeliest tokens that together have this probability.",
     )
     stop_ids: Text | None = Field(
-        default=None, description="Ids of tokens that end a response, such as 2,7 (default: the model's end of text)."
+        default=None, description="Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."
     )
     seed: int = Field(default=0, description="Seed of the order of the prompts and of sampling.")
 
-    epochs: int = Field(default=1, ge=1, description="Passes over the responses of a step.")
+    epochs: int = Field(default=1, ge=1, description="Number of passes over the responses of a step.")
     mini_batch: int | None = Field(
-        default=None, ge=1, description="Responses of one optimizer step (default: all of a step)."
+        default=None,
+        ge=1,
+        description="Number of responses in one optimizer step (default: all responses of the step).",
     )
     learning_rate: Number = Field(default=1e-06, gt=0, description="Learning rate of the policy.")
     critic_learning_rate: Number = Field(default=1e-05, gt=0, description="Learning rate of the critic.")
@@ -188,26 +202,26 @@ class TrainOptions(BaseModel):
     schedule: Text = Field(
         default="constant", description="Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps in which the learning rate rises to its full value.")
-    decay_steps: int | None = Field(default=None, description="Steps of the decay at the end (schedule wsd).")
-    min_ratio: Number = Field(
-        default=0.0, description="Learning rate at the end of the schedule, as a part of the full one."
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Number of steps in which the learning rate rises to its full value."
     )
+    decay_steps: int | None = Field(default=None, description="Number of steps of the final decay (schedule wsd).")
+    min_ratio: Number = Field(default=0.0, description="Final learning rate, as a fraction of the full learning rate.")
     clip_low: Number | None = Field(
-        default=None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's)."
+        default=None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."
     )
     clip_high: Number | None = Field(
-        default=None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's)."
+        default=None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."
     )
     dual_clip: Number | None = Field(
         default=None,
-        description="Dual clip: the largest ratio that counts where the advantage is negative (default: off).",
+        description="Dual clip: cap the loss at this ratio where the advantage is negative (default: off).",
     )
     value_clip: Number = Field(
-        default=0.2, ge=0, description="Clip of the change of the critic's values in one update (0: off)."
+        default=0.2, ge=0, description="Clip the critic's values to this distance from the old values (0: off)."
     )
     value_coefficient: Number = Field(
-        default=0.5, gt=0, description="Coefficient of the critic's loss beside the policy's (--share-backbone)."
+        default=0.5, gt=0, description="Coefficient of the critic's loss in the joint loss (--share-backbone)."
     )
     importance_cap: Number | None = Field(
         default=None,
@@ -215,15 +229,15 @@ class TrainOptions(BaseModel):
         description="Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off).",
     )
     aggregation: Text | None = Field(
-        default=None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's)."
+        default=None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."
     )
     kl_coefficient: Number = Field(
-        default=0.0, ge=0, description="Coefficient of the KL penalty for leaving the reference (0: off)."
+        default=0.0, ge=0, description="Coefficient of the KL penalty against the reference model (0: off)."
     )
     kl_estimator: Text | None = Field(
         default=None, description="Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."
     )
-    entropy_coefficient: Number = Field(default=0.0, description="Coefficient of the entropy bonus.")
+    entropy_coefficient: Number = Field(default=0.0, description="Coefficient of the entropy bonus (0: off).")
     gamma: Number = Field(default=1.0, description="Discount of rewards from one token to the next.")
     lam: Number = Field(default=1.0, description="Lambda of generalised advantage estimation (ppo).")
     overlong_buffer: int = Field(
@@ -234,13 +248,15 @@ class TrainOptions(BaseModel):
 
     eval_prompts: Free[Folder | None] = Field(
         default=None,
-        description="JSON lines of prompts for evaluation: answered greedily, scored, and excluded from learning.",
+        description="File of JSON lines with evaluation prompts; they are answered greedily, without learning.",
     )
-    eval_every: Free[int] = Field(default=20, ge=1, description="Steps between evaluations.")
-    save_every: Free[int] = Field(default=20, ge=0, description="Steps between training checkpoints (0: none).")
-    keep: Free[int] = Field(default=2, ge=1, description="Number of training checkpoints to keep, the newest.")
+    eval_every: Free[int] = Field(default=20, ge=1, description="Number of steps between evaluations.")
+    save_every: Free[int] = Field(
+        default=20, ge=0, description="Number of steps between training checkpoints (0: no checkpoints)."
+    )
+    keep: Free[int] = Field(default=2, ge=1, description="Number of newest training checkpoints to keep.")
     tensorboard: Free[bool] = Field(
-        default=False, description="Write TensorBoard's events, too (needs the extra `tensorboard`)."
+        default=False, description="Write TensorBoard events (needs the extra `tensorboard`)."
     )
 
     @property
@@ -286,7 +302,7 @@ class TrainOptions(BaseModel):
 
     @property
     def stops(self) -> tuple[int, ...] | None:
-        """Return the ids of tokens that end a response; None stands for the model's."""
+        """Return the ids of tokens that end a response; None stands for the model's own ids."""
         return None if self.stop_ids is None else numbers("stop_ids", self.stop_ids)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options whose text stands for several values."""
+"""Parse options whose text holds several values."""
 
 from __future__ import annotations
 

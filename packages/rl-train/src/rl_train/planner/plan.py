@@ -7,6 +7,7 @@ Weights are exact: the layout says which part of every tensor a place holds. Wha
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -316,12 +317,8 @@ def fitting(
             if planned.peak <= limit:
                 found.append(planned)
         if found:
-            yield from sorted(found, key=lambda planned: _links(planned.options.dims))
+            yield from sorted(found, key=operator.attrgetter("options.dims.pp", "options.dims.tp", "options.dims.ep"))
             return
-
-
-def _links(dims: ParallelDims) -> tuple[int, ...]:
-    return dims.pp, dims.tp, dims.ep
 
 
 def dims_text(dims: ParallelDims) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +15,65 @@ from rl_train.loop.folder import write_options
 from rl_train.loop.run import plan, train
 from rl_train.options.options import TrainOptions
 from rl_train.planner.preflight import check_foreign, check_output
-from rl_train.quickstart.result import save_curve
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
 from rl_train.report import read_metrics
 from rl_train.score import ScoreOptions, score
 
 
-@dataclass(frozen=True)
-class QuickstartOptions:
-    """The choices of a user.
-
-    Attributes:
-        out: Folder of the checkpoints and the curve.
-        steps: Steps of learning, at least 10.
-        seed: Seed of the weights, the prompts and the draws.
-        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
-    """
-
-    out: Path = Path("quickstart")
-    steps: int = 60
-    seed: int = 0
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 10:
-            raise ValueError(f"steps={self.steps} must be at least 10: the reward is compared between tenths")
-        files = ["reward.png", "prompts.jsonl", "options.json", "metrics.jsonl"]
-        check_output(self.out, files=files, checkpoints=["start", "actor", "critic"])
-        check_foreign(self.out, mark="start")
-
-
-def quickstart(options: QuickstartOptions, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """Make a checkpoint, train it by PPO on 2 ranks, and compare both with transformers.
+def quickstart(
+    out: Path, steps: int, seed: int, device: str | None, tell: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
+    """Make a checkpoint, train it by PPO on 2 ranks, and compare both checkpoints with transformers.
 
     Args:
-        options: What to do.
-        tell: Is told of every step, and in words of what else happens (`rl_train.report.Display`).
+        out: Folder of the checkpoints, the metrics and the reward curve.
+        steps: Steps of learning, at least 10.
+        seed: Seed of the weights, the order of the prompts and the sampling.
+        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
+        tell: Called with the metrics of every step and with messages (`rl_train.report.Display`).
 
     Returns:
-        What is printed at the end.
+        The result, as JSON values; `summary` shows it.
 
     Raises:
         RankFailed: A rank failed.
-        ValueError: An option is out of its range.
+        ValueError: An option is out of its range, or `out` cannot take the results.
     """
+    if steps < 10:
+        raise ValueError(f"steps={steps} must be at least 10: the reward is compared between tenths")
+    files = ["reward.png", "prompts.jsonl", "options.json", "metrics.jsonl"]
+    check_output(out, files=files, checkpoints=["start", "actor", "critic"])
+    check_foreign(out, mark="start")
     began = time.monotonic()
     prepare("rl_train.score", "rl_train.loop.run")
-    devices = Devices.find(options.device)
+    devices = Devices.find(device)
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
-    start, prompts = options.out / "start", options.out / "prompts.jsonl"
-    options.out.mkdir(parents=True, exist_ok=True)
-    make_checkpoint(start, options.seed)
+    start, prompts = out / "start", out / "prompts.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    make_checkpoint(start, seed)
     write_prompts(prompts)
     tell({"message": f"made a small Llama and its tokenizer in {start}"})
     described = f"{ranks} x {devices.type} ({devices.backend}), tp {ranks}" + (", sequence parallel" * (ranks > 1))
     tell({"message": f"starting {described}"})
 
     dims = ParallelDims(tp=ranks)
-    parity = _max_difference(start, dims, options.device)
+    parity = _max_difference(start, dims, device)
     tell({"message": f"actor against transformers: largest difference in log-probs {parity:.1e}"})
 
     run = TrainOptions(
         model=start,
         prompts=prompts,
         reward="rl_train.quickstart.task:reward",
-        out=options.out,
+        out=out,
         algorithm="ppo",
         dims=f"tp={ranks}",
-        device=options.device,
-        steps=options.steps,
+        device=device,
+        steps=steps,
         prompts_per_step=64,
         max_new_tokens=RESPONSE_LENGTH,
         stop_ids="",
-        seed=options.seed,
+        seed=seed,
         epochs=2,
         mini_batch=32,
         learning_rate=3e-3,
@@ -108,12 +92,12 @@ def quickstart(options: QuickstartOptions, tell: Callable[[Mapping[str, Any]], N
 
     train(plan(run), on_event)
 
-    reload = _max_difference(options.out / "actor", dims, options.device)
+    reload = _max_difference(out / "actor", dims, device)
     tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
-    records = read_metrics(options.out / "metrics.jsonl")
+    records = read_metrics(out / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
-    curve = options.out / "reward.png"
-    save_curve(curve, rewards)
+    curve = out / "reward.png"
+    _save_curve(curve, rewards)
     tenth = len(rewards) // 10
     return {
         "parity_max_abs": parity,
@@ -122,14 +106,46 @@ def quickstart(options: QuickstartOptions, tell: Callable[[Mapping[str, Any]], N
         "reward_last": sum(rewards[-tenth:]) / tenth,
         "seconds": time.monotonic() - began,
         "tokens_per_second": sum(record["tokens"] for record in records) / sum(record["seconds"] for record in records),
-        "checkpoint": str(options.out / "actor"),
-        "critic": str(options.out / "critic"),
+        "checkpoint": str(out / "actor"),
+        "critic": str(out / "critic"),
         "curve": str(curve),
         "sample": last["sample"],
         "ranks": described,
-        "steps": options.steps,
-        "seed": options.seed,
+        "steps": steps,
+        "seed": seed,
     }
+
+
+def summary(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names and texts of the table that ends a quickstart."""
+    return {
+        "ranks": result["ranks"],
+        "log-probs, actor against transformers": f"max |difference| {result['parity_max_abs']:.1e}",
+        "log-probs, saved actor reloaded by transformers": f"max |difference| {result['reload_max_abs']:.1e}",
+        "mean reward, first tenth -> last tenth": f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}",
+        "a response of the last step": result["sample"],
+        "tokens/s (generated and learned)": f"{result['tokens_per_second']:,.0f}",
+        "seconds in all": f"{result['seconds']:.1f}",
+        "actor's checkpoint": result["checkpoint"],
+        "reward curve": result["curve"],
+    }
+
+
+def _save_curve(path: Path, rewards: Sequence[float]) -> None:
+    """Draw the mean reward of every step, and its mean over a tenth of the run, as a PNG."""
+    from matplotlib.figure import Figure  # an import of half a second that only this function needs
+
+    window = max(1, len(rewards) // 10)
+    smooth = [sum(rewards[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(rewards))]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = range(1, len(rewards) + 1)
+    axes.plot(steps, rewards, color="#9ecae1", label="mean reward of a step")
+    axes.plot(steps, smooth, color="#08519c", label=f"mean of {window} steps")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="Learning to continue the alphabet")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
 
 
 def _max_difference(folder: Path, dims: ParallelDims, device: str | None) -> float:

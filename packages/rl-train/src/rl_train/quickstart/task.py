@@ -1,6 +1,6 @@
 """The task of the quickstart, its tokenizer, and the checkpoint that it starts from.
 
-The task: go on with the alphabet. The prompt is one letter; every letter of the response that follows its
+The task: continue the alphabet. The prompt is one letter; every letter of the response that follows its
 predecessor (z is followed by a) earns an equal part of a reward of 1. An untrained model earns about 1/26.
 """
 
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 LETTERS = string.ascii_lowercase
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 VOCABULARY = (*SPECIALS, *LETTERS)
 SUCCESSORS = dict(zip(LETTERS, LETTERS[1:] + LETTERS[0], strict=True))
 RESPONSE_LENGTH = 8
-_FIRST_LETTER = len(SPECIALS)
 
 # A Llama of 2 layers; 4 query heads share 2 key-value heads, so that tp 2 divides both.
 MODEL = {
@@ -42,7 +39,7 @@ MODEL = {
 
 def make_checkpoint(path: Path, seed: int) -> None:
     """Save a Llama with random weights, and a tokenizer with one token a letter, as transformers does."""
-    # Seconds to import: only this function and the final check need transformers.
+    # transformers takes seconds to import, and only this function and the final check need it.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rl_models.engines.transformers.hub import save_model
@@ -80,19 +77,6 @@ def _save_tokenizer(path: Path) -> None:
 def write_prompts(path: Path) -> None:
     """Write a prompt of each letter, as JSON lines."""
     path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in LETTERS), encoding="utf-8")
-
-
-def make_prompts(count: int, generator: random.Random) -> list[list[int]]:
-    """Return `count` prompts of one random letter, each behind the beginning-of-text token."""
-    first, last = _FIRST_LETTER, len(VOCABULARY) - 1
-    return [[VOCABULARY.index("<s>"), generator.randint(first, last)] for _ in range(count)]
-
-
-def correct(previous: Tensor, token: Tensor) -> Tensor:
-    """Say of each token whether it is the letter that follows the one before it; `[n]` ids each, `[n]` bool."""
-    letter = previous - _FIRST_LETTER
-    successor = (letter + 1) % len(LETTERS) + _FIRST_LETTER
-    return (letter >= 0) & (token == successor)
 
 
 def reward(prompt: str, response: str, row: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""The user's reward: a Python function, found by its name, whose mistakes are named by the prompt's line."""
+"""The user's reward: find a Python function by name, call it, and report its errors with the prompt's line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 _LARGEST = torch.finfo(torch.float32).max
 
 # (prompt, response, row) -> a number. Prompt and response are text where the checkpoint has a tokenizer, else lists of
-# token ids; the row is the prompt's whole line.
+# token ids; row is the JSON object of the prompt's line.
 Reward = Callable[[Any, Any, Mapping[str, Any]], float]
 
 
 def check_reward(name: str) -> None:
-    """Look for the module of `module:function`, and do not import it: what it loads is for the process that calls it.
+    """Look for the module of `module:function` without importing it: only the rank that calls the reward imports it.
 
     Raises:
         ValueError: There is no such module.
@@ -33,7 +33,7 @@ def check_reward(name: str) -> None:
 
 
 def load_reward(name: str) -> Reward:
-    """Import `module:function`; modules of the working directory are found, as by `python -m`.
+    """Import and return `module:function`; like `python -m`, this finds modules of the working directory.
 
     Raises:
         ValueError: There is no such module or function.
@@ -46,7 +46,7 @@ def load_reward(name: str) -> Reward:
 
 
 def _ask(name: str, ask: Callable[[str], T]) -> T:
-    """Return the result of `ask` for the name of the module; raise ValueError for whatever it raises."""
+    """Return the result of `ask` for the name of the module; raise ValueError for any exception of `ask`."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"reward {name!r} must be module:function, such as rewards:length")
@@ -67,7 +67,7 @@ def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, respons
     """Call the reward for one response.
 
     Raises:
-        ValueError: It raised, or returned no finite number; names the file and the line of the prompt.
+        ValueError: The reward raised, or returned no finite number; the error names the file and line of the prompt.
     """
     where = f"{file}, line {prompt.line}: the reward"
     try:
@@ -77,7 +77,7 @@ def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, respons
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{where} returned {value!r}, which is no number") from None
+        raise ValueError(f"{where} returned {value!r}, which is not a number") from None
     if not math.isfinite(number) or abs(number) > _LARGEST:
-        raise ValueError(f"{where} returned {number}; it must be finite, in fp32 too")
+        raise ValueError(f"{where} returned {number}; it must be finite in fp32")
     return number
