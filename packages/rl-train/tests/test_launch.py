@@ -88,7 +88,9 @@ def come_late_on_rank_1(send: Callable[[Any], None]) -> None:
 
 
 def test_a_collective_that_not_all_reach_in_time_names_its_limit() -> None:
-    with pytest.raises(RankFailed, match="waited collective_timeout=1 seconds for a rank that did not come") as failure:
+    with pytest.raises(
+        RankFailed, match="waited collective_timeout=1 seconds for a rank that did not arrive"
+    ) as failure:
         run_on_ranks(come_late_on_rank_1, 2, devices=CPU, collective_timeout=1)
     assert "rank 0 failed" in str(failure.value)
 

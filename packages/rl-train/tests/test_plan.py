@@ -299,7 +299,10 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--tokens", "0"], "tokens=0 must be at least 1"),
         (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
         (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
-        (["--share-backbone"], "critic and share_backbone are two kinds of critic"),
+        (
+            ["--share-backbone"],
+            "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other",
+        ),
         (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
         (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),

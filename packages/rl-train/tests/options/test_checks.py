@@ -31,7 +31,7 @@ from rl_train.options.options import TrainOptions
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
-        ({"model": Path("in-float16")}, "in-float16 is stored in float16, in which only backend=megatron learns"),
+        ({"model": Path("in-float16")}, "in-float16 is stored in float16, which only backend=megatron trains"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(

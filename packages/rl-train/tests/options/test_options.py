@@ -133,7 +133,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
         ({"aggregation": "mean"}, "aggregation='mean' is unknown; known: token-mean, sequence-mean"),
         ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
-        ({"algorithm": "gspo", "dual_clip": 3.0}, "of the surrogate of PPO, not of gspo"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "needs the surrogate of PPO, not gspo"),
         ({"clip_low": -0.1}, "clip_low=-0.1 must not be negative"),
         ({"importance_cap": 0.0}, "importance_cap=0.0 must be greater than 0"),
         ({"learning_rate": -3.0}, "learning_rate=-3.0 must be greater than 0"),

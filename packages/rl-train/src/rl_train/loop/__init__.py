@@ -1,1 +1,1 @@
-"""`rl-train train`: a loop around actors and critics, for prompts in a file and a reward in Python."""
+"""`rl-train train`: the training loop of actors and critics, from prompts in a file and a reward in Python."""

@@ -1,4 +1,4 @@
-"""The algorithms as a table: the estimate of advantages from scores, and the loss that learns from them."""
+"""The table of algorithms: how advantages follow from scores, and which loss the policy learns by."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Rules:
 
     Attributes:
         surrogate: A key of `SURROGATES`.
-        clip_low, clip_high: The trust interval.
-        kl_in_loss: Coefficient of the penalty in the loss.
-        kl_in_reward: Coefficient of the penalty in the reward.
-        kl_estimator: Estimator of the penalty, a key of `losses.KL_ESTIMATORS`.
-        entropy: Coefficient of the bonus.
+        clip_low, clip_high: Clip the policy's ratio to [1 - clip_low, 1 + clip_high].
+        kl_in_loss: Coefficient of the KL penalty in the loss.
+        kl_in_reward: Coefficient of the KL penalty in the reward.
+        kl_estimator: Estimator of the KL penalty, a key of `losses.KL_ESTIMATORS`.
+        entropy: Coefficient of the entropy bonus.
         dual_clip: See `losses.ppo_clip`; None: off.
-        value_clip: Clip of the critic's loss; None: off.
+        value_clip: Largest change of the critic's values in its clipped loss; None: off.
         value_coefficient: Coefficient of the critic's loss where it shares a backbone with the policy.
         importance_cap: Cap of `losses.importance_weights`, p_train / p_rollout; None: no weights.
-        aggregation: Average of the policy's terms, a key of `rl_models.losses.aggregation.AGGREGATIONS`.
+        aggregation: Average of the policy's loss, a key of `rl_models.losses.aggregation.AGGREGATIONS`.
         gamma, lam: Discount and lambda of the advantages over time.
 
     Raises:
@@ -59,7 +59,7 @@ class Rules:
         if self.kl_in_loss and self.kl_estimator == "k1":
             raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
         if self.dual_clip is not None and not (self.dual_clip > 1 and self.surrogate == "ppo"):
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1, and is of the surrogate of PPO, not of gspo")
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1 and needs the surrogate of PPO, not gspo")
         for name in ("clip_low", "clip_high"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -79,15 +79,16 @@ class Algorithm:
     """One row of `ALGORITHMS`.
 
     Attributes:
-        estimate: Turns the scores of responses into the fields that the losses read.
+        estimate: Returns the fields that the losses read, from the scores of the responses.
         source: The paper.
         surrogate: The policy's loss, a key of `SURROGATES`.
         aggregation: Average of the loss's terms (`rl_models.losses.aggregation`).
-        clip_low, clip_high: The trust interval, unless the user gives another.
-        kl: Place of the penalty for leaving the reference: in the reward (as k1) or the loss (as k3).
-        critic: The algorithm needs a critic.
-        samples: Responses to each prompt, unless the user says otherwise; `groups` compare them: at least two.
-        dynamic_sampling: Prompts whose responses all score the same are replaced by others.
+        clip_low, clip_high: Default clip interval of the policy's ratio.
+        kl: Place of the KL penalty: in the reward (default estimator k1) or in the loss (k3).
+        critic: Whether the algorithm needs a critic.
+        samples: Default number of responses to each prompt.
+        groups: Whether the responses to a prompt are compared, which needs at least two.
+        dynamic_sampling: Whether prompts whose responses all have the same score are replaced.
     """
 
     estimate: Estimate
@@ -122,7 +123,7 @@ def _returns(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapp
 
 
 def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, rules: Rules) -> Mapping[str, Tensor]:
-    # The penalty is part of what a whole response is worth.
+    # The reward of a whole response includes the KL penalty.
     totals = batch.sum_by_sequence(_rewards(batch, scores, rules))
     return {"advantages": _per_token(batch, losses.rloo_advantages(totals, groups))}
 
@@ -197,10 +198,10 @@ SURROGATES: dict[str, Callable[[Rules, Tensor, Batch], LossTerms]] = {"ppo": _pp
 
 
 def policy_loss(rules: Rules, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    """Add up the surrogate, the penalty for leaving the reference, and the entropy bonus."""
+    """Add up the surrogate, the KL penalty and the entropy bonus."""
     terms = SURROGATES[rules.surrogate](rules, log_probs, batch)
     if rules.importance_cap is not None:
-        # `log_probs` of a batch are those of the engine that drew it.
+        # `log_probs` of a batch come from generation, `old_log_probs` from training.
         weights = losses.importance_weights(batch["old_log_probs"], batch["log_probs"], cap=rules.importance_cap)
         terms = terms.weighted(weights)
     terms += losses.entropy_bonus(entropy, rules.entropy)

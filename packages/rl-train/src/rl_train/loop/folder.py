@@ -1,4 +1,4 @@
-"""The folder of a run, `--out`: its files, its checks, and the step at which a run goes on."""
+"""The folder of a run, `--out`: check it, write its options, and find the step to resume from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rl_train.options.options import TrainOptions
 from rl_train.planner.preflight import check_foreign, check_output, check_writable, remove_leftovers, replace_text
 from rl_train.report import read_metrics
 
-# What a run reads for as long as it lasts, and again when it is resumed.
+# Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
-# An `options.json` without them is none of ours.
+# The keys of every `options.json` of a run.
 MARKS = {"model", "algorithm"}
 
 
 def check_folder(options: TrainOptions) -> None:
-    """Refuse a folder that cannot take the results, that the inputs stand in, or that holds another run or other files.
+    """Refuse a folder that cannot take the results, holds another run or other files, or would replace an input.
 
     Raises:
-        ValueError: Something is in the way; names it.
+        ValueError: A path is in the way; the error names it.
     """
     trained = _trained(options)
     check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
@@ -58,19 +58,19 @@ def _check_inputs(options: TrainOptions) -> None:
 
 
 def write_options(options: TrainOptions) -> None:
-    """Make the folder, with the options of the run that it belongs to."""
+    """Create the folder and write the options of the run."""
     options.out.mkdir(parents=True, exist_ok=True)
     replace_text(options.out / "options.json", json.dumps(options.to_json(), indent=2) + "\n")
 
 
 def _trained(options: TrainOptions) -> list[str]:
-    """Return the names of the models that learn, which are those of their folders."""
+    """Return the names of the models that learn; their folders have the same names."""
     return ["actor", "critic"] if options.separate_critic else ["actor"]
 
 
 @contextmanager
 def saves_cleaned(options: TrainOptions) -> Iterator[None]:
-    """Remove what cut-off saves leave, before and after the run inside."""
+    """Remove the remains of interrupted saves, before and after the run inside."""
     folders = options.out, *(options.out / "training" / name for name in _trained(options))
     remove_leftovers(*folders)
     try:
@@ -80,7 +80,7 @@ def saves_cleaned(options: TrainOptions) -> Iterator[None]:
 
 
 def how_to_go_on(options: TrainOptions) -> str:
-    """Return what a stopped run has done, and what the same command does next."""
+    """Return a sentence about the steps that a stopped run has done, and about what the same command does next."""
     done = read_metrics(options.out / "metrics.jsonl")
     steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
     saved = newest_step(options.out / "training", _trained(options))
@@ -92,10 +92,10 @@ def how_to_go_on(options: TrainOptions) -> str:
 def newest_step(training: Path, models: Iterable[str]) -> int:
     """Return the newest step at which all of these models have a training checkpoint; 0 without one.
 
-    Checkpoints after the one that `latest` names are left out: they belong to a line that the run has gone back from.
+    Checkpoints after the step that `latest` names are ignored: the run has been set back behind them.
 
     Raises:
-        ValueError: A model's `latest` is damaged; names it.
+        ValueError: The `latest` of a model is damaged; the error names the file.
     """
     common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
     return max(common, default=0)

@@ -1,4 +1,4 @@
-"""The loop: generate, score, estimate, learn; evaluate and save at intervals; resume from the last checkpoint."""
+"""`Loop`: generate, score, estimate and learn; evaluate and save at intervals; resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_BATCHES = 10
 
 @dataclass
 class _Experience:
-    """Responses with their scores, and the number of the prompt that each answers."""
+    """Responses, their scores, and for each response the number of its prompt."""
 
     batch: Batch
     scores: Tensor
@@ -39,7 +39,7 @@ class _Experience:
 
     @property
     def spread(self) -> Tensor:
-        """`[prompts]`: the difference between the highest and the lowest score of each prompt's responses."""
+        """Return the difference between the highest and the lowest score of each prompt's responses, `[prompts]`."""
         count = int(self.groups.max()) + 1 if len(self.groups) else 0
         bounds = [
             torch.zeros(count).scatter_reduce(0, self.groups, self.scores, how, include_self=False)
@@ -54,17 +54,17 @@ class _NothingToLearnError(ValueError):
 
 @dataclass
 class Loop:
-    """One run; every rank of a program of ranks has one, and takes the same steps.
+    """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
 
     Attributes:
         options: The options of the run.
-        prompts, eval_prompts: Read from their files.
+        prompts, eval_prompts: The lines of their files.
         stop_ids: The ids of tokens that end a response.
         models: The models that learn, and the reference.
-        reward: The user's function; None where `once` calls nothing.
+        reward: The user's function; None on ranks where `once` does not call it.
         once: Calls a function on one rank and returns its result on all (`rl_models.workers.whole_batches.from_first`).
-        writes: This process writes the metrics.
-        tell: Is called with the metrics of every step, and with messages.
+        writes: Whether this process writes the metrics.
+        tell: Called with the metrics of every step and with messages.
     """
 
     options: TrainOptions
@@ -85,8 +85,8 @@ class Loop:
         """Run all steps that are left, save the result, and return the last step's metrics.
 
         Raises:
-            ValueError: A step has a number that is not finite, the reward made a mistake, or a step has nothing to
-                learn; in the last case what was learned before is saved.
+            ValueError: A number is not finite, the reward failed, or dynamic sampling found nothing to learn from; in
+                the last case the earlier steps are saved.
         """
         options, training = self.options, self.options.out / "training"
         done = saved = self._resume(training)
@@ -147,10 +147,10 @@ class Loop:
         return step
 
     def _save(self, training: Path, step: int) -> None:
-        # Each of the models prunes its own checkpoints: none may be a save ahead of another.
+        # Wait for pending saves before starting a new one: each model prunes its own checkpoints.
         for model in self.models.trained.values():
             model.wait_for_save()
-        # One more than is kept: of two models one may have its newest checkpoint when a kill comes, the other not yet.
+        # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
         keep = self.options.keep + (self.models.critic is not None)
         for name, model in self.models.trained.items():
             extra = {"position": self._position}
@@ -169,7 +169,7 @@ class Loop:
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
 
     def _say_if_equal(self, step: int, experience: _Experience) -> None:
-        """Tell once of steps in a row whose rewards are all equal; for algorithms with groups: equal in each group."""
+        """Tell that all rewards are equal (in each group, if there are groups), once for steps in a row."""
         scores, grouped = experience.scores, self.options.rule.groups
         equal = not bool(experience.spread.any()) if grouped else bool(scores.min() == scores.max())
         if equal and not self._said_equal:
@@ -184,7 +184,7 @@ class Loop:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as `seconds_<name>` of the step."""
+        """Add the time inside to `seconds_<name>` of the step."""
         began = time.monotonic()
         yield
         key = f"seconds_{name}"
@@ -203,7 +203,7 @@ class Loop:
             drawn.append(self._draw(wanted))
             if not dynamic:
                 break
-            # By the scores alone: a penalty for length would make responses differ that are all right or all wrong.
+            # Compare the scores without the length penalty, which would make equal responses differ.
             kept.append(_informative(drawn[-1]))
             wanted -= len(kept[-1].batch) // options.responses
             if wanted <= 0:
@@ -261,7 +261,7 @@ class Loop:
                 top_k=options.top_k,
                 top_p=options.top_p,
                 stop_ids=self.stop_ids,
-                # No two batches of a run draw from the same stream.
+                # Each batch of a run has a seed of its own.
                 seed=options.seed * 1_000_003 + self._position,
             )
         asked = [prompt for prompt in chosen for _ in range(options.responses)]
@@ -273,14 +273,14 @@ class Loop:
         return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
 
     def _next(self, count: int) -> list[int]:
-        """Return the next prompts; each pass through the file has its own order, which the position decides."""
+        """Return the indices of the next prompts; each pass through the file has its own order."""
         total = len(self.prompts)
         places = [divmod(position, total) for position in range(self._position, self._position + count)]
         self._position += count
         return [_order(self.options.seed, epoch, total)[place] for epoch, place in places]
 
     def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
-        """`[N]`, from the user's function, which runs once."""
+        """Return the scores `[N]`; the user's function runs on one rank."""
 
         def scores() -> list[float]:
             assert self.reward is not None
@@ -297,12 +297,12 @@ class Loop:
         return torch.tensor(self.once(scores), dtype=torch.float32)
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
-        """Add what the losses read, while the policy is still the one that drew the responses."""
+        """Add the fields that the losses read; the policy has not been updated since it drew the responses."""
         options, models, rules = self.options, self.models, loss_rules(self.options)
         batch, scores = experience.batch, experience.scores
         batch = models.estimate(batch, temperature=options.temperature, record_routing=options.router_replay)
         old = batch["old_log_probs"]
-        # What generation said against what training says of the same tokens.
+        # Log-probs of training against log-probs of generation.
         values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
@@ -352,10 +352,10 @@ def _order(seed: int, epoch: int, total: int) -> list[int]:
 
 
 def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
-    """Return the begin and the end of each mini-batch of a step: `size` responses of the `wanted`.
+    """Return the begin and the end of each mini-batch of a step with `size` of `wanted` responses.
 
-    A step of dynamic sampling may have found fewer. Its mini-batches are smaller in proportion and as many, so that the
-    schedule of the learning rate, which counts optimizer steps, ends with the run.
+    If dynamic sampling found fewer responses, the number of mini-batches stays and their size shrinks: the schedule of
+    the learning rate counts optimizer steps and must end with the run.
     """
     ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
     return [(start, end) for start, end in itertools.pairwise(ends) if start < end]

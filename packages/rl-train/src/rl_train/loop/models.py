@@ -1,4 +1,4 @@
-"""`Models`: what a run trains and asks, whether the critic is a model of its own or a head on the policy's backbone."""
+"""`Models`: the actor, the critic and the reference of a run; the critic may be a head on the policy's backbone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Models:
     """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
 
     Attributes:
-        actor: The policy; an `ActorCritic` where the backbone is shared.
-        critic: The critic, where it is a model of its own; else None.
+        actor: The policy; an `ActorCritic` with a shared backbone.
+        critic: The critic, if it is a separate model; else None.
         reference: The reference of the KL penalty; None without a penalty.
-        share_backbone: The actor has the value head, too.
+        share_backbone: Whether the actor has the value head.
     """
 
     actor: Any
@@ -33,7 +33,7 @@ class Models:
         return {name: model for name, model in named.items() if model is not None}
 
     def estimate(self, batch: Batch, *, temperature: float, record_routing: bool) -> Batch:
-        """Return the batch with `old_log_probs`, with a critic `old_values`, and on request `routing`."""
+        """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
         options: dict[str, Any] = {"temperature": temperature}
         if record_routing:
             options["record_routing"] = True
@@ -48,7 +48,7 @@ class Models:
         return batch
 
     def update(self, part: Batch, rules: Rules, *, temperature: float) -> dict[str, float]:
-        """One optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
+        """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
         loss = partial(joint_loss if self.share_backbone else policy_loss, rules)
         found: dict[str, float] = self.actor.update(part, loss, temperature=temperature, aggregation=rules.aggregation)
         if self.critic is not None:

@@ -1,4 +1,4 @@
-"""From options to a run: check all that can be checked, start the ranks or the Ray groups, run the loop."""
+"""Turn options into a run: check them, start the ranks or the Ray groups, and run the loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plan:
         options: The options as resolved.
         prompts, eval_prompts: Read from their files.
         stop_ids: The ids of tokens that end a response.
-        positions: The model's number of positions; None where its config does not say.
+        positions: The model's number of positions; None if the config does not state it.
     """
 
     options: TrainOptions
@@ -59,7 +59,7 @@ class Plan:
     positions: int | None
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values: every option as resolved, and the values that follow from them."""
+        """Return the plan as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
         rule = options.rule
         rules = loss_rules(options)
@@ -94,7 +94,7 @@ def plan(options: TrainOptions) -> Plan:
     """Check the options against the files, the reward and the devices, and read the prompts.
 
     Raises:
-        ValueError: Something does not fit; names it.
+        ValueError: An option does not fit; the error names the option.
     """
     check(options)
     check_folder(options)
@@ -138,7 +138,7 @@ def _check_positions(file: Path, prompts: list[Prompt], positions: int | None) -
 
 
 def _check_models(options: TrainOptions, folder: Path) -> None:
-    """Refuse now what the ranks would refuse later: a backend, a grid, or layers that do not divide."""
+    """Refuse a backend, a grid or a checkpoint that the ranks would refuse."""
     models: list[tuple[Role, Path, ParallelDims]] = [(_policy(options).role, folder, options.grid)]
     if options.separate_critic:
         models.append((Critic.role, options.critic or folder, options.critic_grid))
@@ -147,7 +147,7 @@ def _check_models(options: TrainOptions, folder: Path) -> None:
         if options.backend == "parallel":
             check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens)
             if options.dtype is None and stored_dtype(str(path)) == torch.float16:
-                raise ValueError(f"{path} is stored in float16, in which only backend=megatron learns; give a dtype")
+                raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
 
 
 def _policy(options: TrainOptions) -> type[Policy]:
@@ -158,7 +158,7 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
     """Return the model's own end-of-text ids, from its generation config or its config.
 
     Raises:
-        ValueError: A file is broken, or has something else as the end of text; names it.
+        ValueError: A file is broken, or its eos_token_id holds no ids; the error names the file.
     """
     for file in (folder / name for name in ("generation_config.json", "config.json")):
         values = read_json(file) if file.is_file() else {}
@@ -175,16 +175,16 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
 
 
 def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None) -> dict[str, float]:
-    """Run it, or what is left of it; returns the metrics of the last step.
+    """Run all steps that are left, and return the metrics of the last step.
 
     `options.out` gets `options.json`, `metrics.jsonl`, `training/actor` (and `critic`) with the training checkpoints,
-    and at the end `actor` (and `critic`), Hugging Face checkpoints. A run that a kill has ended goes on from its newest
-    training checkpoint when it is started again.
+    and at the end `actor` (and `critic`), Hugging Face checkpoints. A run that was killed continues from its newest
+    training checkpoint.
 
     Raises:
         RankFailed: A rank failed.
-        ValueError: A mistake that `plan` cannot see: in the reward's module or of the reward, a model that a backend
-            does not offer. Or there is nothing to learn any more; what was learned before is saved.
+        ValueError: The reward or its module fails, or a backend does not offer the model. Or dynamic sampling finds
+            nothing to learn from; the earlier steps are saved.
     """
     options = planned.options
     write_options(options)
@@ -204,7 +204,7 @@ def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, flo
     return result
 
 
-# What makes one model of a run: its class, its checkpoint, and the arguments of `from_pretrained`.
+# (class, checkpoint folder, arguments of `from_pretrained`) -> one model of a run.
 Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
 
 
@@ -239,7 +239,7 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     """Run the loop on one of the ranks that all run it."""
 
     first = dist.get_rank() == 0
-    # Before the models: a mistake in its module is told while the others still load theirs.
+    # Loaded before the models, to report an error in the reward's module early.
     reward = load_reward(planned.options.reward) if first else None
     device = Devices.find(planned.options.device).current
 

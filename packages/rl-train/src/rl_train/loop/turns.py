@@ -1,4 +1,4 @@
-"""Models that share devices and take turns on them: one is on the devices, the others are in host memory."""
+"""`Turns`: keep one model on the devices and the others in host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_models.workers.dispatch import methods_of
 class Turns:
     """Keep one model on the devices and offload the others.
 
-    A model is brought when one of its methods is called that needs it (`rl_models.workers.dispatch.Method.needs`).
+    A method that needs the devices (`rl_models.workers.dispatch.Method.needs`) brings its model there first.
     """
 
     def __init__(self) -> None:
@@ -18,12 +18,12 @@ class Turns:
         self._has_optimizer = False
 
     def add(self, model: Any) -> Any:
-        """Offload an actor or a critic, and return it as one whose methods bring it to the devices first."""
+        """Offload an actor or a critic, and return a proxy whose methods bring the model to the devices first."""
         model.offload()
         return _Waiting(self, model)
 
     def begin(self, model: Any, *, optimizer: bool) -> None:
-        """Bring a model to the devices, with its optimizer state where `optimizer` says so; offload the one before."""
+        """Offload the model that works, and bring `model` to the devices, on request with its optimizer state."""
         if self._working is not model:
             if self._working is not None:
                 self._working.offload()
@@ -35,7 +35,7 @@ class Turns:
 
 
 class _Waiting:
-    """A model that is offloaded until one of its methods is called."""
+    """A proxy of a model that is offloaded until one of its methods is called."""
 
     def __init__(self, turns: Turns, model: Any) -> None:
         self._turns, self._model = turns, model

@@ -1,7 +1,7 @@
-"""The memory that one decoder layer saves for its backward, from its config alone.
+"""Plan the memory that one decoder layer saves for its backward, from the config alone.
 
-Counted is what torch's own kernels save; the fused kernels on a GPU save less. All numbers are bytes for each token of
-a rank. H is the hidden size.
+The numbers hold for torch's own kernels; fused GPU kernels save less. All numbers are bytes for each token of a rank.
+H is the hidden size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rl_models.models.decoder import Recompute
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a layer over a grid.
+    """How a layer is sharded over a grid.
 
     Attributes:
         tp: Tensor-parallel size.
-        sequence_parallel: Between blocks a rank has 1/tp of the tokens.
-        expert_tp: Over how many of the tp ranks each expert is divided: tp or 1.
+        sequence_parallel: Whether a rank has 1/tp of the tokens between blocks.
+        expert_tp: Number of tp ranks that shard each expert: tp or 1.
         size: Bytes of an element.
     """
 
@@ -31,23 +31,23 @@ class Division:
     size: int
 
     def hidden(self, config: DecoderConfig) -> int:
-        """H, as divided between blocks."""
+        """Return the elements of H for each token between blocks."""
         return -(-config.hidden_size // (self.tp if self.sequence_parallel else 1))
 
     def norm(self, width: int) -> int:
-        """Return the bytes of a norm's input, its normalised form (both fp32) and its output."""
+        """Return the bytes of a norm's input and normalised input (both fp32), and of its output."""
         return (2 * 4 + self.size) * width
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes for each token.
+    """Bytes that one layer holds for each token.
 
     Attributes:
-        entry: The layer's input, which is all that "full" recomputation saves.
-        attention: Saved by the norms and the attention.
-        mlp: Saved inside the MLP or the experts; their input is a norm's output.
-        backward: Needed beside all that while the MLP runs backward.
+        entry: The layer's input; "full" recomputation saves nothing else.
+        attention: Saved by the norms and by the attention.
+        mlp: Saved inside the MLP or the experts; the norm's output, which is their input, counts as attention.
+        backward: Needed in addition while the MLP runs backward.
     """
 
     entry: int
@@ -62,7 +62,7 @@ class LayerBytes:
         return self.attention + (0 if recompute == "selective" else self.mlp)
 
     def working(self, number: int, recompute: Recompute) -> int:
-        """More than that while the layer itself runs backward: what it computes again, and its gradients."""
+        """Return the further bytes while the layer runs backward: recomputed activations and gradients."""
         again = self.attention + self.mlp - self.saved(number, recompute) if recompute is not None else 0
         return self.backward + max(0, again)
 
@@ -75,7 +75,7 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
     attention += _latent_attention(config, division) if config.latent is not None else _attention(config, division)
     if config.moe is None:
         width = -(-config.intermediate_size // division.tp)
-        # Gate, up, the activation and the product; or up and the activation.
+        # Gated: gate, up, activation and product; else up and activation.
         mlp = (4 if config.gated_mlp else 2) * width
     else:
         width, mlp = _experts(config, config.moe, division)
@@ -89,7 +89,7 @@ def _attention(config: DecoderConfig, division: Division) -> int:
     # The fused projection, the rotated queries and keys, the output; and the log-sum-exp of every head.
     saved = division.size * (3 * queries + 3 * keys) + _statistics(config, division)
     if config.qk_norm is not None:
-        # Their normalised form in fp32, and a copy of their input where that is not fp32.
+        # The normalised queries and keys in fp32, and an fp32 copy of their input where that has another dtype.
         saved += (4 if division.size == 4 else 8) * (queries + keys)
     return saved
 
@@ -98,7 +98,7 @@ def _latent_attention(config: DecoderConfig, division: Division) -> int:
     sizes = config.latent
     assert sizes is not None
     heads = config.num_heads // division.tp
-    # Queries and keys as they are put together, keys and values as they are projected, and the output.
+    # The assembled queries and keys, the projected keys and values, and the output.
     inside = heads * (2 * sizes.qk_head_dim + sizes.qk_nope_head_dim + 2 * sizes.v_head_dim)
     queries = sizes.q_lora_rank or 0
     share = division.tp if division.sequence_parallel else 1
@@ -112,8 +112,8 @@ def _statistics(config: DecoderConfig, division: Division) -> int:
 
 
 def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple[int, int]:
-    """Return the width of a token's experts and the elements saved: rows go to each of its experts, and come back."""
-    # Experts that are whole see 1/tp of the tokens on each rank; divided ones see all of them.
+    """Return the width of a token's experts and the elements saved, with the rows sent to the experts and back."""
+    # Whole experts see 1/tp of the tokens on each rank; sharded experts see all tokens.
     width = -(-moe.top_k * moe.intermediate_size // division.tp)
     rows = moe.top_k * config.hidden_size // (division.tp // division.expert_tp)
     shared = -(-moe.shared_intermediate_size // division.tp)

@@ -1,6 +1,6 @@
-"""`rl-train plan`: the memory of every rank of a grid of the native backend, from a config alone.
+"""`rl-train plan`: plan the memory of every rank of a grid of the native backend, from a config alone.
 
-Weights are exact: the layout says which part of every tensor a place holds. What layers save comes from
+Weights are exact: the layout states the part of every tensor that a rank holds. Activations come from
 `rl_train.planner.layer`.
 """
 
@@ -27,9 +27,9 @@ from rl_models.models.decoder import Recompute, require_layers
 from rl_train.planner.layer import Division, layer_bytes
 
 GIB = 2**30
-# Elements of the logits that exist at once (`parallel_layers.head.chunked`), of a CPU and of a GPU.
+# Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
 LOGITS_TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
-# Moments of AdamW, in fp32; a master in fp32 for what is stored in less.
+# Bytes of a parameter: the fp32 moments of AdamW, and the fp32 master weight of a 16-bit parameter.
 MOMENTS, MASTER = 8, 4
 
 
@@ -39,13 +39,13 @@ class Memory:
 
     Attributes:
         weights: Bytes of this rank's weights.
-        optimizer: Moments and fp32 masters.
-        gradients: Gradients of all weights as kept between micro-batches, and the largest one as it arrives. FSDP2
-            divides them after the last micro-batch alone.
-        gathered: Weights that FSDP2 gathers at once: the ends of the model, and two layers; in a pipeline all of it.
-        activations: What the forward saves for the backward.
-        layer: What one layer needs beside it while it runs, backward if it is trained.
-        logits: The tile of the head, and the hidden states in fp32 where it makes a copy; of two heads the larger.
+        optimizer: Moments and fp32 master weights.
+        gradients: Gradients of all weights between micro-batches, and the largest gradient as it arrives. FSDP2
+            shards them only after the last micro-batch.
+        gathered: Weights that FSDP2 gathers at once: embedding, head and two layers; in a pipeline the whole model.
+        activations: Saved by the forward for the backward.
+        layer: Needed in addition while one layer runs (backward, if the model is trained).
+        logits: A tile of the head, and the fp32 copy of the hidden states; the larger head counts.
     """
 
     weights: int
@@ -63,7 +63,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """At the peak of an update: the head is done when the first layer runs backward."""
+        """Return the bytes at the peak of an update: the head has ended when the first layer runs backward."""
         return sum(getattr(self, entry.name) for entry in fields(self)) - min(self.layer, self.logits)
 
 
@@ -73,13 +73,13 @@ class MemoryOptions:
 
     Attributes:
         dims: The grid.
-        tokens: Of a micro-batch.
-        dtype: Of the weights; None: as the config says.
-        sequence_parallel: Default where tp > 1.
-        recompute: What runs again backward, as `Actor.from_pretrained` takes it.
-        pipeline: Virtual stages and the split of the layers, as well.
-        micro_batches: Of an update, for the pipeline; None: two for each stage.
-        device: "cuda" or "cpu": their heads work on tiles of another size.
+        tokens: Number of tokens in a micro-batch.
+        dtype: The dtype of the weights; None: the dtype of the config.
+        sequence_parallel: Shard tokens over tp between blocks; None: where tp > 1.
+        recompute: See `Actor.from_pretrained`.
+        pipeline: The schedule, the virtual stages and the split of the layers.
+        micro_batches: Number of micro-batches in an update, for a pipeline; None: two for each stage.
+        device: "cuda" or "cpu", which decides the size of the head's tiles.
     """
 
     dims: ParallelDims
@@ -98,18 +98,18 @@ class MemoryOptions:
 
     @property
     def received(self) -> int:
-        """Micro-batches of an update."""
+        """Return the number of micro-batches in an update."""
         return 2 * self.dims.pp if self.micro_batches is None else self.micro_batches
 
 
 def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, role: Role, trained: bool) -> list[Memory]:
-    """Return the memory of one model for each pipeline stage: that of the stage's fullest rank.
+    """Return the memory of one model for each pipeline stage, on the fullest rank of the stage.
 
     Args:
-        config: Of the model, or its folder.
+        config: The config of the model, or its folder.
         options: The grid and the tokens.
         role: A key of `rl_models.engines.OUTPUTS`.
-        trained: False for a reference, which has neither gradients nor optimizer and saves nothing.
+        trained: False for a reference model, which has no gradients, optimizer state or saved activations.
 
     Raises:
         ValueError: The family is unknown, or the grid does not divide the model.
@@ -152,7 +152,7 @@ def _on_rank(
     sizes = {name: block.numel for chunk in chunks for name, block in layout.at(chunk).items()}
     held = sum(sizes.values())
     experts = sum(numel for name, numel in sizes.items() if ".experts." in name) if dims.ep > 1 else 0
-    # The ranks that hold the same: of the dense layers, and of the experts.
+    # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
     own = -(-(held - experts) // data) + -(-experts // copies)
@@ -183,7 +183,7 @@ def _on_rank(
         gathered = size * (held if dims.pp > 1 else min(held, two_layers))
     recompute = options.recompute if trained else None
     saved = [[per_layer[number].saved(number, recompute) for number in chunk] for chunk in numbers]
-    # When a layer runs backward, those after it have done so and hold nothing any more.
+    # When a layer runs backward, the layers after it have freed their activations.
     layer = tokens * max(
         per_layer[number].working(number, recompute) - sum(of_chunk[place_in_chunk + 1 :])
         for chunk, of_chunk in zip(numbers, saved, strict=True)
@@ -194,7 +194,7 @@ def _on_rank(
     ends = division.norm(division.hidden(model.decoder))
     in_flight = _in_flight(place.pp, len(chunks))
     activations = sum(count * (ends + sum(of_chunk)) for count, of_chunk in zip(in_flight, saved, strict=True))
-    # torch's pipeline stages have a buffer for each micro-batch and each neighbour that they receive from.
+    # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
     whole = dims.pp * len(chunks)
     neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
     activations += options.received * neighbours * size * division.hidden(model.decoder)
@@ -210,11 +210,11 @@ def _on_rank(
 
 
 def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
-    """Micro-batches that each chunk of a stage `(rank, size)` has run forward and not yet backward, at most.
+    """Return the largest number of micro-batches in flight (forward done, backward not) for each chunk of a stage.
 
-    1F1B: as many as stages are left, itself included. Interleaved (arXiv:2104.04473, section 2.2), chunks take turns of
-    as many micro-batches as there are stages, and a rank begins as many as would fill its own chunks but one, and two
-    for each stage that is left.
+    `stage` is `(rank, size)`. 1F1B: the number of stages from this stage to the last. Interleaved (arXiv:2104.04473,
+    section 2.2): chunks take turns of `size` micro-batches, and a rank starts with `size` micro-batches for each of its
+    chunks but one, plus two for each later stage, plus one.
     """
     rank, size = stage
     if virtual_stages == 1:
@@ -226,12 +226,12 @@ def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """An actor with what stands beside it on the same devices.
+    """The planned memory of an actor and of the other models on the same devices.
 
     Attributes:
-        options: What was planned for.
-        models: Name -> its memory on each stage.
-        offload: Each model is on the host while another works.
+        options: The training step.
+        models: The memory of each model on each stage, by name.
+        offload: Keep one model on the devices and offload the others.
     """
 
     options: MemoryOptions
@@ -240,7 +240,7 @@ class Planned:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs the most: what rests, and on top of it the model that works."""
+        """Return the bytes of the fullest rank: all resting models, plus the working memory of one model."""
         return max(self._peak(stage) for stage in range(self.options.dims.pp))
 
     def _peak(self, stage: int) -> int:
@@ -249,7 +249,7 @@ class Planned:
         return max(memory.total if self.offload else resting + memory.total - memory.resting for memory in models)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON values, in bytes."""
+        """Return the plan as JSON values, in bytes."""
         dims = self.options.dims
         return {
             "dims": dims_text(dims),
@@ -276,16 +276,16 @@ def plan_models(
     share_backbone: bool = False,
     offload: bool = False,
 ) -> Planned:
-    """An actor, and a critic and a reference of the same size where there are some; see `plan_memory`.
+    """Plan an actor, and on request a critic and a reference of the same size; see `plan_memory`.
 
-    With `share_backbone` actor and critic are one model, an `ActorCritic`.
+    With `share_backbone`, actor and critic are one model, an `ActorCritic`.
 
     Raises:
-        ValueError: Two critics are asked for; or as `plan_memory`.
+        ValueError: `critic` and `share_backbone` are both given; or see `plan_memory`.
     """
     if critic and share_backbone:
         raise ValueError(
-            "critic and share_backbone are two kinds of critic, a model of its own and a head on the actor's layers; "
+            "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other; "
             "leave one of them out"
         )
     trained: dict[str, Role] = {"actor": "causal_lm"}
@@ -302,7 +302,7 @@ def plan_models(
 def fitting(
     model: Path, options: MemoryOptions, limit: int, most_ranks: int = 1024, **models: bool
 ) -> Iterator[Planned]:
-    """Return the grids of the fewest ranks whose peak is at most `limit` bytes, those with the least traffic first."""
+    """Yield the grids with the fewest ranks whose peak is at most `limit` bytes, the least traffic first."""
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(ModelConfig.from_hf(model).moe) else (1,)
     for ranks in (2**power for power in range(most_ranks.bit_length())):
         found = []

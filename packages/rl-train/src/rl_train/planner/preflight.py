@@ -1,4 +1,4 @@
-"""Checks of models and output folders before any rank is started."""
+"""Check models and output folders before any rank starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rl_train.planner.plan import MemoryOptions, plan_memory
 
 
 def check_native_model(path: Path, role: Role, dims: ParallelDims, options: EngineOptions, max_tokens: int) -> None:
-    """Refuse now what the ranks would refuse when they load a checkpoint on the native backend; reads headers alone.
+    """Refuse a checkpoint that the ranks of the native backend would refuse; only headers are read.
 
     Raises:
-        ValueError: There is no checkpoint folder, its family is unknown, an option means nothing on this grid, heads,
-            layers or experts do not divide over it, a file is broken or has other tensors than the config says; names
-            the values and what would do.
+        ValueError: There is no checkpoint folder; the family is unknown; an option has no effect on this grid; heads,
+            layers or experts do not divide over the grid; or a file is broken or has other tensors than the config
+            says. The error names the values and the fix.
     """
     folder = checkpoint_folder(path)
     config = ModelConfig.from_hf(folder)
@@ -36,15 +36,15 @@ def check_native_model(path: Path, role: Role, dims: ParallelDims, options: Engi
 
 
 def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
-    """Refuse a folder for results before anything is computed for it; nothing is made.
+    """Refuse an unusable folder for results before the computation; nothing is created.
 
     Args:
-        folder: Where the results go; it is made when they come, if it is not there.
-        files: Names in it that become files.
-        checkpoints: Names that become checkpoint folders; what is no checkpoint, or more than one, is not replaced.
+        folder: The folder of the results, which may not exist yet.
+        files: Names of the files to write into the folder.
+        checkpoints: Names of the checkpoint folders to write; only a checkpoint folder is replaced.
 
     Raises:
-        ValueError: Something cannot be written, or something else is in its place; names it.
+        ValueError: Something cannot be written, or something else is in its place; the error names the path.
     """
     check_writable(folder)
     for file in (folder / name for name in files):
@@ -59,7 +59,7 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
 def check_foreign(folder: Path, *, mark: str) -> None:
     """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
     held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    # A kill may leave the temporary file or folder that becomes the mark.
+    # A kill may leave a temporary file or folder of the mark.
     if mark not in held and (others := [name for name in held if not name.startswith(f".{mark}.")]):
         raise ValueError(
             f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
@@ -68,7 +68,7 @@ def check_foreign(folder: Path, *, mark: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError unless files can be written into `folder`, or into the one that it would be made in."""
+    """Raise ValueError unless files can be written into `folder`, or into its nearest existing parent."""
     existing = folder.absolute()
     try:
         while not _is_there(existing):
@@ -77,7 +77,7 @@ def check_writable(folder: Path) -> None:
             raise ValueError(f"{folder} exists and is no folder; choose another")
         if existing.is_file():
             raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
-        # Without a name, so that nothing is to be seen. Permissions alone do not tell of a disk that takes no files.
+        # Probe with an anonymous temporary file: permissions alone do not show a read-only or full disk.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -86,7 +86,7 @@ def check_writable(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: a kill leaves the old one, and a temporary file that the next call replaces."""
+    """Replace a file atomically; after a kill the old file is complete, and the next call replaces the temporary."""
     temporary = path.with_name(f".{path.name}.saving")
     with room_for(len(text), path.parent):
         temporary.write_text(text, encoding="utf-8")
@@ -94,13 +94,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(*folders: Path) -> None:
-    """Remove the temporary folders of checkpoints whose ranks have been ended; those of living processes stay."""
+    """Remove the temporary checkpoint folders of ended processes; the folders of living processes stay."""
     for folder in folders:
         remove_abandoned(folder.glob(".*.saving-*"))
 
 
 def _is_there(path: Path) -> bool:
-    """Say whether something has this name, a dangling link included; raise OSError for an impossible name."""
+    """Say whether the path exists, as a dangling link too; raise OSError for an impossible name."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

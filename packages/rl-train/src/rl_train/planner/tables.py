@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rl_train.planner.plan import GIB, Memory, Planned, dims_text
 
-# Where a heading is broken, so that a terminal of 80 columns shows every word and number whole.
+# Line breaks of the headings: a terminal of 80 columns then shows every number whole.
 HEADINGS = {
     "optimizer": "opti-\nmizer",
     "gradients": "gradi-\nents",
@@ -23,7 +23,7 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
 
     Args:
         planned: The grid that was asked for.
-        limit: Of a device; None: unknown.
+        limit: The memory of a device, in bytes; None: unknown.
         fits: The grids of the fewest ranks that fit the limit.
     """
     columns = [entry.name for entry in fields(Memory)]
@@ -38,14 +38,14 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
             cells = [getattr(memory, name) for name in columns]
             table.add_row(model, str(number), *(f"{cell / GIB:.2f}" for cell in (*cells, memory.total)))
     yield table
-    how = "each on the host while another works" if planned.offload else "all on the same devices"
+    how = "one model on the devices, the others offloaded" if planned.offload else "all on the same devices"
     yield f"peak: {planned.peak / GIB:.2f} GiB, {how}"
     if limit is None:
         return
     verdict = "fits" if planned.peak <= limit else "does not fit"
     yield f"{dims_text(planned.options.dims)} {verdict} {limit / GIB:.2f} GiB"
     if not fits:
-        yield "no grid that was tried fits"
+        yield "none of the tried grids fits"
         return
     yield f"the fewest ranks on which it fits: {fits[0].options.dims.world_size}"
     found = Table(box=None, pad_edge=False)

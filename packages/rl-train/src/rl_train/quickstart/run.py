@@ -1,4 +1,4 @@
-"""The quickstart from end to end: make a checkpoint, check it, train it as `rl-train train` does, check the result."""
+"""The quickstart: make a checkpoint, check it, train it as `rl-train train` does, and check the result."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _save_curve(path: Path, rewards: Sequence[float]) -> None:
 def _max_difference(folder: Path, dims: ParallelDims, device: str | None) -> float:
     """Return the largest difference of log-probs between the sharded actor and transformers, of one checkpoint."""
     generator = torch.Generator().manual_seed(0)
-    # Ragged lengths, whose sum tp does not divide.
+    # Ragged lengths; tp does not divide their sum.
     sequences = [torch.randint(1, 30, (length,), generator=generator).tolist() for length in (11, 1, 17, 6)]
     found: list[dict[str, Any]] = []
     score(ScoreOptions(folder, dims=dims, device=device), sequences, found.append)

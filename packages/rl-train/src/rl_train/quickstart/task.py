@@ -75,11 +75,11 @@ def _save_tokenizer(path: Path) -> None:
 
 
 def write_prompts(path: Path) -> None:
-    """Write a prompt of each letter, as JSON lines."""
+    """Write one prompt for each letter, as JSON lines."""
     path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in LETTERS), encoding="utf-8")
 
 
 def reward(prompt: str, response: str, row: Mapping[str, Any]) -> float:
-    """Return the share of the response's letters that follow the letter before them, out of `RESPONSE_LENGTH`."""
+    """Return the number of letters that follow their predecessor, divided by `RESPONSE_LENGTH`."""
     pairs = itertools.pairwise(prompt[-1:] + response)
     return sum(SUCCESSORS.get(before) == letter for before, letter in pairs) / RESPONSE_LENGTH
