@@ -94,9 +94,9 @@ def test_the_program_on_one_backbone_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_over_ray_in_the_readme_of_rl_train(tmp_path: Path) -> None:
+def test_the_program_over_ray_in_its_guide(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", seed=0)
-    (tmp_path / "program.py").write_text(printed_program("packages/rl-train/README.md"))
+    (tmp_path / "program.py").write_text(printed_program("docs/ray.md"))
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
 
