@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.distributed.checkpoint_guard import guard_state_dict
+from parallel_layers.distributed.checkpoint_guard import guard_state_dict, unguard_state_dict
 from parallel_layers.distributed.parallel_dims import divisors
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
     """Record how `module`'s own parameter `name` is divided: one `Sharding` for each divided dim."""
     if "_shardings" not in module.__dict__:
         module.register_state_dict_post_hook(guard_state_dict)
+        module.register_load_state_dict_pre_hook(unguard_state_dict)
     module.__dict__.setdefault("_shardings", {})[name] = shardings
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from parallel_layers import (
@@ -30,6 +34,7 @@ from parallel_layers import (
     initialize_,
     next_token_labels,
 )
+from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN, SEQUENCES, LENGTH = 13, 16, 4, 7
@@ -43,14 +48,22 @@ CONFIG = DecoderConfig(
     attention_bias=True,
     qk_norm="head",
 )
+EXPERTS = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=8))
 
 
 class Model(nn.Module):
+    """A layer with an MLP and one with experts, which the tensor-parallel ranks divide among themselves."""
+
     def __init__(self, group: ProcessGroup | None, sp: bool) -> None:
         super().__init__()
         place: dict[str, Any] = {"group": group, "sequence_parallel": sp}
         self.embed = VocabParallelEmbedding(VOCAB, HIDDEN, **place)
-        self.layers = nn.ModuleList(DecoderLayer(CONFIG, placement=Placement(group, sp)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config, placement=Placement(group, sp), expert_group=group, expert_tensor_parallel=group is None
+            )
+            for config in (CONFIG, EXPERTS)
+        )
         self.norm = RMSNorm(HIDDEN, **place)
         self.head = VocabParallelHead(HIDDEN, VOCAB, **place)
         self.rotary = RotaryEmbedding(4)
@@ -130,17 +143,55 @@ def test_the_shapes_are_those_of_the_undivided_model(ranks: RankPool, tmp_path: 
             assert metadata[key].size == parameter.shape
 
 
-def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> list[str]:
-    """What a save and a load of the plain state dicts say, and one of the model alone."""
+def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> dict[str, str]:
+    """What saves of plain state dicts say, of the model alone too, and loads into them."""
     run = Run(ParallelDims(dp=2, tp=2), fsdp, seed=0)
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    messages = []
-    for state in ({"model": model, "optimizer": optimizer}, {"model": run.model}, run.model.state_dict()):
-        with pytest.raises(dcp.api.CheckpointException) as error:
-            dcp.save(state, checkpoint_id=folder)
-        messages.append(str(error.value))
-    # Everything else does with a state dict what it always did.
-    plain = {name: x.full_tensor() if fsdp else x for name, x in run.model.state_dict().items()}
+    run.step(0)
+    weights, messages = run.model.state_dict(), {}
+    dcp.save({name: torch.zeros(x.shape) for name, x in weights.items()}, checkpoint_id=folder / "of one shape")
+
+    def expect_refusal(case: str, call: Callable[..., Any], state: dict[str, Any], place: str = "wrong") -> None:
+        with pytest.raises((dcp.api.CheckpointException, RuntimeError)) as error:
+            call(state, checkpoint_id=folder / place)
+        messages[case] = str(error.value)
+
+    options = [{}, {"cpu_offload": True}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}]
+    for option in options:
+        states = get_state_dict(run.model, run.optimizer, options=StateDictOptions(**option))
+        if all(states):  # offloaded full tensors are on rank 0 alone
+            alone = len(option) == 2
+            expect_refusal(f"recipe {option}", partial(dcp.save, no_dist=alone), dict(zip("mo", states, strict=True)))
+    expect_refusal("module", dcp.save, {"model": run.model})
+    expect_refusal("load", dcp.load, weights, "of one shape")
+    expect_refusal("asynchronous", lambda *args, **kwargs: dcp.async_save(*args, **kwargs).result(), weights)
+    copies: dict[str, Callable[[Tensor], Tensor]] = {
+        "detach": Tensor.detach,
+        "clone": Tensor.clone,
+        "cast": Tensor.bfloat16,
+        "device and dtype": lambda x: x.to("cpu", torch.float64),
+        "deep copy": copy.deepcopy,
+        "torch's staging": lambda x: StateDictStager().stage({"x": x})["x"],
+    }
+    if fsdp:
+        copies |= {"full": lambda x: x.full_tensor().clone(), "local": lambda x: x.to_local().clone()}  # type: ignore[attr-defined]
+    for case, copied in copies.items():
+        expect_refusal(case, dcp.save, {name: copied(x) for name, x in weights.items()})
+    return messages
+
+
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
+def test_torchs_own_recipe_is_refused_by_name(ranks: RankPool, tmp_path: Path, fsdp: bool) -> None:
+    for messages in ranks.run(_by_torchs_recipe, fsdp, tmp_path, world=4):
+        for case, message in messages.items():
+            assert "{'app': parallel_layers.TrainingState(model, optimizer)}" in message, case
+
+
+def _other_uses(group: ProcessGroup, fsdp: bool) -> None:
+    """Everything else does with a state dict what it does with other models'."""
+    run = Run(ParallelDims(dp=2, tp=2), fsdp, seed=0)
+    parameters = dict(run.model.named_parameters())
+    weights = run.model.state_dict()
+    plain = {name: x.full_tensor() if fsdp else x for name, x in weights.items()}
     for source in (plain, copy.deepcopy(plain)):
         file = io.BytesIO()
         torch.save(source, file)
@@ -149,14 +200,23 @@ def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> list[str
             assert type(x) is Tensor
             assert not x.__dict__
             assert torch.equal(x, plain[name])
-    run.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
-    return messages
+    name = "embed.weight"
+    assert type(torch.cat([plain[name], plain[name]])) is Tensor  # the ranks' shards together may be saved
+    weights[name].zero_()
+    assert not parameters[name].any()
+    run.model.load_state_dict({name: x.clone().add_(1) for name, x in weights.items()})
+    run.model.load_state_dict(copy.deepcopy(weights), assign=True)
+    assert {type(x) for x in run.model.parameters()} == {type(x) for x in parameters.values()}
+    if not fsdp:
+        hidden = torch.randn(4, HIDDEN)
+        layer = run.model.layers[0].mlp
+        layer.load_state_dict(layer.state_dict(), assign=True)
+        assert torch.equal(torch.func.functional_call(layer, layer.state_dict(), hidden), layer(hidden))
 
 
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
-def test_torchs_own_recipe_is_refused_by_name(ranks: RankPool, tmp_path: Path, fsdp: bool) -> None:
-    for messages in ranks.run(_by_torchs_recipe, fsdp, tmp_path, world=4):
-        assert all("parallel_layers.TrainingState(model, optimizer)" in message for message in messages)
+def test_state_dicts_serve_all_other_uses(ranks: RankPool, fsdp: bool) -> None:
+    ranks.run(_other_uses, fsdp, world=4)
 
 
 def _other_shapes(group: ProcessGroup) -> str:

@@ -2,51 +2,101 @@
 
 torch takes plain tensors of several ranks for copies of one tensor and writes one of them, so it would keep one rank's
 shard of each parameter. `TrainingState` saves and loads all shards.
+
+The guard needs the model's state dict. torch saves an optimizer's state dict alone without an error, and wrongly,
+because no hook of a module sees the optimizer.
 """
 
 from __future__ import annotations
 
-import weakref
+import copy
+import functools
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
-
-_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+from torch.overrides import get_default_nowrap_functions
 
 
 def guard_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Mark the tensors of the sharded parameters of `module`; a hook for `register_state_dict_post_hook`."""
+    """Guard the tensors of the sharded parameters of `module`; a hook for `register_state_dict_post_hook`."""
     for name, shardings in module.__dict__["_shardings"].items():
         tensor = state_dict.get(prefix + name)
-        # With `keep_vars=True` the state dict holds the parameter itself, which must stay unmarked.
+        # With `keep_vars=True` the state dict holds the parameter itself, which must stay as it is.
         if not isinstance(tensor, Tensor) or tensor is getattr(module, name, None):
             continue
         if any(sharding.group is not None and sharding.group.size() > 1 for sharding in shardings):
-            for method in _METHODS:
-                setattr(tensor, method, _refuse)
-            tensor.__getstate__ = _StateWithoutGuard(tensor)  # type: ignore[method-assign]
+            state_dict[prefix + name] = _guarded(tensor)
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise ValueError(
-        "torch.distributed.checkpoint was given a parameter that is sharded over a tensor- or expert-parallel group, "
-        "and would keep one rank's shard; save and load {'app': parallel_layers.TrainingState(model, optimizer)} "
-        "instead of the state dicts"
-    )
+def unguard_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load tensors without a guard, as they may become parameters; a hook for `register_load_state_dict_pre_hook`."""
+    for name in module.__dict__["_shardings"]:
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = unguarded(state_dict[prefix + name])
 
 
-class _StateWithoutGuard:
-    """Pickle a marked tensor without its mark; the reference is weak because the tensor holds this object."""
+def unguarded(tensor: Any) -> Any:
+    """Return an alias of a guarded tensor without the guard, anything else as it is."""
+    return _alias(tensor) if isinstance(tensor, _Guard) else tensor
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
 
-    def __call__(self) -> Any:
-        tensor = self._tensor()
-        state = None if tensor is None else type(tensor).__getstate__(tensor)
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        kept = {key: value for key, value in (attributes or {}).items() if key not in (*_METHODS, "__getstate__")}
-        return (kept or None, slots) if slots else kept or None
+class _Guard:
+    """A tensor that `torch.distributed.checkpoint` refuses, as it does copies in another dtype or on another device."""
 
-    def __deepcopy__(self, memo: object) -> _StateWithoutGuard:
-        return self
+    __slots__ = ()
+    shape: torch.Size
+
+    def _refuse(self, *_: object) -> NoReturn:
+        # dcp.load would replace a ValueError by one of its own, which does not name the remedy.
+        raise RuntimeError(
+            "torch.distributed.checkpoint was given a parameter that is sharded over a tensor- or expert-parallel "
+            "group, and would keep one rank's shard; save and load "
+            "{'app': parallel_layers.TrainingState(model, optimizer)} instead of the state dicts"
+        )
+
+    __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Guard a result that has the shape of a guarded argument; a result of another shape may be a full tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if not isinstance(result, Tensor) or isinstance(result, _Guard) or func in _KEEP_RESULT:
+                return result
+            shapes = [x.shape for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Guard)]
+            # torch's asynchronous save fills an empty tensor of another shape.
+            return _guarded(result) if result.shape in shapes or func is Tensor.new_empty else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), _guarded(copy.deepcopy(_alias(self), memo)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _alias(self).__reduce_ex__(protocol)
+
+
+_KEEP_RESULT = {*get_default_nowrap_functions(), Tensor.as_subclass}
+
+
+def _alias(tensor: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.alias(tensor)
+
+
+def _guarded(tensor: Tensor) -> Tensor:
+    """Return a guarded alias of `tensor`."""
+    alias: Tensor = _alias(tensor)
+    alias.__class__ = _guarded_class(type(alias))
+    return alias
+
+
+@functools.cache
+def _guarded_class(kind: type[Tensor]) -> type[Tensor]:
+    """Return the guarded subclass of a tensor class; DTensor's methods that bypass `__torch_function__` guard, too."""
+
+    def guarding(method: Any) -> Any:
+        return lambda *args, **kwargs: _guarded(method(*args, **kwargs))
+
+    bypassing = [name for name in ("redistribute", "to_local", "full_tensor") if hasattr(kind, name)]
+    methods = {name: guarding(getattr(kind, name)) for name in bypassing}
+    return type(f"Guarded{kind.__name__}", (_Guard, kind), {"__slots__": (), **methods})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from parallel_layers.distributed.checkpoint_guard import unguarded
 from parallel_layers.sharding import blocks_of, first_row, full_shape, get_sharding, is_dtensor
 
 # Parts of module names that torch.compile and activation checkpointing add; torch's own state dicts omit them.
@@ -31,7 +32,7 @@ class TrainingState:
 
     Names are those of `torch.distributed.checkpoint.state_dict.get_state_dict`, shapes those of the undivided model.
     `load` writes into the tensors that the model and the optimizers have. Every rank of the default group takes part.
-    `dcp.async_save` is refused.
+    `dcp.async_save` is refused. `dcp.save` of an optimizer's state dict alone loses shards and raises no error.
 
     Args:
         model: A module with layers of this package; after `fully_shard`, if FSDP2 is used.
@@ -55,7 +56,7 @@ class TrainingState:
         states: Any = get_state_dict(self.model, self.optimizers)
         model, optimizer = states
         owners = _owners(self.model)
-        wrapped: dict[str, Any] = {"model": {name: _chunks(owners, name, x) for name, x in model.items()}}
+        wrapped: dict[str, Any] = {"model": {name: _chunks(owners, name, unguarded(x)) for name, x in model.items()}}
         if self.optimizers:
             moments = {
                 name: {slot: _slot(owners, name, slot, x) for slot, x in slots.items()}
