@@ -1,4 +1,4 @@
-"""Inference: caches of keys and values, for which prefill and decoding are one code path; linears that overlap."""
+"""Inference: caches of keys and values for prefill and decoding, and linears that overlap communication."""
 
 from parallel_layers.inference.cache import SequenceCache
 from parallel_layers.inference.contiguous import KVCache

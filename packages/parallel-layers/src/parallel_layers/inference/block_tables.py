@@ -1,7 +1,7 @@
-"""Which blocks of a pool each sequence has: counting on the host alone, no tensors.
+"""The blocks of a pool that each sequence has, counted on the host without tensors.
 
-A block may belong to several sequences, which then began with the same tokens. Nobody writes into a shared block: a
-sequence that must gets a copy first (https://arxiv.org/abs/2309.06180, section 4.4).
+Sequences with the same first tokens may share blocks. A sequence gets a copy of a shared block before it writes to the
+block (https://arxiv.org/abs/2309.06180, section 4.4).
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ class BlockTables:
 
     Args:
         num_sequences: N.
-        num_blocks: Blocks of the pool.
-        block_size: Tokens of a block.
+        num_blocks: Number of blocks of the pool.
+        block_size: Number of tokens of a block.
 
     Attributes:
-        tables: For each sequence its blocks, in the order of its tokens.
-        lengths: Its tokens, which its last blocks need not be full of.
+        tables: The blocks of each sequence, in the order of its tokens.
+        lengths: The number of tokens of each sequence.
     """
 
     def __init__(self, num_sequences: int, num_blocks: int, block_size: int) -> None:
@@ -30,20 +30,17 @@ class BlockTables:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence has."""
+        """Return the number of free blocks."""
         return len(self._free)
 
     def reserve(self, new: Sequence[int]) -> list[tuple[int, int]]:
-        """Give each sequence the blocks that `new[n]` more tokens need, so that it alone writes to them.
-
-        Calling it again for the same tokens takes nothing more.
+        """Give each sequence n the unshared blocks that `new[n]` more tokens need; a second call changes nothing.
 
         Returns:
-            `(source, copy)` of each shared block that was replaced by a copy: its content has to be copied before
-            anything is written.
+            `(source, copy)` of each shared block that was replaced; copy its content before any write.
 
         Raises:
-            ValueError: Too few blocks are free. Nothing has changed then.
+            ValueError: Too few blocks are free; nothing has changed then.
         """
         needed = self._needed(new)
         if needed > self.num_free:
@@ -65,11 +62,11 @@ class BlockTables:
         return copies
 
     def advance(self, new: Sequence[int]) -> None:
-        """Count the tokens that blocks were reserved for."""
+        """Add `new` tokens, for which blocks were reserved, to the lengths."""
         self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; one that is named several times shares its blocks with itself."""
+        """Keep these sequences, in this order; copies of a repeated sequence share its blocks."""
         kept = [(list(self.tables[n]), self.lengths[n]) for n in sequences]
         for table, _ in kept:
             for block in table:
@@ -78,7 +75,7 @@ class BlockTables:
         self.tables, self.lengths = [table for table, _ in kept], [length for _, length in kept]
 
     def free(self, sequences: Sequence[int]) -> None:
-        """Take the blocks from these sequences; those that no other has can be given again."""
+        """Empty these sequences; blocks without another owner become free."""
         for n in sequences:
             for block in reversed(self.tables[n]):
                 self._owners[block] -= 1
@@ -87,7 +84,7 @@ class BlockTables:
             self.tables[n], self.lengths[n] = [], 0
 
     def _written(self, n: int, new: int) -> range:
-        """Which of its blocks sequence n writes to."""
+        """Return the indices of the blocks that sequence n writes to."""
         size, length = self.block_size, self.lengths[n]
         return range(length // size, -(-(length + new) // size)) if new else range(0)
 

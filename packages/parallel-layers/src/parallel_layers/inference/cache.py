@@ -1,4 +1,4 @@
-"""What the caches of keys and values have in common, and a layer's view of one.
+"""The base class of caches of keys and values, and a layer's view of a cache.
 
 Shape legend: T tokens of this forward, N sequences of the cache, Q query heads and K key-value heads of this rank,
 D head size, D' size of a value head, S segments of this forward.
@@ -15,48 +15,47 @@ from parallel_layers.attention.packed import AttentionOptions
 
 
 class Boundaries(NamedTuple):
-    """The `cu_seqlens` that a forward's plan was made from, as they were then."""
+    """The `cu_seqlens` of a forward's plan, and their version at that time."""
 
     tensor: Tensor
     version: int
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> Self:
-        """What is written into them later makes them others."""
+        """Return the boundaries as they are now; later in-place writes invalidate the plan."""
         return cls(cu_seqlens, _version(cu_seqlens))
 
     def are(self, cu_seqlens: Tensor) -> bool:
-        """Whether the plan is for these; known on the host."""
+        """Return whether the plan is for `cu_seqlens`, without waiting for the device."""
         return self.tensor is cu_seqlens and self.version == _version(cu_seqlens)
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor has been written to, which is not counted under torch.inference_mode."""
+    """Return how often a tensor has been written to; torch.inference_mode does not count writes."""
     return 0 if x.is_inference() else x._version
 
 
 class SequenceCache(ABC):
     """Keys (after rotation) and values of N sequences.
 
-    Each forward brings any number of new tokens for each sequence (a prompt, one token, none), packed in the order of
-    the sequences; further segments are padding and are ignored. Call `advance` once after the last layer.
+    Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
+    segments are padding. Call `advance` once after the last layer.
 
         for i, layer in enumerate(layers):
             hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
         cache.advance(cu_seqlens)
 
-    Between two forwards `select` keeps, reorders or repeats sequences and `free` forgets some. The boundaries of all
-    forwards may lie in one buffer that is written to each time; if it was made under torch.inference_mode, which does
-    not count writes, not before `advance`.
+    Between two forwards `select` keeps, reorders or repeats sequences, and `free` empties sequences. All forwards may
+    write their `cu_seqlens` to one buffer; a buffer made under torch.inference_mode only after `advance`.
 
-    Keys and values have the dtype of the first keys that are stored, unless the cache is given another; queries are
-    cast to the cache's dtype, never the cache to theirs.
+    Keys and values have the dtype of the first stored keys, unless the cache is built with another. Queries are cast to
+    the dtype of the cache.
 
     Attributes:
         num_sequences: N.
-        max_length: The most tokens that a sequence may have.
-        dtype: Of keys and values; None before the first keys are stored.
-        lengths: `[N]` int32 tokens of each sequence, on the cache's device.
+        max_length: The most tokens of a sequence.
+        dtype: The dtype of keys and values; None before the first keys are stored.
+        lengths: `[N]` int32, the tokens of each sequence, on the cache's device.
     """
 
     num_sequences: int
@@ -65,7 +64,7 @@ class SequenceCache(ABC):
     lengths: Tensor
 
     def layer(self, index: int) -> "LayerCache":
-        """The part of layer `index`: what `DecoderLayer.forward` takes as `cache`."""
+        """Return the part of layer `index`, the argument `cache` of `DecoderLayer.forward`."""
         return LayerCache(self, index)
 
     def reset(self) -> None:
@@ -74,13 +73,11 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def advance(self, cu_seqlens: Tensor) -> None:
-        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+        """Add the tokens of the finished forward to the lengths; `cu_seqlens` `[S+1]` as given to the layers."""
 
     @abstractmethod
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; the others are dropped.
-
-        A sequence that is named several times is continued several times from what it has: samples of one prompt.
+        """Keep these sequences, in this order; repeated sequences are samples of one prompt.
 
         Raises:
             ValueError: There is no such sequence.
@@ -88,7 +85,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def free(self, sequences: Sequence[int]) -> None:
-        """Forget all tokens of these sequences; their places (and length 0) stay, for others to begin there.
+        """Empty these sequences; others can start in their places.
 
         Raises:
             ValueError: There is no such sequence.
@@ -97,7 +94,7 @@ class SequenceCache(ABC):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """No sequence has tokens, as far as the host knows without asking the device."""
+        """Return whether all sequences are empty, by the host's own count."""
 
     @abstractmethod
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
@@ -122,7 +119,7 @@ class SequenceCache(ABC):
                 raise ValueError(f"there is no sequence {n} in a cache of {self.num_sequences}, numbered from 0")
 
     def _check_segments(self, cu_seqlens: Tensor) -> int:
-        """How many segments of padding follow the sequences'."""
+        """Return the number of padding segments behind the sequences."""
         padding = cu_seqlens.shape[0] - 1 - self.num_sequences
         if padding < 0:
             raise ValueError(
@@ -138,18 +135,18 @@ class SequenceCache(ABC):
 
 
 class LayerCache:
-    """One layer's part of a cache."""
+    """The part of a cache for one layer."""
 
     def __init__(self, cache: SequenceCache, index: int) -> None:
         self.cache, self.index = cache, index
 
     @property
     def is_empty(self) -> bool:
-        """No sequence has tokens yet, so that these tokens attend to themselves alone."""
+        """Return whether all sequences are empty, so that new tokens attend to themselves alone."""
         return self.cache.is_empty
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
-        """Write keys and values as `attend` does, for a layer that has attended to them in its own way.
+        """Write keys and values as `attend` does, for a layer that computes attention itself.
 
         Raises:
             ValueError: As for `attend`.
@@ -167,21 +164,21 @@ class LayerCache:
         /,
         **options: Unpack[AttentionOptions],
     ) -> Tensor:
-        """Write these tokens' keys and values behind what their sequences have, and attend to all of it.
+        """Append these tokens' keys and values to their sequences, and attend to all keys of each sequence.
 
         Args:
             q_TQD: `[T, Q, D]` after rotation.
             k_TKD: `[T, K, D]` after rotation.
             v_TKD: `[T, K, D']`.
             cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
-            max_seqlen: At least the longest segment.
-            **options: Those of `packed_attention`.
+            max_seqlen: At least the length of the longest segment.
+            **options: Options of `packed_attention`.
 
         Returns:
             `[T, Q, D']`; zero for padding.
 
         Raises:
-            ValueError: Fewer segments than sequences, no room left, or a gradient is asked for.
+            ValueError: There are fewer segments than sequences, there is no room, or an input requires a gradient.
         """
         self._check_no_gradient(q_TQD, k_TKD, v_TKD)
         return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)

@@ -1,4 +1,4 @@
-"""`KVCache`: one run of rows for each sequence, as long as the longest may become.
+"""`KVCache`: for each sequence one run of rows of the maximum length.
 
 Shape legend: T tokens of this forward, N sequences of the cache, L room of each, K key-value heads of this rank,
 D head size, D' size of a value head, S segments of this forward.
@@ -16,13 +16,13 @@ from parallel_layers.inference.cache import Boundaries, SequenceCache
 
 
 class _Plan(NamedTuple):
-    """Where the tokens of one forward go; the same for all its layers.
+    """The places of the tokens of one forward; the same for all its layers.
 
     Attributes:
         made_from: The boundaries.
-        rows: `[T]` each token's row in the flat cache; the last row, which nobody reads, for tokens that are dropped.
-        cu_k: `[S+1]` where each segment's keys start.
-        used_k: `[S]` how many keys it has, these tokens' own included; 0 for a padding segment.
+        rows: `[T]`, the row of each token in the flat cache; padding goes to the last row, which is never read.
+        cu_k: `[S+1]`, the start of each segment's keys.
+        used_k: `[S]`, the number of each segment's keys, with new tokens; 0 for padding.
         max_used: At least the largest of `used_k`.
     """
 
@@ -34,23 +34,23 @@ class _Plan(NamedTuple):
 
 
 class KVCache(SequenceCache):
-    """Keys (after rotation) and values of N sequences, room for L tokens each; used as `SequenceCache` says.
+    """Keys (after rotation) and values of N sequences with room for L tokens each; see `SequenceCache` for its use.
 
         cache = KVCache(num_layers, N, L, num_kv_heads_local, head_dim)
 
-    No host synchronisation while the sequences cannot have outgrown the room by the host's own count. `select` copies
-    what it keeps, a layer at a time.
+    The host waits for the device only when sequences may have outgrown the room. `select` copies the kept sequences,
+    one layer at a time.
 
     Args:
-        num_layers: Layers that share the sequences' lengths.
+        num_layers: Number of layers.
         num_sequences: N.
         max_length: L.
         num_kv_heads: K of this rank.
         head_dim: D.
         value_dim: D'; default D.
-        values_in_keys: Values are the first D' dims of the keys, and are kept only there (multi-head latent attention).
-        dtype: Of keys and values; default that of the first keys.
-        device: Where they are.
+        values_in_keys: Values are the first D' dims of the keys and are not stored (multi-head latent attention).
+        dtype: The dtype of keys and values; default: that of the first keys.
+        device: The device of keys and values.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class KVCache(SequenceCache):
         self.value_dim = head_dim if value_dim is None else value_dim
         self.values_in_keys, self.dtype = values_in_keys, dtype
         self._num_layers, self._heads = num_layers, (num_kv_heads, head_dim)
-        self.keys: list[Tensor] = []  # made when the first keys come, in their dtype
+        self.keys: list[Tensor] = []  # allocated with the first keys, in their dtype
         self.values: list[Tensor] = []
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
-        self._longest = 0  # at least the longest sequence; the host's own count
+        self._longest = 0  # at least the length of the longest sequence, counted on the host
         self._plan: _Plan | None = None
 
     def reset(self) -> None:
@@ -82,14 +82,14 @@ class KVCache(SequenceCache):
         self._longest, self._plan = 0, None
 
     def advance(self, cu_seqlens: Tensor) -> None:
-        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+        """Add the tokens of the finished forward to the lengths; `cu_seqlens` `[S+1]` as given to the layers."""
         self.lengths = self.lengths + cu_seqlens.diff()[: self.num_sequences]
         known = self._plan if self._plan is not None and self._plan.made_from.are(cu_seqlens) else None
         self._longest = self._longest_now() if known is None else known.max_used
         self._plan = None
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; the others are dropped, and their memory is returned.
+        """Keep these sequences, in this order, and free the memory of the others.
 
         Raises:
             ValueError: There is no such sequence.
@@ -106,7 +106,7 @@ class KVCache(SequenceCache):
         self._longest, self._plan = self._longest_now(), None
 
     def free(self, sequences: Sequence[int]) -> None:
-        """Forget all tokens of these sequences; their places (and length 0) stay, for others to begin there.
+        """Empty these sequences; others can start in their places.
 
         Raises:
             ValueError: There is no such sequence.
@@ -119,7 +119,7 @@ class KVCache(SequenceCache):
 
     @property
     def is_empty(self) -> bool:
-        """No sequence has tokens, as far as the host knows without asking the device."""
+        """Return whether all sequences are empty, by the host's own count."""
         return self._longest == 0
 
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
@@ -154,7 +154,7 @@ class KVCache(SequenceCache):
 
     def _room(self, dim: int) -> list[Tensor]:
         shape = (self.num_sequences * self.max_length + 1, self._heads[0], dim)
-        with torch.inference_mode(False):  # so that later forwards may write outside of inference mode
+        with torch.inference_mode(False):  # later forwards may write outside of inference mode
             return [torch.zeros(shape, dtype=self.dtype, device=self.lengths.device) for _ in range(self._num_layers)]
 
     def _longest_now(self) -> int:
@@ -167,7 +167,7 @@ class KVCache(SequenceCache):
         starts = torch.arange(self.num_sequences + 1, device=cu_seqlens.device, dtype=torch.int32) * self.max_length
         used = self.lengths + cu_seqlens.diff()[: self.num_sequences]
         longest = self._longest + max_seqlen
-        if longest > self.max_length:  # perhaps: the longest sequence need not be the one that grows the most
+        if longest > self.max_length:  # an upper bound: another sequence may grow more than the longest
             longest = int(used.max()) if self.num_sequences else 0
             if longest > self.max_length:
                 raise self._outgrown(longest)

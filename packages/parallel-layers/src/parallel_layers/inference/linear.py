@@ -1,4 +1,4 @@
-"""`for_inference`: a trained model's linears as inference runs them, without a copy of any weight."""
+"""`for_inference`: a view of a trained model whose linears overlap GEMMs with communication."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ BACKENDS = ("symmetric-memory", "collectives")
 def available_linear_backends(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
     """Return how the linears of `group` can send tokens in inference on `device`, the preferred way first.
 
-    "symmetric-memory": the product overlaps with the gather or scatter (NVLink, no multicast needed). "collectives": as
-    in training. Every rank of the group has to ask; all get the same answer.
+    "symmetric-memory" overlaps the GEMM with the gather or scatter over NVLink; "collectives" is the way of training.
+    Every rank of the group must call the function; all get the same answer.
     """
     return BACKENDS if why_not_symmetric_memory(group, torch.device(device)) is None else BACKENDS[1:]
 

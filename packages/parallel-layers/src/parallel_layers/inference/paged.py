@@ -19,13 +19,13 @@ from parallel_layers.inference.paged_attention import PagedKeys, paged_attention
 
 
 class _Plan(NamedTuple):
-    """What one forward's layers share.
+    """The places of the tokens of one forward; the same for all its layers.
 
     Attributes:
         made_from: The boundaries.
-        new: Tokens that each sequence brings, on the host.
-        rows: `[T]` each token's row in the flat pool; rows of a block that nobody reads for tokens that are dropped.
-        keys: Where the keys of its segments lie.
+        new: Number of new tokens of each sequence, on the host.
+        rows: `[T]`, the row of each token in the flat pool; padding goes to a block that is never read.
+        keys: The places of the keys of each segment.
     """
 
     made_from: Boundaries
@@ -35,32 +35,30 @@ class _Plan(NamedTuple):
 
 
 class PagedKVCache(SequenceCache):
-    """Keys (after rotation) and values of N sequences in blocks of one pool; used as `SequenceCache` says.
+    """Keys (after rotation) and values of N sequences in blocks of one pool; see `SequenceCache` for its use.
 
-    Stands in the place of a `KVCache(num_layers, N, L, num_kv_heads_local, head_dim)`, and takes memory for what the
-    sequences have instead of for what they may have: a sequence wastes less than one block. `free` and `select` return
-    the blocks of sequences that have stopped. `select` copies nothing: a sequence that is named n times (n samples of
-    one prompt) shares its blocks with itself, and the last, partly filled one is copied when it is written to.
+    It replaces a `KVCache(num_layers, N, L, num_kv_heads_local, head_dim)` and takes memory for existing tokens only: a
+    sequence wastes less than one block. `free` and `select` return blocks to the pool. `select` copies nothing:
+    samples of one prompt share its blocks, and a partly filled block is copied before a write.
 
-    Blocks are counted on the host, which therefore reads `cu_seqlens` once a forward (a host synchronisation when it is
-    on a GPU).
+    The host counts blocks, so it reads `cu_seqlens` once in each forward (on a GPU, a synchronisation).
 
     Args:
-        num_layers: Layers that share the sequences' lengths.
+        num_layers: Number of layers.
         num_sequences: N.
         max_length: L.
         num_kv_heads: K of this rank.
         head_dim: D.
         value_dim: D'; default D.
-        values_in_keys: Values are the first D' dims of the keys, and are kept only there (multi-head latent attention).
-        block_size: b. flash-attn reads blocks of a multiple of 256 where they are; others are gathered for each layer.
-        num_blocks: P; default as many as N sequences of L tokens need.
-        max_gathered: Where keys have to be gathered, no more of them at a time (nor fewer than one sequence's).
-        dtype: Of keys and values; default that of the first keys.
-        device: Where they are.
+        values_in_keys: Values are the first D' dims of the keys and are not stored (multi-head latent attention).
+        block_size: b. flash-attn reads blocks of a multiple of 256 tokens in place; others are gathered for each layer.
+        num_blocks: P; default: enough for N sequences of L tokens.
+        max_gathered: The most keys that are gathered at a time, at least those of one sequence.
+        dtype: The dtype of keys and values; default: that of the first keys.
+        device: The device of keys and values.
 
     Raises:
-        ValueError: No blocks, or blocks of no tokens.
+        ValueError: `block_size` or `num_blocks` is below 1.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class PagedKVCache(SequenceCache):
         if num_blocks is None:
             num_blocks = max(1, num_sequences * -(-max_length // block_size))
         self.max_length, self.block_size, self.max_gathered = max_length, block_size, max_gathered
-        # The last block takes the tokens that are dropped; it is in no sequence's table.
+        # The last block takes the padding; it is in no sequence's table.
         self._shape = (num_layers, num_blocks + 1, block_size, num_kv_heads)
         self.head_dim, self.value_dim = head_dim, head_dim if value_dim is None else value_dim
         self.values_in_keys, self.dtype = values_in_keys, dtype
@@ -95,12 +93,12 @@ class PagedKVCache(SequenceCache):
         self._changed()
 
     def advance(self, cu_seqlens: Tensor) -> None:
-        """Count the tokens of the forward that has ended; `cu_seqlens [S+1]` as it was given to the layers."""
+        """Add the tokens of the finished forward to the lengths; `cu_seqlens` `[S+1]` as given to the layers."""
         self.blocks.advance(self._plan_for(cu_seqlens).new)
         self._changed()
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; the blocks of the others are returned. Nothing is copied.
+        """Keep these sequences, in this order, without copies; the others return their blocks.
 
         Raises:
             ValueError: There is no such sequence.
@@ -110,7 +108,7 @@ class PagedKVCache(SequenceCache):
         self._changed()
 
     def free(self, sequences: Sequence[int]) -> None:
-        """Forget all tokens of these sequences and return their blocks; their places stay, for others to begin there.
+        """Empty these sequences and return their blocks; others can start in their places.
 
         Raises:
             ValueError: There is no such sequence.
@@ -121,7 +119,7 @@ class PagedKVCache(SequenceCache):
 
     @property
     def is_empty(self) -> bool:
-        """No sequence has tokens."""
+        """Return whether all sequences are empty."""
         return not any(self.blocks.lengths)
 
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
@@ -154,7 +152,7 @@ class PagedKVCache(SequenceCache):
         return out.to(q_TQD.dtype)
 
     def _room(self, dim: int) -> Tensor:
-        with torch.inference_mode(False):  # so that later forwards may write outside of inference mode
+        with torch.inference_mode(False):  # later forwards may write outside of inference mode
             return torch.zeros(*self._shape, dim, dtype=self.dtype, device=self.lengths.device)
 
     def _changed(self) -> None:

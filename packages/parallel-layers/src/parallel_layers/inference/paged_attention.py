@@ -1,7 +1,7 @@
-"""Attention over keys and values that lie in the blocks of a pool.
+"""Attention over keys and values in the blocks of a pool.
 
-flash-attn reads the blocks where they are. For every other backend the keys that this forward's queries can see are
-gathered into one run, no more of them at a time than a bound says.
+flash-attn reads the blocks in place. For other backends the visible keys are gathered, at most a given number at a
+time.
 
 Shape legend: T tokens of this forward, Q query heads and K key-value heads of this rank, D head size, D' size of a
 value head, S segments, B most blocks of a segment, P blocks of the pool, b tokens of a block.
@@ -19,7 +19,7 @@ from parallel_layers.attention.kernel_interface import Scoring
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.sinks import out_with_sinks
 
-# What flash-attn 2's paged kernels take: devices, and blocks of a multiple of so many tokens.
+# Devices and the multiple of tokens in a block that flash-attn 2's paged kernels take.
 _DEVICES = frozenset({"cuda"})
 _FLASH_BLOCK = 256
 
@@ -28,12 +28,12 @@ class Run(NamedTuple):
     """Segments whose keys are gathered together.
 
     Attributes:
-        tokens: Their queries among the forward's tokens.
-        rows: Row of each key in the flat pool.
-        cu_q: Boundaries of the segments among the queries.
-        cu_k: And among the gathered keys.
-        max_q: The longest segment's queries.
-        max_k: And its keys.
+        tokens: The range of their queries in the forward's tokens.
+        rows: The row of each key in the flat pool.
+        cu_q: Borders of the segments among the queries.
+        cu_k: Borders of the segments among the gathered keys.
+        max_q: The most queries of a segment.
+        max_k: The most keys of a segment.
     """
 
     tokens: slice
@@ -45,14 +45,14 @@ class Run(NamedTuple):
 
 
 class PagedKeys:
-    """Where the keys of one forward's segments lie; the same for all its layers.
+    """The places of the keys of one forward's segments; the same for all its layers.
 
     Args:
-        block_table: `[S, B]` int32 the blocks of each segment's sequence, in the order of its tokens; then any.
+        block_table: `[S, B]` int32, the blocks of each segment's sequence in the order of its tokens, then any numbers.
         block_size: b.
-        new: `[S]` tokens that each segment brings.
-        used: `[S]` keys that it then has, the new ones included; 0 for padding.
-        max_gathered: Gather the keys of several segments together only up to this many.
+        new: `[S]`, the new tokens of each segment.
+        used: `[S]`, the keys of each segment, with new tokens; 0 for padding.
+        max_gathered: The most keys of several segments that are gathered together.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class PagedKeys:
         self._runs: dict[int | None, list[Run]] = {}
 
     def runs(self, window: int | None) -> list[Run]:
-        """The segments in runs, each with the keys that its queries can see."""
+        """Return the segments in runs, with the keys that their queries can see."""
         if window not in self._runs:
             self._runs[window] = list(self._gathered(window))
         return self._runs[window]
 
     def rows(self, segments: slice, first: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Rows of the flat pool: for each segment those of `counts` tokens from place `first` on."""
+        """Return rows of the flat pool: for each segment those of `counts` tokens from position `first` on."""
         bounds = self._bounds(counts)
         index = torch.arange(sum(counts), device=bounds.device, dtype=torch.int32)
         segment = torch.searchsorted(bounds, index, right=True) - 1
@@ -79,7 +79,7 @@ class PagedKeys:
         return block.long() * self.block_size + place % self.block_size
 
     def _gathered(self, window: int | None) -> Iterator[Run]:
-        # The first of a segment's new tokens sees the window - 1 before it.
+        # The first new token of a segment sees the window - 1 tokens before it.
         seen = [
             0 if new == 0 else used if window is None else min(used, new + window - 1)
             for new, used in zip(self.new, self.used, strict=True)
@@ -113,15 +113,15 @@ class PagedKeys:
 def paged_attention(
     q_TQD: Tensor, key_blocks: Tensor, value_blocks: Tensor, keys: PagedKeys, options: AttentionOptions
 ) -> Tensor:
-    """Attention of each segment's queries to its keys.
+    """Compute the attention of each segment's queries to its keys.
 
     Args:
         q_TQD: `[T, Q, D]`.
         key_blocks: `[P, b, K, D]`.
         value_blocks: `[P, b, K, D']`.
-        keys: Where the keys lie.
-        options: Those of `packed_attention`. The backends "auto" and "flash-attn" read the blocks where they are if
-            they can (`why_not_in_place`).
+        keys: The places of the keys.
+        options: Options of `packed_attention`. The backends "auto" and "flash-attn" read the blocks in place if
+            possible (`why_not_in_place`).
 
     Returns:
         `[T, Q, D']`; zero for queries without keys.
@@ -138,7 +138,7 @@ def paged_attention(
 
 
 def why_not_in_place(q_TQD: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> str | None:
-    """Why no kernel reads the blocks where they are, in words; None when flash-attn does."""
+    """Return why flash-attn cannot read the blocks in place, or None if it can."""
     block_size, head_dim, value_dim = key_blocks.shape[1], key_blocks.shape[-1], value_blocks.shape[-1]
     if "flash-attn" not in available_backends():
         return "flash-attn is not installed (extra parallel-layers[flash-attn]), or there is no Ampere GPU or newer"
@@ -154,7 +154,7 @@ def why_not_in_place(q_TQD: Tensor, key_blocks: Tensor, value_blocks: Tensor) ->
 def flash_paged_attention(
     q_TQD: Tensor, key_blocks: Tensor, value_blocks: Tensor, keys: PagedKeys, options: AttentionOptions
 ) -> Tensor:
-    """`paged_attention` by flash-attn's kernels."""
+    """Compute `paged_attention` by flash-attn's kernels."""
     from flash_attn import flash_attn_varlen_func  # an optional extra
 
     scale, sinks = options.get("scale"), options.get("sinks")
