@@ -33,15 +33,15 @@ VocabMultiple = Annotated[int, typer.Option("--vocab-multiple", min=1, help="Pad
 
 
 def read_grid(tp: int, pp: int, vpp: int, ep: int, etp: int | None) -> Grid:
-    """The grid that the options name."""
+    """Return the grid that the options name."""
     return Grid(tp, pp, vpp, ep, etp)
 
 
 def read_layers(text: str | None) -> LayerPlacement:
-    """The layer placement that `--layers` names.
+    """Return the layer placement that `--layers` names.
 
     Raises:
-        ValueError: it is neither a word nor a list of numbers.
+        ValueError: It is neither a word nor a list of numbers.
     """
     if text is None or text == "balanced":
         return text
@@ -52,10 +52,10 @@ def read_layers(text: str | None) -> LayerPlacement:
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:
-    """The type that `--dtype` names.
+    """Return the type that `--dtype` names.
 
     Raises:
-        ValueError: torch has no such type, or weights cannot be of it.
+        ValueError: Torch has no such type, or weights cannot be of it.
     """
     if text is None:
         return None

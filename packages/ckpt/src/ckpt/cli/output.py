@@ -85,7 +85,7 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with GB/s on standard error; nothing where that is not a terminal."""
+    """Yield a bar with GB/s on standard error; nothing where that is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -113,6 +113,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def size_text(nbytes: float) -> str:
-    """A size for people, in powers of 1000."""
+    """Return a size for people, in powers of 1000."""
     power = 0 if nbytes < 1 else min(4, int(math.log(nbytes, 1000)))
     return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1000**power:.2f} {' KMGT'[power]}B"

@@ -1,4 +1,4 @@
-"""Proof that two checkpoints, or a checkpoint and a live model, hold the same tensors."""
+"""Compare the tensors of two checkpoints, or of a checkpoint and a live model."""
 
 import dataclasses
 import math
@@ -39,22 +39,22 @@ def verify(
 ) -> Report:
     """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
 
-    Of sharded ones every copy of what several ranks hold is compared. The tensors of multi-token-prediction layers,
-    which loads pass over and saves lack, are compared, too: a checkpoint that has lost them differs. So does one whose
-    config.json makes another model of the same tensors (`rope_theta`, `rms_norm_eps`).
+    In sharded checkpoints every rank's copy is compared. The tensors of multi-token-prediction layers, which loads
+    skip, are compared, too: a checkpoint without them differs. Fields of config.json that change the outputs of the
+    same tensors (`rope_theta`, `rms_norm_eps`) are compared as well.
 
     Args:
-        a: the reference.
-        b: the other.
-        rtol: relative tolerance; with both tolerances 0 every bit must be the same.
-        atol: absolute tolerance: |a - b| <= atol + rtol * |b|.
-        dtypes: whether a different type is a difference; values are compared in any case.
-        role: what Hugging Face folders are read as; None: a value model where there is a value head.
-        progress: called with the bytes that have been compared, and those that will have been.
+        a: The reference.
+        b: The other checkpoint.
+        rtol: Relative tolerance; with both tolerances 0 every bit must be the same.
+        atol: Absolute tolerance: |a - b| <= atol + rtol * |b|.
+        dtypes: Whether different dtypes are a difference; values are compared in any case.
+        role: The role of Hugging Face folders; None: a value model where there is a value head.
+        progress: Called with the bytes compared so far and the bytes in all.
 
     Raises:
-        ValueError: a checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are no
-            error: see `Report.equal`.
+        ValueError: A checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are not
+            errors: see `Report.equal`.
     """
     first, second = (open_with_prediction_layers(path, role) for path in (a, b))
     report = Report(differences=config_differences(first.layout.config, second.layout.config))
@@ -82,17 +82,16 @@ def verify_live(
     atol: float = 0.0,
     dtypes: bool = True,
 ) -> Report:
-    """Compare a checkpoint with a live model: each rank its own tensors with the bytes that belong to them.
+    """Compare a checkpoint with a live model: each rank compares its own tensors with their bytes in the files.
 
-    Of DTensors, as FSDP2 makes them, a rank compares the part that it has. Differences are named by local tensor and
-    counted in its elements; `first` is an index in what this rank has of it. The configurations compared are the
-    checkpoint's and the layout's.
+    A rank compares its own part of a DTensor. A `Difference` names the local tensor and counts its elements; `first` is
+    an index in this rank's part. The configurations compared are the checkpoint's and the layout's.
 
     Returns:
         One report of all ranks, the same on every rank.
 
     Raises:
-        ValueError: the checkpoint is broken or was replaced meanwhile, or the tensors' names or shapes are not the
+        ValueError: The checkpoint is broken or was replaced meanwhile, or the tensors' names or shapes are not the
             layout's; on every rank.
     """
 
@@ -132,10 +131,10 @@ def verify_live(
 
 
 def refuse_differing_copies(source: Source) -> None:
-    """Refuse files in which the copies of tied weights, of which one is to be taken, differ between pipeline chunks.
+    """Refuse files in which the copies of tied weights differ between pipeline chunks.
 
     Raises:
-        ValueError: names the tensor and the files; or files were replaced meanwhile.
+        ValueError: Copies differ (names the tensor and the files), or files were replaced meanwhile.
     """
     with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
         for name in source.copies.keys() & source.tied:
@@ -148,7 +147,7 @@ def refuse_differing_copies(source: Source) -> None:
 
 
 def _bytes_to_compare(a: Source, b: Source) -> int:
-    """The bytes of the reference's tensors that are compared with the other's, and of each one's with its copies."""
+    """Return the bytes to compare: those of the reference's tensors, and those of all copies."""
     total = 0
     for name in a.pieces.keys() & b.pieces.keys():
         shapes = [source.layout.canonical[name].shape for source in (a, b)]
@@ -169,7 +168,7 @@ class _Comparison:
         self._done = self._total = 0
 
     def show(self, progress: Callable[[int, int], None], total: int) -> None:
-        """Call `progress` from now on, with the bytes done and in all."""
+        """Call `progress` from now on, with the bytes done and the bytes in all."""
         self._progress, self._total = progress, total
 
     def __enter__(self) -> "_Comparison":
@@ -180,7 +179,7 @@ class _Comparison:
             reader.close()
 
     def canonical(self, name: str, a: Source, b: Source) -> Iterator[Difference]:
-        """Yield the differences between two checkpoints' tensors of one name, and between each one's copies of it."""
+        """Yield the differences between two checkpoints' tensors of one name, and between copies in each of them."""
         shapes = [source.layout.canonical[name].shape for source in (a, b)]
         if shapes[0] != shapes[1]:
             yield Difference(name, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
@@ -197,7 +196,7 @@ class _Comparison:
             yield from self.copies(name, source)
 
     def copies(self, name: str, source: Source) -> Iterator[Difference]:
-        """Yield the differences between a checkpoint's tensor and the copies of it that further ranks hold."""
+        """Yield the differences between a checkpoint's tensor and further ranks' copies of the tensor."""
         part = source.pieces[name]
         reference = (source, part, source.tensors[part[0][0]][1].dtype)
         for key, piece in source.copies.get(name, ()):
@@ -219,7 +218,7 @@ class _Comparison:
             yield difference
 
     def local(self, name: str, block: Block, tensor: Tensor, source: Source) -> Iterator[Difference]:
-        """Yield the differences between a checkpoint and a live model's tensor, or the part of it that a rank has."""
+        """Yield the differences between a checkpoint and a live model's tensor, or a rank's part of the tensor."""
         if not block.names:
             return
         stored = source.tensors[source.pieces[block.names[0]][0][0]][1].dtype
@@ -244,7 +243,7 @@ class _Comparison:
             yield difference
 
 
-# A checkpoint, which of its tensors hold a canonical one, and the type to read that in.
+# A checkpoint, the tensors in it that hold a canonical tensor, and the dtype of the values read.
 _Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
 
 
@@ -257,7 +256,7 @@ class _Reader:
         self._counter = IOCounter()
 
     def read(self, side: _Side, name: str, box: Box) -> Tensor:
-        """The values of a box of a canonical tensor; valid until the next call."""
+        """Return the values of a box of a canonical tensor; valid until the next call."""
         source, parts, dtype = side
         wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
         values = self._values.view(wanted.shape, dtype)

@@ -6,7 +6,7 @@ from typing import Any
 from ckpt.comparison.report import Difference
 from ckpt.layout.config import PREDICTION_LAYERS, Config, text_config
 
-# Fields that leave the outputs of a forward pass as they are, and those that the tensors themselves show.
+# Fields that do not change the outputs of a forward pass, or that the tensors themselves show.
 _OTHER_FIELDS = {
     "architectures",
     "auto_map",
@@ -43,7 +43,7 @@ _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 def config_differences(a: Config, b: Config) -> list[Difference]:
     """Return a difference for every field that both configurations give and that changes what the model computes.
 
-    A field that one side leaves out has the default of its class there, which is not known here: it is passed over.
+    A field that one side omits is skipped: the default of its class is not known here.
     """
     first, second = (dict(_fields("", _normal(config))) for config in (a, b))
     return [
@@ -54,8 +54,7 @@ def config_differences(a: Config, b: Config) -> list[Difference]:
 
 
 def _normal(config: Config) -> Config:
-    """Return the language model's fields, the rotary embedding's spelled as transformers 5 does, and the vision
-    tower's."""
+    """Return the fields of the language model and the vision tower, with rope fields as transformers 5 spells them."""
     text = text_config(config)
     text["model_type"] = config.get("model_type")
     rope = {**_mapping(text.pop("rope_scaling", None)), **_mapping(text.pop("rope_parameters", None))}
@@ -72,7 +71,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _fields(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every field that computes."""
+    """Yield (dotted name, value) of every field that changes the outputs."""
     for name, value in config.items():
         if name in _OTHER_FIELDS or name.startswith("_") or (value is None and name not in _NULL_IS_A_VALUE):
             continue

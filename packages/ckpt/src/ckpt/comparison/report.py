@@ -10,16 +10,16 @@ Kind = Literal["missing", "unexpected", "shape", "dtype", "values", "config"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, or one field of the configurations, that is not the same.
+    """One tensor, or one field of the configurations, that differs.
 
     Attributes:
-        name: the canonical tensor, the local one of a live model, or "config.json FIELD".
+        name: The canonical tensor, the local tensor of a live model, or "config.json FIELD".
         kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values";
             "config": a field that changes what the model computes.
-        detail: the two sides, for people.
-        elements: how many elements differ by more than the tolerance.
-        worst: the largest absolute difference; infinite where one side is not a number.
-        first: the index of the first element that differs.
+        detail: A text with both sides.
+        elements: The number of elements that differ by more than the tolerance.
+        worst: The largest absolute difference; infinite where one side is NaN.
+        first: The index of the first element that differs.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Report:
     """The result of a comparison.
 
     Attributes:
-        tensors: how many were compared.
-        elements: of how many elements.
-        differences: those of the configurations first, then those of the tensors, in the model's order.
+        tensors: The number of tensors compared.
+        elements: The number of elements compared.
+        differences: The differences in the configurations, then those in the tensors, in the model's order.
     """
 
     tensors: int = 0
@@ -60,7 +60,7 @@ class Report:
         return max(self.differences, key=lambda difference: difference.worst, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {
             "equal": self.equal,
             "tensors": self.tensors,
@@ -77,7 +77,7 @@ class Report:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Report":
-        """The report that `to_json` described."""
+        """Return the report that `to_json` described."""
         differences = [
             Difference(**{**entry, "first": tuple(entry["first"]), "worst": _or_infinite(entry["worst"])})
             for entry in value["differences"]

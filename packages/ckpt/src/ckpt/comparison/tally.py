@@ -1,4 +1,4 @@
-"""The comparison of one tensor with another, chunk by chunk, bit by bit or within a tolerance."""
+"""Compare two tensors chunk by chunk, bit by bit or within a tolerance."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Tally:
     first: tuple[int, ...] = ()
 
     def add(self, a: Tensor, b: Tensor, at: Box) -> None:
-        """Compare two chunks; `at` is where they lie in their tensor."""
+        """Compare two chunks; `at` is their box in the tensor."""
         if self.atol == self.rtol == 0 and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
             return
         exact = _bits(a) != _bits(b) if a.dtype == b.dtype else a.double() != b.double()
@@ -42,7 +42,7 @@ class Tally:
         self.worst = max(self.worst, float(gaps.max()))
 
     def difference(self, name: str) -> Difference | None:
-        """The difference found, if any."""
+        """Return the difference of all chunks; None without a difference."""
         if not self.elements:
             return None
         detail = f"{self.elements} elements differ, first at {list(self.first)}, by at most {self.worst:.6g}"
@@ -50,6 +50,6 @@ class Tally:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers, so that NaN equals itself and -0.0 is not 0.0."""
+    """Return the elements' bits as integers, so that NaN equals itself and -0.0 is not 0.0."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(widths[tensor.element_size()])

@@ -1,5 +1,4 @@
-"""Folders that appear at once: written beside their target under a temporary name, synced, and put in place in one
-step.
+"""Write a folder beside its target under a temporary name, sync it, and put it in place in one step.
 
 A save to `DIR/name` works in `DIR/.name.saving-*`. When the target exists, the two folders change places in one system
 call (`renameat2` with `RENAME_EXCHANGE`), so at every instant `name` is a complete checkpoint. Where the file system
@@ -7,8 +6,8 @@ cannot exchange, the old folder is first renamed to `.name.previous`; a kill bet
 complete. A save that was killed leaves its temporary folder; the next save to the same target recognises and removes
 it, unless its owner, which holds a lock on it, is alive.
 
-Removing a folder removes the files that a checkpoint has by name (`ckpt.contents`) and nothing else: what somebody has
-put there meanwhile is kept in `name.kept-*`, and a warning names it. A new folder takes the modes and the group of the
+Removing a folder removes the files that a checkpoint has by name (`ckpt.files.contents`). Files that somebody has added
+meanwhile are kept in `name.kept-*`, and a warning names them. A new folder takes the modes and the group of the
 folder that it replaces.
 """
 
@@ -40,11 +39,11 @@ def sync_folder(path: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to replace what is no checkpoint, or has anything else in it, which would be deleted.
+    """Refuse a target that is no checkpoint, or that holds other files, which a save would delete.
 
     Raises:
-        ValueError: the target is a file, a mount point, or a folder with something in it that no checkpoint of its kind
-            has (`ckpt.files.contents`); names what.
+        ValueError: The target is a file, a mount point, or a folder with a file that no checkpoint of its kind has
+            (`ckpt.files.contents`). The error names the file.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
@@ -76,10 +75,10 @@ class FolderWriter:
         self._held = set(entries(self.target)) if self._found else set()
         self._committed = False
         self.path = self.target.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
-        # What replaces a private folder must be private from its first byte on.
+        # The new version of a private folder must be private from its first byte on.
         self.path.mkdir(0o700 if self._found else 0o777)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # Without locks (some network file systems) nothing of ours is ever taken for abandoned.
+        # Some network file systems have no locks; there no folder counts as abandoned.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -104,15 +103,14 @@ class FolderWriter:
             if kind is None:
                 self.commit()
         finally:
-            # After a commit there is nothing left to discard.
-            self.discard()
+            self.discard()  # does nothing after a commit
 
     def commit(self) -> None:
-        """Sync the folder, put it in the target's place, remove the checkpoint that was there.
+        """Sync the folder, put it in the target's place, and remove the checkpoint that was there.
 
-        The new folder has the old one's modes and group, its files those of the old files of their names. What somebody
-        has put into the target since the writer was made is kept, and a RuntimeWarning says where. After an error the
-        target is what it was.
+        The new folder takes the old folder's mode and group, and each file those of the old file of its name. Files
+        that somebody has added to the target meanwhile are kept, and a RuntimeWarning says where. After an error the
+        target is unchanged.
         """
         if self.target.is_dir():
             _take_modes(self.path, self.target)
@@ -123,13 +121,13 @@ class FolderWriter:
             undo.pop_all()
             self._committed = True
         if replaced is not None:
-            # Another save may have replaced the target meanwhile: its files were not there before, and go.
+            # If another save has replaced the target meanwhile, all files of that save go.
             same = _inode(replaced) == self._found
             remove_checkpoint(replaced, self.target, self._held if same else None)
         self._release()
 
     def _put_in_place(self, undo: contextlib.ExitStack) -> Path | None:
-        """Let the folder and the target change places; returns where the old target is now."""
+        """Exchange the folder and the target; return where the old target is now."""
         if not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             undo.callback(os.rename, self.target, self.path)
@@ -164,14 +162,14 @@ def remove_abandoned(folders: Iterable[Path]) -> None:
 
 
 def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) -> None:
-    """Remove a checkpoint's folder; whatever no checkpoint holds is kept beside `target`, and a warning names it.
+    """Remove a checkpoint's folder; keep files that no checkpoint has beside `target`, and warn with their names.
 
     Args:
         folder: The folder to remove, under a temporary name.
-        target: The folder's own name; what is kept goes to `TARGET.kept-*`.
+        target: The folder's own name; kept files go to `TARGET.kept-*`.
         held: The entries that may go; None: all that have a checkpoint's names.
     """
-    # A link or a file in the target's place is somebody's as a whole.
+    # A link or a file in the target's place is not ours: keep it as a whole.
     if folder.is_dir() and not folder.is_symlink():
         ours = {name for name in entries(folder) if is_known(name) and (held is None or name in held)}
         with contextlib.suppress(OSError):
@@ -196,7 +194,7 @@ def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) 
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one that has taken its name; None where there is nothing."""
+    """Return the identity of a folder, which a new folder of the same name does not have; None without a folder."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -205,9 +203,9 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _take_modes(folder: Path, old: Path) -> None:
-    """Give a folder and its files the modes and groups of another checkpoint's.
+    """Give a folder and its files the modes and groups of another checkpoint.
 
-    A file takes those of the old file of its name; where there is none, those of the first old file.
+    A file takes the mode and group of the old file of its name, or of the first old file where that name is new.
     """
     modes = {name: os.stat(old / name) for name in entries(old) if (old / name).is_file()}
     for name in entries(folder):
@@ -225,7 +223,7 @@ def take_mode(path: Path, like: os.stat_result) -> None:
         try:
             os.chown(path, -1, like.st_gid)
         except OSError:
-            # In another group, what the old group could do is for nobody but the others.
+            # The new group gets the rights of all others, not those of the old group.
             mode = (mode & ~0o2070) | (mode & 0o007) << 3
     if stat.S_IMODE(os.stat(path).st_mode) != mode:
         os.chmod(path, mode)
@@ -251,7 +249,7 @@ def _is_in_use(leftover: Path) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two folders change places in one step; False where the system cannot."""
+    """Exchange two folders in one step; return False where the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -1,7 +1,7 @@
-"""Moving boxes between files and tensors: the longest contiguous runs that both sides allow, counted.
+"""Move boxes between files and tensors, in the longest contiguous runs that both sides allow, and count the bytes.
 
-Bytes go between the file and the tensor's own memory with `preadv` and `pwrite`; only a tensor on another device, of
-another type, or not contiguous in its last dimensions goes through a bounded staging buffer.
+`preadv` and `pwritev` move bytes between the file and the tensor's own memory. A tensor on another device or of another
+dtype goes through a bounded staging buffer.
 """
 
 import ctypes
@@ -38,9 +38,9 @@ class IOCounter:
     """Counts the bytes and calls of reads and writes.
 
     Attributes:
-        data_bytes: bytes of tensors.
-        header_bytes: bytes of headers.
-        calls: system calls for tensors.
+        data_bytes: Bytes of tensors.
+        header_bytes: Bytes of headers.
+        calls: System calls for tensors.
     """
 
     data_bytes: int = 0
@@ -49,7 +49,7 @@ class IOCounter:
 
 
 class Staging:
-    """One reused buffer (pinned when the other side is a GPU) for what cannot go straight to its place."""
+    """One reused buffer for transfers that need a copy; pinned when the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -57,7 +57,7 @@ class Staging:
         self._buffer: Tensor | None = None
 
     def view(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor over the buffer; valid until the next call."""
+        """Return a contiguous tensor over the buffer; valid until the next call."""
         needed = math.prod(shape) * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < needed:
             self._buffer = torch.empty(max(needed, self._nbytes), dtype=torch.uint8, pin_memory=self._pinned)
@@ -75,14 +75,14 @@ class StagingPool:
         self._stagings: dict[torch.device, Staging] = {}
 
     def on(self, device: torch.device) -> Staging:
-        """The buffer for transfers with tensors on `device`."""
+        """Return the buffer for transfers with tensors on `device`."""
         if device not in self._stagings:
             self._stagings[device] = Staging(device)
         return self._stagings[device]
 
 
 class FileForWriting:
-    """An existing file, opened for writing at offsets; synced, unless that is left to others, and closed at the end."""
+    """An existing file, opened for writing at offsets; synced (unless `sync=False`) and closed at the end."""
 
     def __init__(self, path: Path, *, sync: bool = True) -> None:
         self._path = path
@@ -101,7 +101,7 @@ class FileForWriting:
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """The part of a tensor that a box covers, as a view."""
+    """Return the part of a tensor that a box covers, as a view."""
     for dim, (start, stop) in enumerate(box):
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
@@ -132,7 +132,9 @@ def _offsets(base: int, sides: Shape, steps: Shape) -> list[int]:
 
 
 def _runs(info: TensorInfo, box: Box, view: Tensor) -> tuple[list[int], list[int], int]:
-    """The contiguous runs of a copy between a file's box and a view of equal extents (leading dimensions of 1 aside).
+    """Return the contiguous runs of a copy between a file's box and a view of equal extents.
+
+    Either side may have extra leading dimensions of 1.
 
     Returns:
         File offsets, byte offsets from the view's first element, and the bytes of each run.
@@ -151,7 +153,7 @@ def _runs(info: TensorInfo, box: Box, view: Tensor) -> tuple[list[int], list[int
 
 
 def _memory(view: Tensor) -> memoryview:
-    """The bytes from a strided CPU view's first element to its last, without a copy; the tensor must outlive them."""
+    """Return the memory from a strided CPU view's first element to its last; the tensor must outlive the result."""
     last = sum((side - 1) * stride for side, stride in zip(view.shape, view.stride(), strict=True))
     nbytes = (last + 1) * view.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(view.data_ptr())).cast("B")
@@ -162,7 +164,7 @@ def _is_direct(view: Tensor, info: TensorInfo) -> bool:
 
 
 def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
-    """The part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
+    """Return the part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
     side."""
     inside = relative(chunk, box)
     extra = view.dim() - len(inside)
@@ -181,7 +183,7 @@ def read_box(
     """Read a box of a file's tensor into a view of equal extents, casting where the types differ.
 
     Raises:
-        ValueError: the file ended early, or a value is too large for the destination's type; names the tensor `name`.
+        ValueError: The file ended early, or a value is too large for the destination's type; names the tensor `name`.
     """
     if _is_direct(destination, info):
         _move(os.preadv, fd, info, box, destination, counter)
@@ -198,7 +200,7 @@ def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Stag
     """Write a view into a box of a file's tensor, casting where the types differ.
 
     Raises:
-        OSError: the disk is full, or the file cannot be written.
+        OSError: The disk is full, or the file cannot be written.
     """
     if _is_direct(source, info):
         _move(os.pwritev, fd, info, box, source, counter)

@@ -1,9 +1,9 @@
-"""The checksum of every tensor, kept with its type and shape in the header of its file.
+"""Record the checksum, dtype and shape of every tensor in the header of its file.
 
 The metadata entry `ckpt.checksums` is a JSON object: tensor name -> "CRC DTYPE SHAPE", such as "1c291ca3 BF16 32x48",
-with the CRC-32 of the tensor's bytes in 8 hexadecimal digits. The entry is laid out with zeros before the data is
-written, and filled in afterwards from the bytes in the file; its length stays. `read_header` always holds names, types
-and shapes against the entry; the bytes are compared on request (`ckpt.files.tensor_bytes`).
+with the CRC-32 of the tensor's bytes in 8 hexadecimal digits. A save lays the entry out with zeros before it
+writes the data, and then fills in the checksums of the bytes in the file; the entry keeps its length. `read_header`
+compares names, dtypes and shapes with the entry; `ckpt.files.tensor_bytes` compares the bytes on request.
 """
 
 import json
@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"([0-9a-f]{8}) (.*)")
 def checksum_entry(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], sums: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the metadata entry for a file's tensors; without their checksums, one of the same length."""
+    """Return the metadata entry for a file's tensors; without `sums`, a placeholder of the same length."""
     texts = {name: f"{_UNKNOWN if sums is None else sums[name]} {_kind(*kind)}" for name, kind in tensors.items()}
     return {KEY: json.dumps(texts, separators=(",", ":"), sort_keys=True)}
 
@@ -31,10 +31,10 @@ def checksum_entry(
 def read_checksums(
     path: str, metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Shape]]
 ) -> dict[str, str]:
-    """Return the checksums that a file's metadata has, by tensor name; none where none were recorded.
+    """Return the recorded checksums of a file by tensor name; an empty mapping where the file has no record.
 
     Raises:
-        ValueError: the entry is malformed, or is of other tensors, types or shapes than the file has; names the first.
+        ValueError: The entry is malformed, or its tensors, dtypes or shapes are not the file's; names the first.
     """
     if KEY not in metadata:
         return {}

@@ -1,5 +1,6 @@
-"""What a checkpoint's folder holds, by name: what is written here, and what is copied from another checkpoint. A folder
-with anything else in it is never replaced."""
+"""The names of a checkpoint's files: those that saves write, and those that saves copy from another checkpoint.
+
+A save never replaces a folder that holds any other file."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -9,16 +10,16 @@ from pathlib import Path
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What makes a folder a sharded checkpoint (`ckpt.transfer.shards`).
+# A folder with this file is a sharded checkpoint (`ckpt.transfer.shards`).
 LAYOUT = "layout.json"
-# A training checkpoint's (`ckpt.training.checkpoint`): the run's facts, and which box of which tensor lies where.
+# A training checkpoint's files (`ckpt.training.checkpoint`): the run's state, and where each box of a tensor lies.
 STATE = "state.json"
 METADATA = "metadata.json"
 
-# What makes a folder a LoRA adapter (peft's).
+# A folder with this file is a LoRA adapter of peft.
 ADAPTER = "adapter_config.json"
 
-# What stands beside the weights and belongs to the tokenizer, the processor or generation; one of them is a folder.
+# Files beside the weights, of the tokenizer, the processor or generation; one pattern names a folder.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -41,14 +42,14 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of folder: the names of which it has at least one, and all further ones."""
+    """A kind of checkpoint folder: it has a file of `marks`, and may have files of `others`."""
 
     marks: tuple[str, ...]
     others: tuple[str, ...]
 
 
-# In the order in which they are tried: a Hugging Face checkpoint, a sharded one, one of a training run, and what comes
-# before weights.
+# The kinds in the order in which they are tried: a Hugging Face checkpoint, a sharded one, a training checkpoint, and a
+# folder that has a configuration but no weights yet.
 KINDS = (
     Kind((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     Kind(("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
@@ -59,10 +60,10 @@ _KNOWN = tuple(pattern for kind in KINDS for pattern in (*kind.marks, *kind.othe
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder that is a LoRA adapter, or has one beside its weights, which transformers would apply to them.
+    """Refuse a folder that is a LoRA adapter, or has an adapter beside its weights, which transformers would apply.
 
     Raises:
-        ValueError: names the file and how to merge the adapter into its model.
+        ValueError: Names the file and how to merge the adapter into its model.
     """
     if (folder / ADAPTER).is_file():
         raise ValueError(
@@ -73,37 +74,36 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
-    """Refuse a file, given its first bytes, that git-lfs has left in place of the file itself.
+    """Refuse a git-lfs pointer that stands in place of a file, given the first bytes.
 
     Raises:
-        ValueError: says how to get the file.
+        ValueError: Says how to get the file.
     """
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(
-            f"{path} is a git-lfs pointer, not the file that it stands for; run `git lfs pull` in its folder, or "
-            "download the file"
+            f"{path} is a git-lfs pointer instead of the file; run `git lfs pull` in its folder, or download the file"
         )
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """The files in a folder, and those in its folders that a pattern names, that match one of the patterns."""
+    """Return the files in a folder, and those in its folders that a pattern names, that match one of the patterns."""
     return [name for name in _names(folder, patterns) if _matches(name, patterns)]
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """What kind a folder is of; None where it is no checkpoint."""
+    """Return a folder's kind; None where the folder is no checkpoint."""
     names = list(_names(folder, ()))
     return next((kind for kind in KINDS if any(_matches(name, kind.marks) for name in names)), None)
 
 
 def foreign(folder: Path, kind: Kind) -> list[str]:
-    """What a folder has beside a checkpoint of its kind: files, and folders with a slash."""
+    """Return the entries of a folder that no checkpoint of this kind has; folders end in a slash."""
     patterns = (*kind.marks, *kind.others)
     return [name for name in _names(folder, patterns) if not _matches(name, patterns)]
 
 
 def entries(folder: Path) -> list[str]:
-    """What a folder holds: files, what is in the folders that checkpoints have, and other folders with a slash."""
+    """Return a folder's files, the entries of folders that checkpoints have, and other folders with a slash."""
     return list(_names(folder, _KNOWN))
 
 
@@ -113,12 +113,12 @@ def is_known(name: str) -> bool:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    # A wildcard stands for no slash.
+    # A wildcard does not match a slash.
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _names(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    """The entries of a folder in order; in place of a folder that a pattern names, what it holds."""
+    """Yield the entries of a folder in order; a folder that a pattern names is replaced by its entries."""
     known = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir():

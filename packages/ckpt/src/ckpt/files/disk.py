@@ -1,4 +1,4 @@
-"""What a full disk says: where it is, how much a save needs, and how much is free."""
+"""Explain a full disk: which folder, how many bytes the save needs, and how many are free."""
 
 import contextlib
 import errno
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def room_for(needed: int, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Explain the error of whichever call inside finds the disk full; any other error is left as it is.
+    """Explain the error of a call that finds the disk full; let any other error pass.
 
     Args:
-        needed: the bytes of the whole save.
-        folder: where it goes; it need not exist yet.
+        needed: The bytes of the whole save.
+        folder: The folder of the save; it need not exist yet.
 
     Raises:
-        OSError: the disk is full, or a quota is used up; names the folder, what is needed and what is free.
+        OSError: The disk or a quota is full; names the folder, the bytes needed and the bytes free.
     """
     try:
         yield
@@ -33,5 +33,5 @@ def room_for(needed: int, folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def bytes_in(folder: Path) -> int:
-    """The sizes of a folder's files."""
+    """Return the sizes of a folder's files."""
     return sum(entry.stat().st_size for entry in folder.iterdir())

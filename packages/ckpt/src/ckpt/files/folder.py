@@ -1,4 +1,4 @@
-"""A checkpoint folder: its configuration, its safetensors files and their index, checked against each other."""
+"""Open a checkpoint folder and check its configuration, its safetensors files and their index against each other."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.layout.config import Config, load_config, read_json_file
 
 _PICKLED = ("pickled weights, which can run code when loaded", "DIR")
-# Weights in other formats: what they are, and what transformers reads them from.
+# Weights in other formats: a description, and the arguments with which transformers reads them.
 _FOREIGN = {
     "*.bin": _PICKLED,
     "*.pt": _PICKLED,
@@ -17,18 +17,18 @@ _FOREIGN = {
     "*.ckpt": _PICKLED,
     "*.gguf": ("llama.cpp's quantized weights", "DIR, gguf_file=NAME"),
 }
-# Pickles that stand beside weights.
+# Pickled files beside weights that hold no weights.
 _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt"}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder: nothing but headers has been read.
+    """An opened folder, of which only headers have been read.
 
     Attributes:
-        path: the folder.
-        headers: file name -> header.
-        tensors: tensor name -> (file name, where it lies).
+        path: The folder.
+        headers: File name -> header.
+        tensors: Tensor name -> (file name, where it lies).
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def files(self) -> dict[Path, int]:
-        """The files, and when each was last modified (`ckpt.files.unchanged`)."""
+        """The time of each file's last change (`ckpt.files.unchanged`)."""
         return {self.path / file: header.modified_ns for file, header in self.headers.items()}
 
     @property
@@ -55,8 +55,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
 
     Raises:
-        ValueError: no weights, pickled weights, a file that is missing or broken, or an index that disagrees with the
-            headers; names the file, the tensor and the fix.
+        ValueError: The folder has no weights, pickled weights, a missing or broken file, or an index that disagrees
+            with the headers; names the file, the tensor and the fix.
     """
     folder = Path(path)
     if folder.is_file():
@@ -94,7 +94,7 @@ def _refuse_foreign(file: Path) -> None:
     """Refuse a file of weights in another format, by its name.
 
     Raises:
-        ValueError: it is one; says how to convert it.
+        ValueError: The file is in another format; says how to convert it.
     """
     for pattern, (what, how) in _FOREIGN.items():
         if file.match(pattern):

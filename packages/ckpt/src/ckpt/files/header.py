@@ -4,7 +4,7 @@ A file is 8 bytes (little-endian header length), a JSON object `{name: {"dtype",
 optional `"__metadata__"` of strings, and the tensors' bytes without holes. Offsets count from the end of the header.
 Specification: https://huggingface.co/docs/safetensors (format).
 
-The reader trusts nothing: every number is checked against the file's size before anything is read by it.
+The reader checks every number against the file's size before it reads at that offset.
 """
 
 import json
@@ -37,7 +37,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -46,11 +46,11 @@ class Header:
     """A file's header: where each tensor lies.
 
     Attributes:
-        tensors: in the order of their bytes.
-        metadata: strings by name.
-        length: bytes before the tensors.
-        modified_ns: when the file was last modified, as `st_mtime_ns` (`ckpt.files.unchanged`).
-        checksums: tensor name -> CRC-32 of its bytes; none where the file has none recorded.
+        tensors: In the order of their bytes.
+        metadata: Strings by name.
+        length: Bytes before the tensors.
+        modified_ns: The time of the file's last change, as `st_mtime_ns` (`ckpt.files.unchanged`).
+        checksums: Tensor name -> CRC-32 of its bytes; empty where the file has no record.
     """
 
     tensors: dict[str, TensorInfo]
@@ -64,8 +64,8 @@ def read_header(path: Path) -> Header:
     """Read and check a file's header.
 
     Raises:
-        ValueError: the file is missing, truncated or longer than its header says, or the header lies or differs from
-            the recorded checksums: names the file, the tensor and the values.
+        ValueError: The file is missing, truncated or longer than its header says, or the header is inconsistent or
+            disagrees with the recorded checksums; names the file, the tensor and the values.
     """
     try:
         with open(path, "rb") as file:
@@ -94,7 +94,7 @@ def parse_header(raw: bytes, size: int, path: str, modified_ns: int) -> Header:
     """Check a header's JSON against the size of its file.
 
     Raises:
-        ValueError: as `read_header`.
+        ValueError: As `read_header`.
     """
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
@@ -166,9 +166,9 @@ def _tensor_info(path: str, name: str, entry: object, start: int) -> TensorInfo:
 def build_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo], int]:
-    """Lay a file out.
+    """Lay out a file: its header, and the place of each tensor.
 
-    Wider types come first, so that every tensor is aligned to its type; the header is padded to 8 bytes with spaces.
+    Wider dtypes come first, so that every tensor is aligned to its dtype. Spaces pad the header to 8 bytes.
 
     Returns:
         The bytes before the tensors, each tensor's place in the file, and the size of the whole file.

@@ -1,4 +1,4 @@
-"""The bytes of tensors in files: their checksums, and whether they are the saved ones or those of another tensor."""
+"""Compute the checksums of tensors in files, and compare their bytes."""
 
 import os
 import zlib
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ckpt.files.header import Header, TensorInfo
 
-# Small enough for a processor's cache, in which the checksum finds the bytes that were just read.
+# Small enough for the processor's cache: the checksum then reads from the cache.
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 
 
 def _chunks(path: Path, info: TensorInfo) -> Iterator[bytes]:
-    """The bytes of one tensor of a file, all chunks but the last of one length."""
+    """Yield the bytes of one tensor of a file, all chunks but the last of one length."""
     with open(path, "rb") as file:
         file.seek(info.offset)
         left = info.nbytes
@@ -35,15 +35,15 @@ def crc32(path: Path, info: TensorInfo) -> str:
 
 
 def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return whether two tensors of files, as long as each other, have the same bytes."""
+    """Return whether two tensors in files, of equal length, have the same bytes."""
     return all(one == other for one, other in zip(_chunks(*a), _chunks(*b), strict=True))
 
 
 def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, str]:
-    """Sync files of a folder, and meanwhile compute the checksums of tensors: name -> (file, where it lies).
+    """Sync files of a folder, and meanwhile compute the checksums of `tensors`, name -> (file, where it lies).
 
     Raises:
-        OSError: the disk is full, or a file cannot be read.
+        OSError: The disk is full, or a file cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
         syncs = [pool.submit(_sync, folder / file) for file in files]
@@ -62,10 +62,10 @@ def _sync(path: Path) -> None:
 
 
 def check_bytes(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) -> None:
-    """Compare the bytes of tensors with the recorded checksums: this rank's share, when `size` ranks divide them.
+    """Compare the bytes of tensors with their recorded checksums; each of `size` ranks compares a share.
 
     Raises:
-        ValueError: a file has no checksums, or a tensor's bytes are not those that were saved; names the first.
+        ValueError: A file has no checksums, or a tensor's bytes differ from its checksum; names the first.
     """
     bare = next((path for path, header in headers.items() if header.tensors and not header.checksums), None)
     if bare is not None:

@@ -1,8 +1,8 @@
-"""Whether files are still what they were when their headers were read: another process may save to a folder meanwhile.
+"""Refuse files that another process has replaced since their headers were read.
 
-A save replaces a folder as a whole, but a reader opens its files one after another, and so may get some of each. Files
-are told apart by when they were last modified, in ticks of the file system (milliseconds, mostly): not by their inodes,
-which some network file systems make up anew.
+A save replaces a folder as a whole, but a reader opens the files one after another, and could mix two versions. The
+time of the last change identifies a file's version, in ticks of the file system (mostly milliseconds). Inode numbers
+would not do: some network file systems change them.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def require_unchanged(files: Mapping[Path, int]) -> None:
-    """Refuse files that have been written or replaced.
+    """Refuse files that have been written or replaced since `files` was made.
 
     Args:
-        files: when each was last modified (`st_mtime_ns`), as seen before anything that depends on it was read.
+        files: The time of each file's last change (`st_mtime_ns`), taken before the file was read.
 
     Raises:
-        ValueError: names the first.
+        ValueError: A file has changed; names the first.
     """
     for path, modified_ns in files.items():
         try:
@@ -27,17 +27,17 @@ def require_unchanged(files: Mapping[Path, int]) -> None:
             same = False
         if not same:
             raise ValueError(
-                f"{path} was replaced while it was read, so that what was read may be of two versions; "
+                f"{path} was replaced while it was read, so that the tensors may be of two versions; "
                 "read again once nothing is saved there"
             )
 
 
 @contextlib.contextmanager
 def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
-    """Read files whose headers are known; that they were replaced meanwhile explains every error.
+    """Check, after reading, that no file was replaced; a replaced file takes precedence over any other error.
 
     Raises:
-        ValueError: as `require_unchanged`.
+        ValueError: As `require_unchanged`.
     """
     try:
         yield

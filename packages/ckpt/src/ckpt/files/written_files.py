@@ -1,4 +1,4 @@
-"""A checkpoint's files, laid out before anything is written: shards, headers, index, configuration, tokenizer files."""
+"""Lay out a checkpoint's files before any tensor is written: shards, headers, index, configuration, tokenizer files."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Shape
 
-# How transformers' class of a model ends; one with both heads is read as either, and says the first.
+# How the name of transformers' class of a model ends. A model with both heads is saved as a causal language model.
 CLASSES: dict[Role, str] = {
     "causal_lm": "ForCausalLM",
     "value": "ForTokenClassification",
@@ -36,14 +36,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Files as they will be.
+    """The layout of files before they are written.
 
     Attributes:
-        contents: file name -> the tensors in it.
-        metadata: the strings of every header.
-        prefixes: file name -> the bytes before its tensors.
-        sizes: file name -> its size.
-        tensors: tensor name -> (file name, where it lies).
+        contents: File name -> the tensors in it.
+        metadata: The strings of every header.
+        prefixes: File name -> the bytes before its tensors.
+        sizes: File name -> its size.
+        tensors: Tensor name -> (file name, where it lies).
     """
 
     contents: dict[str, dict[str, tuple[torch.dtype, Shape]]]
@@ -59,17 +59,17 @@ class FilePlan:
             self.tensors.update({name: (file, info) for name, info in infos.items()})
 
     def record_checksums(self, folder: Path, sums: Mapping[str, str]) -> None:
-        """Fill the checksums in, in files that are otherwise complete and synced, and sync them."""
+        """Write the checksums into the headers of files that are otherwise complete, and sync the files."""
         for file, shard in self.contents.items():
             filled = {**self.metadata, **checksum_entry(shard, sums)}
             with FileForWriting(folder / file) as fd:
                 os.pwrite(fd, build_header(shard, filled)[0], 0)
 
     def complete(self, folder: Path) -> None:
-        """Sync the files, whose tensors are all written, and record their checksums.
+        """Sync the files, after all tensors are written, and record the checksums.
 
         Raises:
-            OSError: the disk is full.
+            OSError: The disk is full.
         """
         self.record_checksums(folder, sync_and_sum(folder, self.contents, self.tensors))
 
@@ -84,7 +84,7 @@ class FilePlan:
         return sum(self.sizes.values())
 
     def index(self) -> dict[str, Any]:
-        """The index of a sharded checkpoint."""
+        """Return the index of a sharded checkpoint."""
         parameters = sum(math.prod(info.shape) for _, info in self.tensors.values())
         return {
             "metadata": {"total_parameters": parameters, "total_size": self.data_bytes},
@@ -93,10 +93,10 @@ class FilePlan:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text such as "5GB" or "512MiB".
+    """Return bytes from a number or a text such as "5GB" or "512MiB".
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: The text is no size, or the size is not positive.
     """
     match = re.fullmatch(r"(\d+)\s*([KMGT]?I?)B?", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or int(match[1]) < 1:
@@ -111,12 +111,11 @@ def plan_files(
     max_shard_size: int | str,
     metadata: Mapping[str, str],
 ) -> FilePlan:
-    """Spread tensors over files in their order, each file up to `max_shard_size` (a larger tensor has one of its
-    own)."""
+    """Spread tensors over files in order, at most `max_shard_size` bytes a file; a larger tensor has its own file."""
     limit = parse_size(max_shard_size)
     odd = {key: value for key, value in metadata.items() if not isinstance(key, str) or not isinstance(value, str)}
     if odd:
-        raise ValueError(f"metadata={odd!r:.200} must map strings to strings, which is all that a header may hold")
+        raise ValueError(f"metadata={odd!r:.200} must map strings to strings: a header holds no other values")
     shards: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -135,7 +134,7 @@ def create_files(folder: Path, plan: FilePlan) -> None:
     """Create the files at their full size with their headers, so that a full disk shows before any tensor is written.
 
     Raises:
-        OSError: there is no room.
+        OSError: There is no room.
     """
     for file, prefix in plan.prefixes.items():
         fd = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -167,14 +166,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
-    """Copy the tokenizer's, the processor's and generation's files (`ckpt.files.contents.COMPANIONS`), and no code.
+    """Copy tokenizer, processor and generation files (`ckpt.files.contents.COMPANIONS`); code is not copied.
 
     Args:
-        source: a checkpoint folder.
-        destination: the folder to copy to; it is made if it is not there.
+        source: A checkpoint folder.
+        destination: The folder to copy to; created if absent.
 
     Raises:
-        ValueError: the source is no folder.
+        ValueError: The source is no folder.
     """
     folder, out = Path(source), Path(destination)
     if not folder.is_dir():
@@ -190,12 +189,11 @@ def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLi
 
 
 def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
-    """The config.json of a save: the types that are stored, of the whole and of its text and vision parts; no
-    multi-token-prediction layers, which are not saved; a class where a language model's names none.
+    """Return the config.json of a save.
 
-    Where there is a value head it has transformers' one label; the class is that of token classification for a value
-    model, and of a causal language model where there are both heads. A value model that came as one for sequence
-    classification stays one.
+    `dtype` names the stored dtype, in the text and vision parts, too. The count of multi-token-prediction layers, which
+    are not saved, is 0. A language model without a class gets the family's. A value head has one label: the class is
+    token classification for a value model (sequence classification stays), and a causal language model with both heads.
     """
     infos = {name: info for name, (_, info) in plan.tensors.items()}
     tower = {name for name in infos if layout.canonical[name].carried}
@@ -217,8 +215,7 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
 
 
 def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo]) -> Config:
-    """A part of a configuration with the type of most elements of its tensors where it names one, and no prediction
-    layers."""
+    """Return a part of a configuration with the dtype of most of its elements, and without prediction layers."""
     elements: Counter[torch.dtype] = Counter()
     for info in infos:
         elements[info.dtype] += math.prod(info.shape)

@@ -1,7 +1,6 @@
-"""Make the local tensors of a place from one row of a family's table."""
+"""Make the local tensors of a place from one row of a family's entry."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from ckpt.layout.config import Config
 from ckpt.layout.families.table import Family, Row, Target
@@ -10,54 +9,27 @@ from ckpt.layout.place import Place
 from ckpt.layout.sizes import Dim, DoesNotDivide, divisors, full_shape, parse_shape
 
 
-class Model(Protocol):
-    """The facts of a layout that its rows need."""
-
-    @property
-    def family(self) -> Family:
-        """The architecture's table."""
-        ...
-
-    @property
-    def target(self) -> Target:
-        """Whose local names and orders."""
-        ...
-
-    @property
-    def text(self) -> Config:
-        """The language model's configuration."""
-        ...
-
-    @property
-    def num_experts(self) -> int:
-        """Routed experts."""
-        ...
-
-    @property
-    def vocab_multiple(self) -> int:
-        """The multiple that a rank's vocabulary rows are padded to."""
-        ...
-
-
 def row_shapes(row: Row, family: Family, config: Config) -> dict[str, Shape]:
-    """The canonical shapes of a row's sources, by name template."""
+    """Return the canonical shape of each source of a row, by name template."""
     return {name: full_shape(parse_shape(text, family, config)) for name, text in row.sources.items()}
 
 
-def local_block(row: Row, model: Model, place: Place) -> Iterator[tuple[str, Block]]:
-    """A row's local tensors at `place`, with `{i}` and `{l}` left in the names: one, or one for each local expert.
+def local_block(
+    row: Row, place: Place, family: Family, target: Target, config: Config, num_experts: int, vocab_multiple: int
+) -> Iterator[tuple[str, Block]]:
+    """Yield a row's local tensors at `place`: one, or one for each local expert. `{i}` and `{l}` stay in the names.
 
     Raises:
-        ValueError: a count does not divide over its axis.
+        ValueError: A count does not divide over its axis.
     """
-    name = row.local_name(model.target)
-    sources = {source: parse_shape(text, model.family, model.text) for source, text in row.sources.items()}
-    grouped = row.megatron_order == "groups" and model.target != "parallel"
-    shape, pieces = _grouped(sources, place) if grouped else _parts(sources, place, model.vocab_multiple)
+    name = row.local_name(target)
+    sources = {source: parse_shape(text, family, config) for source, text in row.sources.items()}
+    grouped = row.megatron_order == "groups" and target != "parallel"
+    shape, pieces = _grouped(sources, place) if grouped else _parts(sources, place, vocab_multiple)
     if not any("{e}" in source for source in sources):
         yield name, Block(shape, pieces)
         return
-    experts = _local_experts(model.num_experts, place)
+    experts = _local_experts(num_experts, place)
     if "{j}" in name:
         for index, expert in enumerate(experts):
             yield name.replace("{j}", str(index)), Block(shape, tuple(_for_expert(piece, expert) for piece in pieces))
@@ -77,7 +49,7 @@ def _local_experts(num_experts: int, place: Place) -> range:
 
 
 def _for_expert(piece: Piece, expert: int, index: int | None = None) -> Piece:
-    """The piece for one expert, in its own tensor or at `index` of a stack."""
+    """Return the piece for one expert, in its own tensor or at `index` of a stack."""
     stack: Box = () if index is None else ((index, index + 1),)
     return Piece(piece.name.replace("{e}", str(expert)), piece.canonical_range, stack + piece.local_range)
 
@@ -109,14 +81,13 @@ def _parts(sources: dict[str, tuple[Dim, ...]], place: Place, vocab_multiple: in
 
 
 def _grouped(sources: dict[str, tuple[Dim, ...]], place: Place) -> tuple[Shape, tuple[Piece, ...]]:
-    """Megatron's fused order: for each key-value group its query heads, its key head, its value head; split evenly over
-    tp.
+    """Fuse in Megatron's order, split evenly over tp: query heads, key head and value head of each key-value group.
 
     With more ranks than groups the even split cuts through groups: Megatron-Core gathers the projection's output and
-    takes each rank's heads from it, so the weight itself is never replicated.
+    takes each rank's heads from the output. The weight is never replicated.
 
     Raises:
-        ValueError: the heads, or the fused rows, do not divide over tp.
+        ValueError: The heads, or the fused rows, do not divide over tp.
     """
     ((query, q_dims), *others) = sources.items()
     (q_segment,) = q_dims[0]

@@ -1,5 +1,4 @@
-"""A model's configuration: read from a mapping, an object with `to_dict()` or a checkpoint folder, and questioned by
-name."""
+"""Read a model's configuration from a mapping, an object with `to_dict()` or a checkpoint, and check its fields."""
 
 import json
 import os
@@ -26,11 +25,11 @@ ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
 # The number of routed experts, by the names in use.
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-# The number of multi-token-prediction layers, which files may hold behind the decoder's; no model here reads them.
+# The number of multi-token-prediction layers. Files may hold them behind the decoder's; no model here reads them.
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 
-# Fields that change which tensors exist or what shape they have, with the values that leave the layout as it is. A
-# family reads some of them; a field with another value that the family does not read is refused, never ignored.
+# Fields that change the tensors or their shapes, with the values that leave the layout unchanged. A field with another
+# value is refused unless the family reads the field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -67,7 +66,11 @@ def classifies_sequences(config: Mapping[str, Any]) -> bool:
 
 
 def read_json_file(path: Path) -> Any:
-    """Parse a JSON file; a broken one is a ValueError that names it."""
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: The file is not valid JSON, or is a git-lfs pointer; names the file.
+    """
     raw = path.read_bytes()
     refuse_pointer(path, raw)
     try:
@@ -82,10 +85,10 @@ def is_weights(path: str | os.PathLike[str]) -> bool:
 
 
 def load_config(config: ConfigLike) -> Config:
-    """The configuration as a dict of its own: of a folder its config.json, of a file of weights the one beside it.
+    """Return a copy of the configuration as a dict; for a path, the folder's config.json or that beside the file.
 
     Raises:
-        ValueError: the folder has no config.json, or the file is not a JSON object.
+        ValueError: The folder has no config.json, or the file is not a JSON object.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -106,10 +109,9 @@ def load_config(config: ConfigLike) -> Config:
 
 
 def text_config(config: Config) -> Config:
-    """The language model's part: `text_config` where there is one (over the outer fields), with the defaults all
-    families share.
+    """Return the language model's fields: those of `text_config` (if present) over the outer fields, with defaults.
 
-    `num_experts` is the number of routed experts whatever the config calls it;
+    `num_experts` is the number of routed experts under any of its names;
     `num_key_value_heads` defaults to `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
     """
     inner = config.get("text_config")
@@ -130,13 +132,18 @@ def _head_dim(text: Config) -> int | None:
     return None if hidden % heads else hidden // heads
 
 
-# A damaged configuration is refused before anything is counted out by it: heads and layers, and lengths of dimensions.
+# The largest count of heads or layers and the largest length of a dimension: damaged values above are refused, because
+# loops over them would not end.
 MOST_COUNT = 100_000
 MOST_LENGTH = 1 << 40
 
 
 def integer(config: Config, field: str) -> int:
-    """A field that must be a positive integer."""
+    """Return a field that must be a positive integer.
+
+    Raises:
+        ValueError: The field is absent or no positive integer; names the field and its value.
+    """
     value = config.get(field)
     if value is None and field == "head_dim":
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -150,12 +157,12 @@ def integer(config: Config, field: str) -> int:
 
 
 def count_or_zero(config: Config, field: str) -> int:
-    """A field that counts something, and may be absent."""
+    """Return a count that may be absent (0)."""
     return integer(config, field) if config.get(field) else 0
 
 
 def indices(config: Config, field: str) -> list[int]:
-    """A field that lists layers, and may be absent."""
+    """Return a list of layers that may be absent (empty)."""
     value = config.get(field) or []
     if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
         raise ValueError(f"the config's {field}={value!r:.100} must be a list of layer indices")
@@ -172,10 +179,10 @@ def repetitions(config: Mapping[str, Any], field: str) -> int:
 
 
 def refuse_unread(config: Config, read: frozenset[str], family: str) -> None:
-    """Refuse a field that would change the layout in a way the family's table does not describe.
+    """Refuse a field that would change the layout in a way that the family's entry does not describe.
 
     Raises:
-        ValueError: names the field, its value and the family.
+        ValueError: Names the field, its value and the family.
     """
     for field, neutral in NEUTRAL_VALUES.items():
         value = config.get(field)

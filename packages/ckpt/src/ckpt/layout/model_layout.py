@@ -1,7 +1,7 @@
-"""Layouts: which pieces of which canonical tensors make up every local tensor of a place.
+"""Say which pieces of canonical tensors make up every local tensor of a place.
 
-`layout_for` reads a family's table (`ckpt.layout.families`) with a configuration; the result is pure data: no file,
-process group or device. `Layout.at(place)` gives a place's local tensors, each a `Block` of pieces.
+`layout_for` reads a family's entry (`ckpt.layout.families`) with a configuration. The result is pure data, without
+file, process group or device. `Layout.at(place)` gives a place's local tensors, each a `Block` of pieces.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 from ckpt.layout.sizes import DoesNotDivide
 
 TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
-# Layers times experts; beyond it a damaged configuration would take minutes to read.
+# The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical tensor: its full shape and how files may hold it.
+    """A canonical tensor: its full shape, and how files may hold the tensor.
 
     Attributes:
-        shape: the full shape.
-        optional: a file and a rank may lack it.
-        aliases: other names in files.
-        keep_dtype: loaded as it is stored, whatever `dtype` asks for.
-        carried: copied whole, of no known structure.
+        shape: The full shape.
+        optional: Whether a file and a rank may lack the tensor.
+        aliases: Other names in files.
+        keep_dtype: Whether loads ignore `dtype` and keep the stored dtype.
+        carried: Whether the tensor is copied whole, without a known structure.
     """
 
     shape: Shape
@@ -60,18 +60,18 @@ class Layout:
     """The local tensors of every place, for one model on one target. Make one with `layout_for`.
 
     Attributes:
-        family: the architecture's table.
-        target: whose local names and orders.
+        family: The architecture's entry.
+        target: Whose names and order the local tensors have.
         role: "causal_lm", "value" or "causal_lm_with_value".
-        config: the Hugging Face configuration, as given.
-        layers: layers of each pipeline chunk (see `place_layers`).
-        vocab_multiple: each rank's vocabulary rows are padded up to a multiple of this.
-        carried: shapes of the tensors carried whole (a vision tower), known once a checkpoint has been seen.
-        canonical: every canonical tensor of the model, in the model's order.
-        kept: plans of transfers between ranks, kept for the next transfer of the same tensors.
+        config: The Hugging Face configuration, as given.
+        layers: Layers of each pipeline chunk (see `place_layers`).
+        vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
+        carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
+        canonical: Every canonical tensor of the model, in the model's order.
+        kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
-        ValueError: a config field is missing, unusable or not described by the family's table.
+        ValueError: A config field is missing, unusable or not described by the family's entry.
     """
 
     family: Family
@@ -154,10 +154,10 @@ class Layout:
         return f"{self.config.get('model_type')}, {options}, shapes {shapes:08x}"
 
     def at(self, place: Place) -> dict[str, Block]:
-        """The local tensors of `place`: name -> shape and pieces; checked, and the grid with it, once.
+        """Return the local tensors of `place`, name -> `Block`. The first call for a grid checks the grid.
 
         Raises:
-            ValueError: heads, layers or experts do not divide over the grid; names the values and what would work.
+            ValueError: Heads, layers or experts do not divide over the grid; names the values and those that work.
         """
         if place not in self._places:
             self._check(place.grid)
@@ -165,26 +165,26 @@ class Layout:
         return self._places[place]
 
     def chunk_layers(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
-        """The layers of each pipeline chunk of `grid`."""
+        """Return the layers of each pipeline chunk of `grid`."""
         return place_layers(self.num_layers, grid.chunks, self.layers)
 
     def is_optional(self, block: Block) -> bool:
-        """Return whether a rank and a file may lack a local tensor, with all that it is made of."""
+        """Return whether a rank and a file may lack a local tensor."""
         return all(self.canonical[name].optional for name in block.names)
 
     def is_carried(self, block: Block) -> bool:
-        """Return whether a local tensor is carried whole, of no known structure and type."""
+        """Return whether a local tensor is carried whole, without a known structure and dtype."""
         return any(self.canonical[name].carried for name in block.names)
 
     def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
-        """Return this layout with the tensors that are carried whole."""
+        """Return this layout with other tensors that are carried whole."""
         return dataclasses.replace(self, carried=dict(shapes))
 
     def missing_carried(self) -> list[str]:
         """Return the names of the vision tower's tensors that this layout does not carry.
 
         Raises:
-            ValueError: the config's counts of blocks or mergers are no counts.
+            ValueError: The config's number of blocks or mergers is no count.
         """
         vision = self.config.get("vision_config")
         names = [self.family.carried[0] + name for name in self.family.tower] if self.family.tower else []
@@ -251,13 +251,16 @@ class Layout:
                     yield from self._row_local(row, place, None, 0)
 
     def _all_shapes(self, row: Row) -> dict[str, Shape]:
-        """The shape of every canonical tensor of a row, `{i}` left in the names: one for each source and expert."""
+        """Return the shape of each canonical tensor of a row, for every source and expert. `{i}` stays in the names."""
         shapes = row_shapes(row, self.family, self._text)
         experts = range(self.num_experts) if any("{e}" in name for name in shapes) else (0,)
         return {name.replace("{e}", str(e)): shape for name, shape in shapes.items() for e in experts}
 
+    def _local_blocks(self, row: Row, place: Place) -> Iterator[tuple[str, Block]]:
+        return local_block(row, place, self.family, self.target, self._text, self.num_experts, self.vocab_multiple)
+
     def _row_local(self, row: Row, place: Place, layer: int | None, index: int) -> Iterator[tuple[str, Block]]:
-        for name, block in local_block(row, self, place):
+        for name, block in self._local_blocks(row, place):
             pieces = tuple(
                 dataclasses.replace(piece, name=self.family.canonical_name(piece.name.replace("{i}", str(layer))))
                 for piece in block.pieces
@@ -266,7 +269,7 @@ class Layout:
             yield local, dataclasses.replace(block, pieces=pieces)
 
     def _distinct_rows(self) -> list[Row]:
-        """Return every row that a layer or an end of the model has, once."""
+        """Return the rows of all layers and both ends of the model, each once."""
         rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
         rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
         return list(rows.values())
@@ -287,7 +290,7 @@ class Layout:
             place = Place(tp=(0, tp), etp=None if etp is None else (0, etp))
             try:
                 for row in rows:
-                    for _ in local_block(row, self, place):
+                    for _ in self._local_blocks(row, place):
                         break
             except DoesNotDivide as found:
                 return found
@@ -304,8 +307,7 @@ class Layout:
         raise ValueError(f"{found}; use {found.axis} in {{{', '.join(map(str, fits))}}}")
 
     def _check(self, grid: Grid) -> None:
-        """Every element of every canonical tensor lies on at least one place; the layers of one kind are alike, so one
-        of each is looked at."""
+        """Check that every element of every canonical tensor lies on a place; layers of one kind are checked once."""
         if grid in self._grids:
             return
         self.chunk_layers(grid)
@@ -322,7 +324,7 @@ class Layout:
         for row in self._distinct_rows():
             boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
             for place in places:
-                for _, block in local_block(row, self, place):
+                for _, block in self._local_blocks(row, place):
                     for piece in block.pieces:
                         if piece.canonical_range is not None:
                             boxes.setdefault(piece.name, set()).add(piece.canonical_range)
@@ -331,7 +333,7 @@ class Layout:
             if unknown is not None:
                 raise ValueError(
                     f"{grid} holds {unknown}, which is none of the tensors of its row {[*shapes][:3]} ({len(shapes)}); "
-                    f"correct the row in the table of {self.family.name}"
+                    f"correct the row in the entry of {self.family.name}"
                 )
             for name, shape in shapes.items():
                 problem = distinct_cover_problem(boxes.get(name, ()), shape)
@@ -348,25 +350,25 @@ def layout_for(
     layers: LayerPlacement = None,
     vocab_multiple: int = 1,
 ) -> Layout:
-    """The layout of a model on a target.
+    """Return the layout of a model on a target.
 
     Args:
-        config: the Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, or one
-            file of weights); with a vision tower the headers are read too, for the tensors that are carried whole.
+        config: The Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, or one
+            file of weights). With a vision tower the headers are read, too, for the shapes of its tensors.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
             one); or "causal_lm_with_value": both heads (target "parallel" alone).
-        layers: the layers of each pipeline chunk: None (equal counts), "balanced", counts, or lists of indices.
-        vocab_multiple: pad each rank's vocabulary rows up to a multiple of this (Megatron's
+        layers: The layers of each pipeline chunk: None (equal counts), "balanced", counts, or lists of indices.
+        vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).
 
     Returns:
         The layout; `layout.at(Place(...))` gives a place's tensors.
 
     Raises:
-        ValueError: the architecture is not known, or a config field is missing or would change the layout in a way that
-            the family's table does not describe; names it and the fix.
+        ValueError: The architecture is unknown, or a config field is missing or would change the layout in a way that
+            the family's entry does not describe; names the field and the fix.
     """
     loaded = load_config(config)
     family = family_of(loaded)

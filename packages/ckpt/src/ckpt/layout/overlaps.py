@@ -15,29 +15,31 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, without importing DTensors, which takes over a second."""
+    """Return whether a tensor is a DTensor. DTensors are not imported, because the import takes over a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def require_memory(what: str, device: torch.device) -> None:
-    """Refuse the meta device, whose tensors take any number and keep none.
+    """Refuse the meta device, whose tensors have no memory.
 
     Raises:
-        ValueError: names what was to lie there.
+        ValueError: The device is the meta device; names the tensor or argument.
     """
     if device.type == "meta":
-        raise ValueError(f"{what} is on the meta device, which holds no numbers; make it real first, as by to_empty()")
+        raise ValueError(
+            f"{what} is on the meta device, which holds no numbers; allocate memory first, as by to_empty()"
+        )
 
 
 def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
-    """A place's tensor of `shape`, detached, and the box of it that this rank holds.
+    """Return a place's tensor of `shape`, detached, and the box of it that this rank holds.
 
-    Of a DTensor that is its local part, each axis of its mesh in turn having cut what the one before has left, as
-    `torch.chunk` does. Nothing is communicated, and no memory is copied.
+    For a DTensor the tensor is its local part: each axis of the mesh in turn cuts the rest as `torch.chunk` does. No
+    data is communicated or copied.
 
     Raises:
-        ValueError: the tensor has another shape or no memory, this rank is not in its mesh, or a placement is neither
+        ValueError: The tensor has another shape or no memory, this rank is not in its mesh, or a placement is neither
             `Shard` nor `Replicate`; names the tensor.
     """
     if tuple(tensor.shape) != shape:
@@ -54,7 +56,7 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
     for rank, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if placement.is_replicate():
             continue
-        # Subclasses of Shard cut otherwise.
+        # Subclasses of Shard cut in other ways.
         if type(placement) is not Shard:
             raise ValueError(
                 f"{name} is placed as {tensor.placements}, of which a rank holds no box; redistribute it to Shard and "

@@ -1,4 +1,4 @@
-"""A shard is data: rectangles of canonical tensors, and the arithmetic on them.
+"""Describe shards as data: boxes of canonical tensors, and the arithmetic on boxes.
 
 A *box* is one `(start, stop)` range for each dimension. A `Piece` says that one box of a canonical tensor lies in one
 box of a local tensor; a `Block` is a tensor's shape with the pieces that make it up. A rank's parameters and a file's
@@ -13,27 +13,27 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 
-# What a local tensor is called where it is itself cut into parts.
+# The name of a local tensor that is itself cut into parts.
 LOCAL = "local"
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that is the whole of a tensor of `shape`."""
+    """Return the box of a whole tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
 def extents(box: Box) -> Shape:
-    """The lengths of a box's sides."""
+    """Return the lengths of a box's sides."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """The number of elements in a box."""
+    """Return the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def relative(part: Box, box: Box) -> Box:
-    """A part of a box, counted from the box's first corner."""
+    """Return a part of a box, counted from the box's first corner."""
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True))
 
 
@@ -72,9 +72,9 @@ class Piece:
     (a stack of experts holds each expert's matrix at one index). Elements correspond in row-major order.
 
     Attributes:
-        name: the canonical tensor.
-        canonical_range: the box in it; None for zero padding, which lies next to its elements but is none of them.
-        local_range: the box in the local tensor.
+        name: The canonical tensor.
+        canonical_range: The box in the canonical tensor; None for zero padding beside the tensor's elements.
+        local_range: The box in the local tensor.
     """
 
     name: str
@@ -85,9 +85,7 @@ class Piece:
         canonical = self.local_range if self.canonical_range is None else self.canonical_range
         for box in (canonical, self.local_range):
             if any(not 0 <= start < stop for start, stop in box):
-                raise ValueError(
-                    f"piece of {self.name!r}: {box} has an empty or negative range; leave empty pieces out"
-                )
+                raise ValueError(f"piece of {self.name!r}: {box} has an empty or negative range; omit empty pieces")
         if not _same_extents(extents(canonical), extents(self.local_range)):
             raise ValueError(
                 f"piece of {self.name!r}: {canonical} and {self.local_range} differ in extent; "
@@ -96,7 +94,7 @@ class Piece:
 
     @classmethod
     def padding(cls, name: str, local_range: Box) -> "Piece":
-        """Zeros in `local_range`: they are written on load and never saved."""
+        """Return the piece of zeros in `local_range`: loads write the zeros, and saves omit them."""
         return cls(name, None, local_range)
 
     @classmethod
@@ -120,7 +118,7 @@ class Block:
     """A tensor's shape and the pieces that cover each of its elements exactly once.
 
     Raises:
-        ValueError: a piece reaches outside the shape, or an element is covered twice or never.
+        ValueError: A piece reaches outside the shape, or an element is covered twice or never.
     """
 
     shape: Shape
@@ -133,7 +131,7 @@ class Block:
 
     @classmethod
     def whole(cls, name: str, shape: Shape) -> "Block":
-        """The canonical tensor itself, in one piece."""
+        """Return the block of a whole canonical tensor, in one piece."""
         return cls(shape, (Piece.whole(name, shape),) if math.prod(shape) else ())
 
     @property
@@ -143,14 +141,14 @@ class Block:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The canonical tensors that this one is made of, in order of first appearance."""
+        """The canonical tensors that make up this tensor, in order of first appearance."""
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
 
     def part(self, box: Box) -> "Block":
-        """The block of the tensor `tensor[box]`, which FSDP2 leaves on a data-parallel rank."""
+        """Return the block of the tensor `tensor[box]`, which FSDP2 leaves on a data-parallel rank."""
         if box == full_box(self.shape):
             return self
-        # To a piece seen the other way round, the local tensor is what both it and the box are parts of.
+        # The intersection, in local coordinates: the piece and the box are both parts of the local tensor.
         wanted = None if math.prod(extents(box)) == 0 else Piece(LOCAL, box, relative(box, box))
         pieces = []
         for piece in self.pieces if wanted is not None else ():
@@ -233,7 +231,7 @@ def distinct_cover_problem(boxes: Iterable[Box], shape: Shape) -> str | None:
 def shared(destination: Block, sources: dict[str, list[tuple[str, Piece]]]) -> Iterator[tuple[str, Copy]]:
     """Yield every copy that fills `destination` from the indexed sources: (source tensor, copy), padding excepted.
 
-    Replicas in the index are all yielded; the caller passes an index without replicas when it wants each element once.
+    All replicas in the index are yielded: pass an index without replicas to get each element once.
     """
     for piece in destination.pieces:
         if piece.is_padding:

@@ -1,11 +1,11 @@
-"""A rank's place (`Place`), its grid (`Grid`), and the layers of each pipeline chunk."""
+"""`Place` and `Grid`: where a rank stands; `place_layers`: the layers of each pipeline chunk."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Axis = tuple[int, int]
-# Nothing is counted out by a size that no grid has.
+# Larger sizes are refused, because loops over them would not end.
 MOST_RANKS = 1 << 20
 
 LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | str | None
@@ -20,11 +20,11 @@ class Place:
     """One model chunk's coordinates, each `(rank, size)`.
 
     Attributes:
-        tp: tensor parallel.
-        pp: pipeline stage.
-        vpp: virtual stage, `(chunk, chunks a rank holds)`; a rank that holds several chunks has one place for each.
-        ep: expert parallel.
-        etp: how each expert's own matrices are split; None: as `tp`.
+        tp: Tensor parallelism.
+        pp: Pipeline stage.
+        vpp: Virtual stage, `(chunk, chunks of a rank)`; a rank with several chunks has a place for each chunk.
+        ep: Expert parallelism.
+        etp: The split of each expert's matrices; None: as `tp`.
     """
 
     tp: Axis = (0, 1)
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def expert_tp(self) -> Axis:
-        """The split of an expert's own matrices."""
+        """The split of an expert's matrices."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -60,7 +60,7 @@ class Place:
         return Grid(self.tp[1], self.pp[1], self.vpp[1], self.ep[1], None if self.etp is None else self.etp[1])
 
     def to_json(self) -> dict[str, Axis | None]:
-        """The coordinates as JSON values: `Place(**place.to_json())` is the place."""
+        """Return the coordinates as JSON values: `Place(**place.to_json())` is the place."""
         return {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
 
     def __str__(self) -> str:
@@ -113,18 +113,17 @@ class Grid:
 
 
 def place_layers(num_layers: int, chunks: int, layers: LayerPlacement) -> tuple[tuple[int, ...], ...]:
-    """The layers of each pipeline chunk, in pipeline order.
+    """Return the layers of each pipeline chunk, in pipeline order.
 
     Args:
-        num_layers: layers of the model.
-        chunks: pp * vpp.
+        num_layers: Layers of the model.
+        chunks: The number of pipeline chunks, `pp * vpp`.
         layers: None: equal counts, refused when they do not divide; "balanced": counts that differ by one at most, the
             larger in the middle because the first and last chunks also hold the embedding and the head; a list of
             counts; or a list of lists of layer indices.
 
     Raises:
-        ValueError: the layers do not divide, or an explicit list leaves a layer out, repeats one, or has another
-            length.
+        ValueError: The layers do not divide, or an explicit list omits or repeats a layer or has another length.
     """
     if layers is None or layers == "balanced":
         base, extra = divmod(num_layers, chunks)

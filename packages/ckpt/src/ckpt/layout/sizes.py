@@ -1,4 +1,4 @@
-"""Turn a table's shapes in symbols into numbers: each dimension's length, and the part of it that a rank holds."""
+"""Turn an entry's shapes in symbols into numbers: each dimension's length, and the part that a rank holds."""
 
 import math
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class DoesNotDivide(ValueError):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of one dimension that is split on its own.
+    """A part of one dimension that is split by itself.
 
     Attributes:
-        label: the config fields behind the count, for messages.
-        count: units in the full tensor.
-        unit: elements of one unit.
+        label: The config fields behind the count, for messages.
+        count: Units in the full tensor.
+        unit: Elements of one unit.
         axis: "tp", "etp", or None where every rank holds all.
-        size: the symbol, for its rules.
+        size: The symbol, with its rules for splitting.
     """
 
     label: str
@@ -41,11 +41,10 @@ class Segment:
         return self.count * self.unit
 
     def part(self, place: Place, vocab_multiple: int) -> tuple[int, int, int]:
-        """This place's part: (start, stop, local length), in elements; the local length exceeds the range by the
-        padding.
+        """Return this place's part, in elements: (start, stop, local length). The local length includes the padding.
 
         Raises:
-            DoesNotDivide: the count does not divide over the axis; names the field.
+            DoesNotDivide: The count does not divide over the axis; names the field.
         """
         rank, ranks = (0, 1) if self.axis is None else place.expert_tp if self.axis == "etp" else place.tp
         if self.size.pad and self.axis is not None:
@@ -58,7 +57,7 @@ class Segment:
         if self.size.replicate and ranks % self.count == 0:
             held = rank * self.count // ranks
             return held * self.unit, (held + 1) * self.unit, self.unit
-        # Unless it is given, the split of experts is that of tp.
+        # Without etp, tp splits the experts.
         axis = "tp" if place.etp is None else str(self.axis)
         if self.size.replicate:
             raise DoesNotDivide(
@@ -68,7 +67,7 @@ class Segment:
 
 
 def divisors(count: int) -> str:
-    """The sizes over which a count divides, for messages: those that a grid may have."""
+    """Return the divisors of a count up to 1024, as text for messages."""
     return ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)
 
 
@@ -76,8 +75,7 @@ Dim = tuple[Segment, ...]
 
 
 def parse_shape(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
-    """The dimensions of a shape such as "Q/tp H": each a tuple of segments, of which only the first dimension has
-    several."""
+    """Return the dimensions of a shape such as "Q/tp H". Only the first dimension may have several segments."""
     return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
 
 
@@ -88,7 +86,7 @@ def _segment(term: str, family: Family, config: Config) -> Segment:
 
 
 def _evaluate(expression: str, config: Config) -> int:
-    """A sum of products of config fields and numbers."""
+    """Return a sum of products of config fields and numbers."""
     return sum(
         math.prod(int(word) if word.isdigit() else integer(config, word) for word in term.split(" * "))
         for term in expression.split(" + ")
@@ -96,5 +94,5 @@ def _evaluate(expression: str, config: Config) -> int:
 
 
 def full_shape(dims: tuple[Dim, ...]) -> Shape:
-    """The canonical tensor's shape."""
+    """Return the canonical tensor's shape."""
     return tuple(sum(segment.length for segment in dim) for dim in dims)

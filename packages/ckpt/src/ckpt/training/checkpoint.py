@@ -58,12 +58,12 @@ class TrainingState:
     """What a training checkpoint gives one place.
 
     Attributes:
-        step: the step it was saved at.
-        tensors: local name -> weights; of a DTensor, the part that is on this rank.
-        optimizer: local name -> slot -> tensor, divided like the weights.
-        extra: what the caller saved beside them.
-        rng: this rank's random-number states, for `restore_rng`.
-        streams: this rank's states of the caller's own generators, on the CPU.
+        step: The step it was saved at.
+        tensors: Local name -> weights; of a DTensor, the part that is on this rank.
+        optimizer: Local name -> slot -> tensor, divided like the weights.
+        extra: What the caller saved beside them.
+        rng: This rank's random-number states, for `restore_rng`.
+        streams: This rank's states of the caller's own generators, on the CPU.
     """
 
     step: int
@@ -94,8 +94,8 @@ class PendingSave:
         """Wait for the end.
 
         Raises:
-            TimeoutError: it is still running after `timeout` seconds.
-            ValueError, OSError: what went wrong, on every rank.
+            TimeoutError: It is still running after `timeout` seconds.
+            ValueError, OSError: What went wrong, on every rank.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -140,29 +140,29 @@ def save_training(
     destroyed.
 
     Args:
-        root: the run's folder of checkpoints.
-        step: the step that is complete.
-        tensors: this rank's weights by local name; DTensors where data parallelism has divided them further.
-        layout: from `layout_for`.
-        place: this rank's place, or those of its pipeline chunks, where no two use one local name; None: everything.
-        optimizer: local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
+        root: The run's folder of checkpoints.
+        step: The step that is complete.
+        tensors: This rank's weights by local name; DTensors where data parallelism has divided them further.
+        layout: From `layout_for`.
+        place: This rank's place, or those of its pipeline chunks, where no two use one local name; None: everything.
+        optimizer: Local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
             element.
         extra: JSON values, the same on every rank (rank 0's are kept): scheduler, data position, configuration.
-        streams: the states of this rank's own generators by name, each rank's kept, as
+        streams: The states of this rank's own generators by name, each rank's kept, as
             `parallel_layers.RngStates.state_dict` gives them; torch's and Python's default generators are kept anyway.
-        group: the ranks that together hold the model.
-        keep: how many checkpoints to keep: the newest up to this one first, then later ones of a run that was left by
+        group: The ranks that together hold the model.
+        keep: How many checkpoints to keep: the newest up to this one first, then later ones of a run that was left by
             going back; None: all.
-        asynchronous: copy, then save in the background.
-        counter: is given the bytes that this rank writes.
+        asynchronous: Copy, then save in the background.
+        counter: Is given the bytes that this rank writes.
 
     Returns:
         The save; without `asynchronous` it is done.
 
     Raises:
-        ValueError: tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
+        ValueError: Tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
             of its optimizer state, differ between pipeline stages; on every rank.
-        OSError: the disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
+        OSError: The disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
             entry or the pruning has failed: then it names the new one, which is complete; on every rank.
     """
 
@@ -200,7 +200,7 @@ def save_training(
 
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's values as JSON has them; training may go on to change its own."""
+    """Return the caller's values as JSON has them; training may go on to change its own."""
     try:
         copied: dict[str, Any] = json.loads(json.dumps(dict(extra)))
     except TypeError as error:
@@ -297,23 +297,23 @@ def load_training(
     """Load a place's part of a training checkpoint, whatever grid it was saved on.
 
     Args:
-        root: the run's folder of checkpoints.
-        layout: of this run: the same model, on any target.
-        place: this rank's place, or those of its pipeline chunks; None: everything.
-        step: which checkpoint; None: the latest.
-        into: weights to fill instead of new tensors, by local name; of DTensors the part on this rank is loaded, and
+        root: The run's folder of checkpoints.
+        layout: Of this run: the same model, on any target.
+        place: This rank's place, or those of its pipeline chunks; None: everything.
+        step: Which checkpoint; None: the latest.
+        into: Weights to fill instead of new tensors, by local name; of DTensors the part on this rank is loaded, and
             that of their optimizer state.
-        device: where new tensors go.
-        group: the ranks that load together.
-        check: compare the bytes of all files with their recorded checksums first, the files divided among the ranks.
-        counter: is given the bytes that this rank reads.
+        device: Where new tensors go.
+        group: The ranks that load together.
+        check: Compare the bytes of all files with their recorded checksums first, the files divided among the ranks.
+        counter: Is given the bytes that this rank reads.
 
     Returns:
         The state. Its `rng` and `streams` are those of the saved run's rank of the same number. A rank that the saved
         run did not have gets new ones, derived from a saved rank's, except for states that all saved ranks shared.
 
     Raises:
-        ValueError: there is no such checkpoint, it is broken, damaged or of another model, or was replaced meanwhile;
+        ValueError: There is no such checkpoint, it is broken, damaged or of another model, or was replaced meanwhile;
             on every rank.
     """
     rank = 0 if group is None else group.rank()

@@ -48,7 +48,7 @@ from ckpt.transfer.relay import write_own_file
 
 
 def _chunk(box: BoxOf) -> ChunkStorageMetadata:
-    """The box in torch's terms."""
+    """Return the box in torch's terms."""
     return ChunkStorageMetadata(torch.Size(start for start, _ in box.box), torch.Size(extents(box.box)))
 
 
@@ -79,7 +79,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The memory of a box."""
+        """Return the memory of a box."""
         offset = write_item.index.offset
         return self._boxes[_key(write_item.index.fqn, torch.Size() if offset is None else offset)].memory
 
@@ -92,7 +92,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         self._boxes = {_key(box.name, _chunk(box).offsets): box for box in boxes}
 
     def create_local_plan(self) -> LoadPlan:
-        """The stored chunks' parts that fill each box."""
+        """Return the stored chunks' parts that fill each box."""
         items: list[ReadItem] = []
         assert self.metadata is not None
         for box in self._boxes.values():
@@ -107,7 +107,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where a part is to go."""
+        """Return where a part is to go."""
         offset = read_item.dest_index.offset
         box = self._boxes[_key(read_item.dest_index.fqn, torch.Size() if offset is None else offset)]
         wanted = zip(read_item.dest_offsets, read_item.lengths, strict=True)
@@ -193,7 +193,7 @@ class SafetensorsReader(StorageReader):
         """Parse `metadata.json`.
 
         Raises:
-            ValueError: it is missing or malformed.
+            ValueError: It is missing or malformed.
         """
         return _metadata(self._folder)[0]
 
@@ -242,10 +242,10 @@ class SafetensorsReader(StorageReader):
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.dtype, Shape]]:
-    """The tensors of a checkpoint folder: name -> type and full shape.
+    """Return the tensors of a checkpoint folder: name -> type and full shape.
 
     Raises:
-        ValueError: its metadata is missing or malformed.
+        ValueError: Its metadata is missing or malformed.
     """
     stored = _metadata(folder)[0].state_dict_metadata
     return {
@@ -262,7 +262,7 @@ def check_headers(folder: Path, rank: int, size: int) -> dict[Path, Header]:
         The headers of the share.
 
     Raises:
-        ValueError: a file is missing or broken, or holds other tensors than `metadata.json` says; names the first.
+        ValueError: A file is missing or broken, or holds other tensors than `metadata.json` says; names the first.
     """
     metadata, placed = _metadata(folder)
     said: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {
@@ -318,7 +318,7 @@ def _metadata(folder: Path) -> tuple[Metadata, dict[str, tuple[str, str]]]:
 
 
 def _fits(offsets: Any, sizes: Any, shape: Any) -> bool:
-    """Whether a chunk's entries are lists of numbers, and the chunk is within the shape."""
+    """Return whether a chunk's entries are lists of numbers, and the chunk is within the shape."""
     lists = (offsets, sizes, shape)
     if any(not isinstance(held, list) or any(type(number) is not int for number in held) for held in lists):
         return False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of torch's and Python's random-number generators, as JSON values."""
+    """Return the states of torch's and Python's random-number generators, as JSON values."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
     if torch.cuda.is_available():
@@ -32,7 +32,7 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
     """Named states of the caller's own generators, as JSON values.
 
     Raises:
-        ValueError: one is no flat tensor of bytes, as `torch.Generator.get_state` gives it.
+        ValueError: One is no flat tensor of bytes, as `torch.Generator.get_state` gives it.
     """
     for name, stream in streams.items():
         if stream.dtype != torch.uint8 or stream.dim() != 1:
@@ -44,7 +44,7 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def streams_from_json(texts: Mapping[str, str]) -> dict[str, Tensor]:
-    """The states that `streams_to_json` has written, on the CPU."""
+    """Return the states that `streams_to_json` has written, on the CPU."""
     return {name: _bytes(text) for name, text in texts.items()}
 
 
@@ -56,7 +56,7 @@ def state_of_rank(saved: Sequence[Mapping[str, Any]], rank: int) -> dict[str, An
     saved ranks shared is shared by the further ranks, too, since the run draws those numbers alike on every rank.
 
     Raises:
-        ValueError: a state cannot be derived, because no generator of torch has states of its length.
+        ValueError: A state cannot be derived, because no generator of torch has states of its length.
     """
     index, turn = rank % len(saved), rank // len(saved)
     own = dict(saved[index])
@@ -94,7 +94,7 @@ def check_states(saved: Any) -> None:
     """Check the states of all ranks as read from a file.
 
     Raises:
-        ValueError: they are not what `capture_rng` and `streams_to_json` give; says which are not.
+        ValueError: They are not what `capture_rng` and `streams_to_json` give; says which are not.
     """
     if not isinstance(saved, list) or not saved or not all(isinstance(entry, dict) for entry in saved):
         raise ValueError("rng must be a list of one object for each rank")

@@ -43,16 +43,16 @@ def point_to(root: Path, name: str) -> None:
 
 
 def saved_steps(root: str | os.PathLike[str]) -> list[int]:
-    """The steps whose checkpoints are complete, oldest first."""
+    """Return the steps whose checkpoints are complete, oldest first."""
     found = (_STEP.fullmatch(entry.name) for entry in Path(root).glob("step-*"))
     return sorted(int(match[1]) for match in found if match and (Path(root) / match[0] / STATE).is_file())
 
 
 def latest_step(root: str | os.PathLike[str]) -> int | None:
-    """The step that `latest` names; None where nothing has been saved.
+    """Return the step that `latest` names; None where nothing has been saved.
 
     Raises:
-        ValueError: the pointer is damaged, or names a checkpoint that is not there.
+        ValueError: The pointer is damaged, or names a checkpoint that is not there.
     """
     pointer = Path(root) / LATEST
     if not pointer.is_file():
@@ -69,12 +69,12 @@ def latest_step(root: str | os.PathLike[str]) -> int | None:
 
 
 def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
-    """The complete steps of the run that `latest` belongs to, oldest first: those up to it.
+    """Return the complete steps of the run that `latest` belongs to, oldest first: those up to it.
 
     A later step is of a run that was left when another one went back behind it.
 
     Raises:
-        ValueError: as `latest_step`.
+        ValueError: As `latest_step`.
     """
     latest = latest_step(root)
     return [] if latest is None else [step for step in saved_steps(root) if step <= latest]

@@ -27,7 +27,7 @@ def held_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout:
     """What this rank has to save, as views of its tensors; of DTensors the part that it has.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape; names it.
+        ValueError: A tensor is missing, unknown or of another shape; names it.
     """
     blocks = _blocks(layout, place)
     unknown = [name for name in (*tensors, *optimizer) if name not in blocks]
@@ -53,12 +53,12 @@ def held_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout:
 
 
 def all_places(place: Places) -> Sequence[Place]:
-    """A rank's places as a sequence."""
+    """Return a rank's places as a sequence."""
     return [Place()] if place is None else [place] if isinstance(place, Place) else place
 
 
 def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
-    """The local tensors of all of a rank's chunks."""
+    """Return the local tensors of all of a rank's chunks."""
     places = all_places(place)
     blocks: dict[str, Block] = {}
     for at in places:
@@ -69,7 +69,7 @@ def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
 
 
 def _boxes(kind: str, tensor: Tensor, block: Block, layout: Layout) -> list[BoxOf]:
-    """The boxes of a tensor that is made of pieces, as views of it."""
+    """Return the boxes of a tensor that is made of pieces, as views of it."""
     return [
         BoxOf(
             f"{kind}/{piece.name}",
@@ -98,10 +98,10 @@ class WantedState:
     """What a place is to load: tensors, and the boxes of canonical tensors that fill them.
 
     Attributes:
-        tensors: local name -> weights.
-        optimizer: local name -> slot -> moments; the counts once `settle_counts` has put them there.
+        tensors: Local name -> weights.
+        optimizer: Local name -> slot -> moments; the counts once `settle_counts` has put them there.
         counts: (local name, slot) -> the one-element state of each canonical tensor that the parameter joins.
-        boxes: views of all of these.
+        boxes: Views of all of these.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class WantedState:
         """Give every parameter its one count.
 
         Raises:
-            ValueError: the canonical tensors that a parameter joins have different ones.
+            ValueError: The canonical tensors that a parameter joins have different ones.
         """
         for (name, slot), values in self.counts.items():
             if not torch.equal(values, values[:1].expand_as(values)):
@@ -127,7 +127,7 @@ def wanted_state(
     """What a place is to load of a training checkpoint: new tensors, or those of `into` and, of its DTensors, parts.
 
     Raises:
-        ValueError: the checkpoint is of another model, or `into` does not fit; names the tensor.
+        ValueError: The checkpoint is of another model, or `into` does not fit; names the tensor.
     """
     require_memory("device", device)
     stored = stored_tensors(folder)

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of a group: small JSON messages, and one error on every rank instead of a hang."""
+"""Exchange small JSON messages between the ranks of a group, and raise one error on every rank instead of a hang."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,8 +19,10 @@ def group_device(group: ProcessGroup) -> torch.device:
 
 
 def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return every rank's message in rank order. JSON values only, so nothing is pickled; without a group the message
-    alone."""
+    """Return every rank's message in rank order; without a group, this process's message alone.
+
+    Messages are JSON values; nothing is pickled.
+    """
     if group is None or group.size() == 1:
         return [message]
     device = group_device(group)
@@ -40,12 +42,12 @@ _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueErr
 
 
 def require_same(group: ProcessGroup | None, **arguments: object) -> None:
-    """Refuse arguments that ranks must pass alike: files are laid out, and messages counted, by each rank's own.
+    """Refuse arguments that differ between ranks, where each rank plans files and messages by its own.
 
     Communication: one small all-gather.
 
     Raises:
-        ValueError: they differ; names the argument and two ranks' values; the same on every rank.
+        ValueError: An argument differs; names the argument and two ranks' values; the same on every rank.
     """
     passed = all_gather_json({name: repr(value) for name, value in arguments.items()}, group)
     for name, value in passed[0].items():
@@ -58,7 +60,7 @@ def require_same(group: ProcessGroup | None, **arguments: object) -> None:
 
 
 def described(error: Exception) -> list[str]:
-    """An error's kind among those that cross between ranks, and its text: a message for `raise_first`."""
+    """Return an error's kind and text as a message for `raise_first`."""
     for kind in ("OSError", "ValueError"):
         if isinstance(error, _KINDS[kind]):
             return [kind, str(error)]
@@ -85,20 +87,20 @@ def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> 
 
 
 def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a step on every rank; when it fails on any, raise the first failure on all.
+    """Run a step on every rank; if the step fails on any rank, raise the first failure on all ranks.
 
     No rank goes on to a later collective while another has failed. Communication: one small all-gather after the step.
 
     Raises:
-        ValueError: a ValueError of this rank as it is, or of the first rank that failed, naming the rank.
-        OSError: likewise for operating-system errors.
-        RuntimeError: on the other ranks, for any other error of the first that failed, naming the rank and the kind.
+        ValueError: The first failure is a ValueError; on other ranks the text names the rank.
+        OSError: The first failure is an OSError; on other ranks the text names the rank.
+        RuntimeError: On other ranks, for any other error; the text names the rank and the kind.
     """
     error: Exception | None = None
     result: T | None = None
     try:
         result = step()
-    except Exception as caught:  # Whatever it is, the other ranks must not wait for this one.
+    except Exception as caught:  # The other ranks must not wait for this rank, whatever the error.
         error = caught
     if group is None or group.size() == 1:
         if error is not None:

@@ -1,6 +1,6 @@
-"""Moving pieces between ranks: who holds a box sends it to who wants it, in buckets of bounded size.
+"""Move pieces between ranks: a rank that holds a box sends the box to the ranks that want it, in bounded buckets.
 
-Every rank derives the same list of moves from the layouts (`plan_moves`), so no move is negotiated. A bucket is one
+Every rank derives the same list of moves from the layouts (`plan_moves`), without negotiation. A bucket is one
 `all_to_all_single` of bytes; a box larger than a bucket is cut along its leading dimensions. Extra memory: a send and a
 receive buffer of at most `bucket_bytes` each, rounded up to the alignment.
 """
@@ -26,9 +26,9 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A piece that ranks want alike: the ranks, a name of their choice for the tensor, and the piece of it.
+    """A piece of a tensor that several ranks want: the ranks, their name for the tensor, and the piece.
 
-    Of the wants of one exchange the sets of ranks are equal or disjoint.
+    In one exchange the sets of ranks of two wants are equal or disjoint.
     """
 
     ranks: frozenset[int]
@@ -53,9 +53,9 @@ class Bucket:
     """Moves that travel in one collective.
 
     Attributes:
-        moves: those that this rank takes part in, in the same order on every rank.
-        travels: whether any rank sends anything to another.
-        done: the names that are complete after it.
+        moves: The moves of this rank, in the same order on every rank.
+        travels: Whether any rank sends data to another rank.
+        done: The names that are complete after this bucket.
     """
 
     moves: list[_Move]
@@ -74,13 +74,13 @@ def plan_moves(
 ) -> Iterator[Bucket]:
     """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
 
-    The work is linear in the ranks that hold or want something: a piece that many ranks want alike is one move.
+    The work is linear in the number of ranks: a piece that many ranks want is one move.
 
     Args:
-        holdings: from `take_stock`.
-        owners: from `assign_owners`.
-        wants: canonical name -> what the ranks want of it, in an order that is the same on every rank.
-        bucket_bytes: the most that one rank sends or receives at once (rounded up to 16 bytes).
+        holdings: From `take_stock`.
+        owners: From `assign_owners`.
+        wants: Canonical name -> the wanted pieces, in the same order on every rank.
+        bucket_bytes: The most that one rank sends or receives at once (rounded up to 16 bytes).
     """
     rank = holdings.rank
     sent: dict[int, int] = {}
@@ -111,14 +111,14 @@ def exchange(
     """Bring every wanted piece to its ranks; collective over `group`, which must run it to the end on every rank.
 
     Args:
-        holdings: from `take_stock`.
-        buckets: from `plan_moves`, of holdings with the same pieces.
-        group: the ranks; None: this process alone.
-        deliver: called on the receiving rank with the want, the box of its tensor, and the values, which are valid only
-            during the call; their extents equal the box's, apart from leading dimensions of 1.
+        holdings: From `take_stock`.
+        buckets: From `plan_moves`, of holdings with the same pieces.
+        group: The ranks; None: this process alone.
+        deliver: Called on the receiving rank with the want, the box in its tensor, and the values, which are valid only
+            during the call. Their extents equal the box's, apart from leading dimensions of 1.
 
     Yields:
-        The names that are complete since the last time.
+        The names that have become complete.
     """
     for bucket in buckets:
         _all_to_all(bucket, holdings, group, deliver)

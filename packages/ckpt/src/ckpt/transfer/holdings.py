@@ -1,4 +1,4 @@
-"""Learn what a group of ranks holds together: every rank's pieces, and the dtype of every canonical tensor."""
+"""Learn which pieces each rank of a group holds, and the dtype of every canonical tensor."""
 
 import dataclasses
 import hashlib
@@ -24,12 +24,12 @@ Held = dict[str, tuple[Tensor, Box]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """One model chunk in a rank's hands.
+    """One model chunk that a rank holds.
 
     Attributes:
-        place: where it stands.
-        blocks: local name -> what this rank holds of the tensor: all of it, or the part that data parallelism leaves.
-        tensors: by local name; none for the chunks of other ranks.
+        place: The chunk's place.
+        blocks: Local name -> the rank's part of the tensor: the whole, or a part under data parallelism.
+        tensors: Local name -> tensor; empty for the chunks of other ranks.
     """
 
     place: Place
@@ -42,11 +42,11 @@ class Holdings:
     """The ranks' tensors, as every rank knows them.
 
     Attributes:
-        layout: what the tensors are pieces of.
-        ranks: the chunks of each rank.
-        dtypes: canonical name -> type, for all that is held, in the model's order.
-        rank: this rank.
-        key: a digest of what all ranks hold: the same for the same places, names, types and boxes.
+        layout: The layout of the tensors.
+        ranks: The chunks of each rank.
+        dtypes: Canonical name -> dtype, for all tensors that ranks hold, in the model's order.
+        rank: This rank.
+        key: A digest of the places, names, dtypes and boxes of all ranks.
     """
 
     layout: Layout
@@ -61,10 +61,10 @@ class Holdings:
         return self.ranks[self.rank]
 
     def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """The types after a cast to `dtype`: floating-point tensors only, and none that keeps its own.
+        """Return the dtypes after a cast to `dtype` of all floating-point tensors, except those with `keep_dtype`.
 
         Raises:
-            ValueError: `dtype` is a type of integers, or a value of this rank's tensors is too large for it.
+            ValueError: `dtype` is a dtype of integers, or a value of this rank's tensors is too large for `dtype`.
         """
         check_cast(dtype)
         if dtype is None:
@@ -89,12 +89,12 @@ def take_stock(
 ) -> Holdings:
     """Check this rank's tensors against the layout and learn what the other ranks hold.
 
-    What the ranks hold is kept with the layout: while it stays the same they exchange digests only.
+    The layout keeps the result: while the ranks hold the same pieces, they exchange digests only.
 
     Communication: small JSON all-gathers.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape or type than on other ranks; on every rank.
+        ValueError: Tensors are missing or unexpected, or shapes or dtypes differ between ranks; on every rank.
     """
     rank = 0 if group is None else group.rank()
     own = agree(lambda: _own_chunks(tensors, place, layout), group)
@@ -151,8 +151,7 @@ def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
 
 
 def _describe(place: Place, held: Held) -> dict[str, Any]:
-    """Describe a chunk to the other ranks: its place, the type of every tensor, and which box of it is
-    there."""
+    """Describe a chunk to the other ranks: its place, and each tensor's dtype and box."""
     return {
         "place": place.to_json(),
         "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in held.items()},
@@ -172,7 +171,7 @@ def _chunk(message: Mapping[str, Any], layout: Layout) -> Chunk:
 def _merge_dtypes(
     messages: list[list[dict[str, Any]]], ranks: list[list[Chunk]], layout: Layout
 ) -> dict[str, torch.dtype]:
-    """The type of every canonical tensor that the ranks have, in the model's order."""
+    """Return the dtype of every canonical tensor that a rank holds, in the model's order."""
     seen: dict[str, tuple[int, str | None]] = {}
     for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
         for entry, chunk in zip(message, chunks, strict=True):

@@ -1,4 +1,4 @@
-"""Loading: each rank reads its own bytes of a Hugging Face checkpoint, straight into its tensors."""
+"""Load a Hugging Face checkpoint: each rank reads its own bytes, straight into its tensors."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -35,34 +35,33 @@ def load_hf(
     counter: IOCounter | None = None,
     threads: int = 4,
 ) -> dict[str, Tensor]:
-    """This place's tensors of a checkpoint.
+    """Load this place's tensors of a checkpoint.
 
-    Every rank checks all headers against the layout (and, where files hold a head beside the embedding that it is tied
-    to, that the two are the same), then reads only the bytes that it holds: one contiguous read where
-    it holds whole rows, one read a row where it holds columns. A few threads read, in the order of the bytes in the
-    files, straight into the tensors; beside them there is one buffer of 16 MiB a thread for what is cast or goes to a
-    GPU.
+    Every rank checks all headers against the layout, and a stored head against the embedding that it is tied to. Then
+    the rank reads only its own bytes: one contiguous read for whole rows, one read a row for columns. A few threads
+    read straight into the tensors, in the order of the bytes in the files. Extra memory: 16 MiB a thread, for tensors
+    that are cast or on a GPU.
 
     Args:
-        path: a folder of safetensors files, or one file.
-        layout: from `layout_for`.
-        place: this rank's place; None: everything.
-        device: where the tensors go.
-        dtype: cast to this type; None: as stored.
-        into: tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
-            theirs. Of DTensors, as FSDP2 makes them, the part on this rank is read and returned.
-        group: ranks that load together. With one, an error on any rank is raised on all of them.
-        check: compare the whole checkpoint with its recorded checksums first, its tensors divided among the ranks.
-        progress: called, on the group's first rank only, with the bytes that it has read and those it will have read.
-        counter: is given the bytes and calls of this load.
-        threads: how many read at once.
+        path: A folder of safetensors files, or one file.
+        layout: From `layout_for`.
+        place: This rank's place; None: everything.
+        device: Where the tensors go.
+        dtype: Cast to this type; None: as stored.
+        into: Tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
+            theirs. For a DTensor this rank's part is read and returned.
+        group: The ranks that load together; an error on any rank is raised on all of them.
+        check: Compare the whole checkpoint with its recorded checksums first; the ranks divide the tensors.
+        progress: Called on the group's first rank with its bytes read so far and its bytes in all.
+        counter: Counts the bytes and calls of this load.
+        threads: The number of threads that read.
 
     Returns:
-        Local name -> tensor. Padding is zero. Tensors that the layout has as optional and the checkpoint lacks (a value
-        model's `score.*` from a causal-LM checkpoint) are absent.
+        Local name -> tensor. Padding is zero. Optional tensors that the checkpoint lacks (a value model's `score.*`
+        from a causal-LM checkpoint) are absent.
 
     Raises:
-        ValueError: the checkpoint is broken, does not fit the layout or was replaced meanwhile, `into` does not fit, or
+        ValueError: The checkpoint is broken, does not fit the layout or was replaced meanwhile, `into` does not fit, or
             the ranks differ in `layout` or `dtype`; names the file or tensor, the values and the fix; on every rank of
             `group`.
     """
@@ -126,7 +125,7 @@ def _allocate(
 def _destinations(
     blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
 ) -> tuple[dict[str, Tensor], dict[str, Block]]:
-    """The tensors of `into` that are to be filled, of DTensors their parts, and the blocks of these."""
+    """Return the tensors of `into` to fill (the local parts of DTensors) and their blocks."""
     missing = [name for name in blocks if name not in into]
     if missing:
         raise ValueError(

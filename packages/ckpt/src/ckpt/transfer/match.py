@@ -1,5 +1,4 @@
-"""Match a checkpoint's tensors with the canonical tensors of a layout, by name and shape; nothing may be missing or
-unexpected."""
+"""Match a checkpoint's tensors with the canonical tensors of a layout, by name and shape."""
 
 import dataclasses
 import math
@@ -18,17 +17,17 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
-    """Describe a checkpoint's tensors as pieces of the layout's canonical ones.
+    """Describe a checkpoint's tensors as pieces of the layout's canonical tensors.
 
-    A file may hold a tensor under an alias of its family, or several as one: experts stacked as the native layers hold
-    them (`mlp.experts.gate_up_proj` [E, 2M, H]), which is how transformers has them in memory.
+    A file may hold a tensor under an alias, or several tensors fused as on the native layers and in transformers'
+    memory: stacked experts, `mlp.experts.gate_up_proj` `[E, 2M, H]`.
 
     Returns:
         Canonical name -> [(file tensor, piece)], for every canonical tensor that the checkpoint holds.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, of another shape, empty or of integers, or files hold another head
-            than the embedding that it is tied to: names it, and what may be wrong.
+        ValueError: A tensor is missing, unexpected, of another shape, empty or of integers, or a stored head differs
+            from the embedding that it is tied to; names the tensor and the likely cause.
     """
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     unread = dict(shapes)
@@ -69,7 +68,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
 
 
 def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Refuse a head of several labels where a value model has one row."""
+    """Refuse a classifier of several labels; a value head has one row."""
     hidden = layout.text.get("hidden_size")
     for name in _value_heads(layout.family) - {HEAD}:
         file, info = checkpoint.tensors.get(name, ("", None))
@@ -81,7 +80,7 @@ def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
-    """Refuse a stored head that differs in any bit from the embedding that it is tied to; reads the bytes of both."""
+    """Refuse a stored head that differs in any bit from the embedding that it is tied to; reads both."""
     (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[HEAD]
     alike = (info.dtype, info.shape) == (head.dtype, head.shape)
     if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
@@ -93,7 +92,7 @@ def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
 
 
 def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -> None:
-    """Weights are floating-point numbers; of what is carried whole nothing is known."""
+    """Refuse weights of integers, except in tensors that are carried whole."""
     for name, parts in sources.items():
         for tensor, _ in () if layout.canonical[name].carried else parts:
             file, info = checkpoint.tensors[tensor]
@@ -105,8 +104,7 @@ def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -
 
 
 def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], sources: Sources) -> list[str]:
-    """Find missing tensors inside those that files hold fused, as the native layers do; returns what is still
-    missing."""
+    """Find missing tensors inside fused tensors of the files; return the names that are still missing."""
     if not missing or not unread:
         return missing
     family = layout.family
@@ -122,17 +120,17 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
 
 
 def _find(name: str, canonical: Canonical, shapes: dict[str, Shape]) -> str | None:
-    """The file tensor for a canonical one: under its own name, or an alias whose shape fits."""
+    """Return the file's name of a canonical tensor: its own name, or an alias whose shape fits; None without one."""
     if name in shapes:
         return name
     return next((alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape), None)
 
 
 def _ignored(name: str, layout: Layout) -> bool:
-    # A value model has no use for the language-model head, and a tied one is the embedding.
+    # A value model has no language-model head, and a tied head is the embedding.
     if name == HEAD and (layout.role == "value" or layout.tied):
         return True
-    # Nor has a language model for a value head, where the checkpoint says that it is both.
+    # A language model ignores a value head where the config names a causal language model.
     if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
         return True
     return is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
@@ -144,7 +142,7 @@ def _is_causal_lm(layout: Layout) -> bool:
 
 
 def _value_heads(family: Family) -> set[str]:
-    """Return the names of tensors that a value model has and a causal language model has not."""
+    """Return the names of tensors that only models with a value head have."""
     rows = [row for row in family.rows if "causal_lm" not in row.roles]
     return {name for row in rows for name in (*row.sources, *row.aliases)}
 
@@ -185,7 +183,7 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
 def detect_role(checkpoint: Checkpoint) -> Role:
     """Return the role that a checkpoint's heads and configuration show.
 
-    A value head makes a value model, or a model of both roles where there is a language-model head, too, and the
+    A value head makes a value model, or a model of both roles if there is a language-model head, too, and the
     configuration names a causal language model.
     """
     layout = layout_for(checkpoint.config, role="causal_lm_with_value")

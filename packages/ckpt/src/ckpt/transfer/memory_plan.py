@@ -11,7 +11,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.place import Grid, Place
 from ckpt.transfer.sources import Source
 
-# The first pattern that finds a canonical name says which component it belongs to.
+# The first pattern that matches a canonical name decides the tensor's component.
 _COMPONENTS = (
     ("embedding", r"embed_tokens"),
     ("head", r"^lm_head|^score"),
@@ -27,7 +27,7 @@ COMPONENTS = tuple(name for name, _ in _COMPONENTS)
 
 @dataclass(frozen=True)
 class PlaceBytes:
-    """One place's share: bytes of each component, padding and replicas included."""
+    """The bytes of each component at one place, padding and replicas included."""
 
     place: Place
     components: dict[str, int]
@@ -39,7 +39,7 @@ class PlaceBytes:
 
 
 def component(name: str) -> str:
-    """The component that a canonical tensor belongs to."""
+    """Return the component of a canonical tensor."""
     return next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
 
 
@@ -49,10 +49,10 @@ def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
 
 
 def config_dtype(config: Mapping[str, object]) -> torch.dtype:
-    """The type that a configuration names; float32 where it names none.
+    """Return the dtype that a configuration names; float32 without a name.
 
     Raises:
-        ValueError: the name is not a type of torch.
+        ValueError: torch has no dtype of this name.
     """
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = dtype_of_name(str(name))
@@ -64,16 +64,16 @@ def config_dtype(config: Mapping[str, object]) -> torch.dtype:
 def plan_bytes(
     layout: Layout, grid: Grid, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[PlaceBytes]:
-    """The bytes of every place of a grid.
+    """Return the bytes of every place of a grid.
 
     Args:
-        layout: the model.
-        grid: the grid.
-        dtype: the type of tensors that `dtypes` does not name.
-        dtypes: types by canonical name.
+        layout: The model.
+        grid: The grid.
+        dtype: The dtype of tensors that `dtypes` does not name.
+        dtypes: Canonical name -> dtype.
 
     Raises:
-        ValueError: the model does not fit the grid.
+        ValueError: The model does not fit the grid.
     """
     known = dtypes or {}
     result = []

@@ -1,4 +1,4 @@
-"""Offline: from files to files, any grid to any other, through a bounded buffer and without a process group."""
+"""Convert files to files, from any grid to any other, through a bounded buffer and without a process group."""
 
 import contextlib
 import dataclasses
@@ -45,25 +45,24 @@ def reshard(
 ) -> None:
     """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
 
-    The source's tokenizer, processor and generation files go along.
-    Memory: two buffers of 16 MiB, whatever the model.
+    The source's tokenizer, processor and generation files are copied. Memory: two buffers of 16 MiB for any model.
 
     Args:
-        source: a Hugging Face folder, a sharded one, or a file of weights.
-        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
-        grid: the grid to write for.
-        target: whose local names and orders; None: the source's ("parallel" for Hugging Face).
-        layers: as in `layout_for`.
-        vocab_multiple: as in `layout_for`.
-        role: what a Hugging Face source is read as; None: what its heads and its config say that it is.
-        dtype: cast floating-point weights.
-        check: compare the source's bytes with its recorded checksums first, which reads all files once more.
-        progress: called with bytes done and bytes in all.
+        source: A Hugging Face folder, a sharded one, or a file of weights.
+        destination: The folder to write; a checkpoint that is there, and nothing else, is replaced.
+        grid: The grid to write for.
+        target: The target of the local tensors; None: the source's ("parallel" for Hugging Face).
+        layers: As in `layout_for`.
+        vocab_multiple: As in `layout_for`.
+        role: The role of a Hugging Face source; None: the role that its heads and config show.
+        dtype: Cast floating-point weights.
+        check: Compare the source's bytes with its recorded checksums first, which reads all files once more.
+        progress: Called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken, damaged or was replaced meanwhile, the copies of a tied embedding in it
+        ValueError: The source is broken, damaged or was replaced meanwhile, the copies of a tied embedding in it
             differ, or the model does not fit the grid; or the destination is the source's own folder.
-        OSError: the disk is full; what was at `destination` is intact.
+        OSError: The disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     origin, out = _folders(source, destination)
@@ -98,22 +97,23 @@ def merge(
     check: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write the Hugging Face checkpoint of a sharded one (its weights), or of a Hugging Face one, in other files or
-    another type; atomically, through bounded buffers.
+    """Write a Hugging Face checkpoint from a sharded or a Hugging Face one, in other files or another dtype.
+
+    The folder appears at once; memory is bounded by two buffers of 16 MiB.
 
     Args:
-        source: a sharded checkpoint, or a Hugging Face folder.
-        destination: the folder to write; a checkpoint that is there, and nothing else, is replaced.
-        dtype: cast floating-point weights.
-        max_shard_size: as in `save_hf`.
-        copy_from: a folder whose tokenizer, processor and generation files are copied; None: the source.
-        check: compare the source's bytes with its recorded checksums first, which reads all files once more.
-        progress: called with bytes done and bytes in all.
+        source: A sharded checkpoint, or a Hugging Face folder.
+        destination: The folder to write; a checkpoint that is there, and nothing else, is replaced.
+        dtype: Cast floating-point weights.
+        max_shard_size: As in `save_hf`.
+        copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
+        check: Compare the source's bytes with its recorded checksums first, which reads all files once more.
+        progress: Called with bytes done and bytes in all.
 
     Raises:
-        ValueError: the source is broken, damaged or was replaced meanwhile, or the copies of a tied embedding in it
+        ValueError: The source is broken, damaged or was replaced meanwhile, or the copies of a tied embedding in it
             differ; or the destination is the source's own folder.
-        OSError: the disk is full; what was at `destination` is intact.
+        OSError: The disk is full; what was at `destination` is intact.
     """
     check_cast(dtype)
     origin, out = _folders(source, destination)
@@ -132,7 +132,7 @@ def _folders(source: str | os.PathLike[str], destination: str | os.PathLike[str]
     """Return the source's folder and the destination.
 
     Raises:
-        ValueError: they are one folder.
+        ValueError: Source and destination are one folder.
     """
     path, out = Path(source), Path(destination)
     folder = path.parent if path.is_file() else path
@@ -143,7 +143,7 @@ def _folders(source: str | os.PathLike[str], destination: str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to write: its pieces, its type."""
+    """A tensor to write: its pieces and its dtype."""
 
     block: Block
     dtype: torch.dtype
@@ -164,7 +164,7 @@ class _Entry:
 
 
 def _contents(source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None) -> dict[str, _Entry]:
-    """Return the contents of a file of these blocks by local name, for all that the source has."""
+    """Return the tensors of a file of these blocks by local name, as far as the source has them."""
     return {
         local: _Entry(block, source.dtype(block.names, local, dtype))
         for local, block in blocks.items()
@@ -185,7 +185,7 @@ class _Filler:
         self._counter = IOCounter()
 
     def fill(self, plan: FilePlan, entries: Mapping[str, _Entry]) -> None:
-        """Create a plan's files and fill them; padding is what the files are created with, zeros."""
+        """Create a plan's files and fill them; padding keeps the zeros of the new files."""
         create_files(self._folder, plan)
         copies: list[tuple[Path, TensorInfo, Copy, str]] = []
         with contextlib.ExitStack() as stack:

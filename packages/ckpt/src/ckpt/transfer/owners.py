@@ -1,4 +1,4 @@
-"""Assign every box of every canonical tensor to one of the ranks that hold it; replicas spread the work."""
+"""Assign every box of every canonical tensor to one of the ranks that hold the box; replicas share the work."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ckpt.transfer.holdings import Holdings
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A piece in a rank's hands: rank of the group, which of its chunks, local tensor, piece."""
+    """A piece that a rank holds: the rank in the group, its chunk, the local tensor and the piece."""
 
     rank: int
     chunk: int
@@ -17,13 +17,13 @@ class Held:
 
 
 def assign_owners(holdings: Holdings) -> dict[str, list[Held]]:
-    """Choose one holder for every box of every canonical tensor that is held, by the least elements given to it so far.
+    """Choose an owner for every box of every canonical tensor: the holder with the fewest elements so far.
 
     Returns:
         Canonical name -> the pieces that together hold each of its elements once; the same on every rank.
 
     Raises:
-        ValueError: the ranks together do not hold a whole tensor, or have divided its copies in two ways.
+        ValueError: The ranks together lack a part of a tensor, or divide its copies in two ways.
     """
     holders: dict[str, dict[Box, list[Held]]] = {name: {} for name in holdings.dtypes}
     for rank, chunks in enumerate(holdings.ranks):

@@ -1,6 +1,6 @@
-"""Many reads at once: a few threads, each with a file of its own, straight into the destinations.
+"""Read many boxes at once: a few threads, each with its own open file, read straight into the destinations.
 
-`preadv` runs without Python's lock, so that threads read, and first touch fresh memory, side by side.
+`preadv` runs without Python's lock, so the threads read, and touch fresh memory for the first time, in parallel.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from ckpt.files.boxio import IOCounter, StagingPool, part_of, read_box
 from ckpt.files.header import TensorInfo
 from ckpt.layout.pieces import Box, split_box, volume
 
-# What one thread reads at a time: enough to make its file and its place in the queue cheap.
+# The bytes that a thread reads at a time: large enough that opening the file costs little.
 BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A box of a file's tensor `name`, and the view of equal extents that it is to fill."""
+    """A box of a file's tensor `name`, and the view of equal extents to fill."""
 
     name: str
     path: Path
@@ -37,7 +37,7 @@ class Read:
         return volume(self.box) * self.info.dtype.itemsize
 
     def cut(self) -> Iterator["Read"]:
-        """The read in parts of at most a batch."""
+        """Yield parts of this read, each of at most a batch."""
         for part in split_box(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
             yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
 
@@ -49,19 +49,19 @@ def read_all(
     counter: IOCounter,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Read all boxes, in the order of their bytes in the files; returns when every one is in its place.
+    """Read all boxes, in the order of their bytes in the files; return when all are complete.
 
-    Memory: one staging buffer of 16 MiB a thread, for what is cast, strided or on a GPU.
+    Memory: one staging buffer of 16 MiB a thread, for tensors that are cast or on a GPU.
 
     Args:
-        reads: what to read.
-        threads: how many at once.
-        counter: is given the bytes and calls.
-        progress: called, in this thread, with the bytes that are read and those that will have been.
+        reads: The boxes to read.
+        threads: The number of threads.
+        counter: Counts the bytes and calls.
+        progress: Called in the calling thread with the bytes read so far and the bytes in all.
 
     Raises:
-        ValueError: a file ended early, or a value is too large for the type that it is cast to.
-        OSError: a file cannot be read.
+        ValueError: A file ended early, or a value is too large for the dtype of the cast.
+        OSError: A file cannot be read.
     """
     ordered = sorted(reads, key=lambda read: (read.path, read.info.offset, read.box))
     total, done = sum(read.nbytes for read in ordered), 0
@@ -81,7 +81,7 @@ def read_all(
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
-    """Neighbouring reads of one file, about `BATCH_BYTES` together."""
+    """Yield lists of neighbouring reads in one file, of about `BATCH_BYTES` each."""
     batch: list[Read] = []
     nbytes = 0
     for read in (part for whole in reads for part in whole.cut()):
@@ -98,7 +98,7 @@ class _Worker:
     """Reads batches in a thread; CUDA copies run on the caller's streams.
 
     Attributes:
-        ended: whether what is still to be read is wanted no more.
+        ended: Whether the remaining reads are cancelled.
     """
 
     def __init__(self, streams: dict[torch.device, torch.cuda.Stream], threads: int) -> None:
@@ -110,7 +110,7 @@ class _Worker:
             self._stagings.put(StagingPool())
 
     def run(self, batch: list[Read]) -> IOCounter:
-        """Read a batch; returns the bytes and calls that it took."""
+        """Read a batch; return the count of its bytes and calls."""
         counter = IOCounter()
         if self.ended:
             return counter

@@ -67,26 +67,26 @@ def redistribute(
 ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
     """Move a model from one grid and target to another; bitwise equal unless `dtype` casts.
 
-    Collective over `group`, which spans both grids. Each box is sent once to each rank that wants it, by one of its
-    holders.
+    Collective over `group`, which spans both grids. One of the ranks that hold a box sends the box once to each rank
+    that wants it.
 
     Args:
-        tensors: this rank's tensors, or one mapping for each chunk; empty for a rank that holds nothing. DTensors where
-            data parallelism has divided them further.
-        layout: of the tensors.
-        place: where this rank stands now, or one place for each chunk; `[]` for nowhere.
-        to_layout: of the result; the same model, on any target.
-        to_place: where this rank is to stand, or one place for each chunk; `[]` for nowhere.
-        group: the ranks of both grids; None: this process alone.
-        dtype: cast floating-point tensors.
-        device: of the result.
-        bucket_bytes: communicate about this much at once.
+        tensors: This rank's tensors, or one mapping for each chunk; empty for a rank that holds nothing; DTensors
+            under FSDP2.
+        layout: The layout of the tensors.
+        place: This rank's place now, or one place for each chunk; `[]` for none.
+        to_layout: The layout of the result: the same model, on any target.
+        to_place: This rank's new place, or one place for each chunk; `[]` for none.
+        group: The ranks of both grids; None: this process alone.
+        dtype: Cast floating-point tensors.
+        device: The device of the result.
+        bucket_bytes: The size of one communication, in bytes.
 
     Returns:
-        Local name -> tensor, padding zero; a list of such for a sequence of places.
+        Local name -> tensor, with zeros as padding; a list of such mappings for a sequence of places.
 
     Raises:
-        ValueError: the layouts are of different models, the tensors do not fit, or the copies of a tied embedding
+        ValueError: The layouts are of different models, the tensors do not fit, or the copies of a tied embedding
             differ between pipeline stages; on every rank.
     """
     require_same(
@@ -169,15 +169,15 @@ def redistribute_optimizer(
     group: ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, dict[str, Tensor]] | list[dict[str, dict[str, Tensor]]]:
-    """Move an optimizer's state with its parameters: `{local name: {slot: tensor}}`, as `redistribute`.
+    """Move an optimizer's state, `{local name: {slot: tensor}}`, from one grid and target to another.
 
-    A slot shaped like its parameter (a moment) is cut and joined like it; a slot of one element (a step count) goes
-    with the canonical tensors that the parameter is made of. As there, a rank with several chunks, or with none, passes
-    sequences.
+    A slot of the parameter's shape (a moment) moves like the parameter; a slot of one element (a step count) goes with
+    the canonical tensors that make up the parameter. A rank with several chunks, or none, passes sequences, as for
+    `redistribute`.
 
     Raises:
-        ValueError: parameters lack a slot that others have, or the step counts of tensors that are to be fused differ,
-            or those of one tensor between ranks, or the moments of a tied embedding's copies; on every rank.
+        ValueError: Parameters lack a slot that others have; or step counts differ between tensors to be fused, or
+            between ranks; or the moments of a tied embedding's copies differ; on every rank.
     """
     held = [state] if isinstance(state, Mapping) else list(state)
     places = [place] if isinstance(place, Place) else list(place)
@@ -206,7 +206,7 @@ def redistribute_optimizer(
 
 
 def _slots(state: Sequence[OptimizerState], blocks: Sequence[Blocks]) -> dict[str, tuple[bool, str]]:
-    """Return each slot's kind: whether it is one element for a whole parameter, and its dtype."""
+    """Return each slot's kind: whether a parameter has one element of the slot, and the dtype."""
     slots: dict[str, tuple[bool, str]] = {}
     for chunk, local in zip(state, blocks, strict=True):
         for name, entries in chunk.items():

@@ -1,8 +1,7 @@
-"""One file for each rank, also for ranks that do not reach the folder: another rank writes those, tensor by tensor.
+"""Write one file for each rank; another rank writes the file of a rank that does not reach the folder.
 
-Where the ranks share no file system, those that see the folder are found out by looking. Each of the others sends the
-tensors of its file to one of them, point to point and in buckets of at most `BUCKET_BYTES`, the extra memory on either
-side.
+Where the ranks share no file system, each rank looks whether it sees the folder. A rank that does not sends its tensors
+to a rank that does, point to point and in buckets of at most `BUCKET_BYTES`, the extra memory on either side.
 """
 
 import math
@@ -32,31 +31,30 @@ Tensors = Mapping[str, Tensor]
 
 
 def reaches(folder: Path) -> bool:
-    """Return whether this rank sees a folder that another has just created, and may write in it."""
+    """Return whether this rank sees a folder that another rank has just created, and may write in it."""
     return os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_own_file(
     folder: Path, file: str | None, tensors: Tensors, group: ProcessGroup | None, counter: IOCounter
 ) -> FilePlan | None:
-    """Write this rank's safetensors file, or have it written; every rank of the group calls it.
+    """Write this rank's safetensors file, here or on another rank; every rank of the group calls this.
 
-    An error is raised on the rank that it is found on alone, after everything has been received: the ranks must agree
-    afterwards.
+    An error is raised only on the rank that finds it, after all data is received: call `agree` afterwards.
 
     Args:
-        folder: where rank 0, at least, can write.
-        file: the name of this rank's file; None: this rank has none.
-        tensors: what is in it.
-        group: the ranks; None: this process alone.
-        counter: is given the bytes that this rank writes.
+        folder: A folder in which at least rank 0 can write.
+        file: The name of this rank's file; None: this rank has no file.
+        tensors: The tensors of the file.
+        group: The ranks; None: this process alone.
+        counter: Counts the bytes that this rank writes.
 
     Returns:
-        Where the tensors lie in the file; None without one.
+        The layout of the file; None without a file.
 
     Raises:
-        ValueError: a tensor's type cannot be stored.
-        OSError: the disk is full, or a file cannot be written.
+        ValueError: A tensor's type cannot be stored.
+        OSError: The disk is full, or a file cannot be written.
     """
     errors: list[ValueError | OSError] = []
     plan = None if file is None else _attempt(errors, lambda: _plan(file, tensors))
@@ -84,7 +82,7 @@ def write_own_file(
 
 
 def _attempt(errors: list[ValueError | OSError], step: Callable[[], T]) -> T | None:
-    """Run a step unless one before has failed; keep what goes wrong, for the other ranks count on this one going on."""
+    """Run a step unless an earlier step has failed; keep the error, because the other ranks need this rank to go on."""
     if not errors:
         try:
             return step()
@@ -127,7 +125,7 @@ def _write(folder: Path, plan: FilePlan, tensors: Tensors, counter: IOCounter) -
 
 
 def _buckets(plan: FilePlan) -> Iterator[tuple[str, TensorInfo, Box]]:
-    """The boxes that travel one after another, in the same order on both sides."""
+    """Yield the boxes to send, in the same order on both sides."""
     for name, (_, info) in plan.tensors.items():
         if math.prod(info.shape):
             for box in split_box(full_box(info.shape), max(1, BUCKET_BYTES // info.dtype.itemsize)):
@@ -149,7 +147,7 @@ def _receive(
     counter: IOCounter,
     errors: list[ValueError | OSError],
 ) -> None:
-    """Receive all of a file, whatever goes wrong here: the sender must not wait for ever."""
+    """Receive a whole file, even after an error here: the sender must not wait for ever."""
     device = group_device(group)
     staging = StagingPool().on(device)
     _attempt(errors, lambda: create_files(folder, plan))

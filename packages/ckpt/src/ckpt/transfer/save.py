@@ -1,4 +1,4 @@
-"""Saving: the files are laid out first, then every rank writes its own bytes into them. Nothing is gathered."""
+"""Save a Hugging Face checkpoint: lay out the files, then let every rank write its own bytes. Nothing is gathered."""
 
 import contextlib
 import os
@@ -44,35 +44,34 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face checkpoint from the ranks' own tensors.
 
-    All ranks of `group` call this. The checkpoint appears at `path` in one step when it is complete and synced; until
-    then, and after a kill at any instant, `path` is what it was before (see `ckpt.files.atomic`).
+    All ranks of `group` call this. The checkpoint appears at `path` in one step when it is complete and synced. Until
+    then, and after a kill at any instant, `path` is unchanged (see `ckpt.files.atomic`).
 
-    Communication: a few small JSON all-gathers; no tensor leaves its rank. Ranks that do not reach the folder (which is
-    found out, not configured) send their pieces to those that do, one writer for each file, a bucket at a time.
+    Communication: a few small JSON all-gathers; no tensor leaves its rank. Ranks that do not reach the folder send
+    their pieces to ranks that do, one writer for each file, a bucket at a time.
 
     Args:
-        path: the checkpoint folder; a checkpoint that is there is replaced, with its tokenizer files (`copy_from=path`
-            keeps those); a folder with anything else in it is refused.
-        tensors: this rank's tensors by local name, on any device; a sequence of them for a rank with several chunks. Of
-            DTensors, as FSDP2 makes them, each rank writes the part that it has.
-        layout: from `layout_for`.
-        place: this rank's place, or one for each chunk; None: this process holds everything.
-        group: the ranks that together hold the model, replicas included; None: this process alone.
-        config: written as config.json, with the types that are stored and without multi-token-prediction layers; None:
-            the layout's.
-        dtype: stored type; None: the tensors' own.
-        max_shard_size: bytes of one file, or a text such as "5GB".
-        copy_from: a folder whose tokenizer, processor and generation files are copied; code is not.
-        metadata: strings recorded in every file's header.
-        progress: called, on the group's first rank only, with the bytes that it has written and those it will have
-            written.
-        counter: is given the bytes and calls of this rank's writes.
+        path: The checkpoint folder. An existing checkpoint is replaced, with its tokenizer files (`copy_from=path`
+            keeps them). A folder with any other file is refused.
+        tensors: This rank's tensors by local name, on any device; a sequence of mappings for a rank with several
+            chunks. Each rank writes its own part of a DTensor.
+        layout: From `layout_for`.
+        place: This rank's place, or one for each chunk; None: this process holds everything.
+        group: The ranks that together hold the model, replicas included; None: this process alone.
+        config: The content of config.json, saved with the stored dtypes and without multi-token-prediction layers;
+            None: the layout's.
+        dtype: The stored dtype; None: the tensors' own.
+        max_shard_size: Bytes of one file, or a text such as "5GB".
+        copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.
+        metadata: Strings recorded in every file's header.
+        progress: Called on the group's first rank with its bytes written so far and its bytes in all.
+        counter: Counts the bytes and calls of this rank's writes.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape or type than on other ranks, or the ranks together
-            lack a part of the model; or the copies of a tied embedding differ between pipeline stages; or the ranks
-            differ in `layout`, `dtype`, `max_shard_size` or `metadata`; names them; on every rank.
-        OSError: the disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
+        ValueError: Tensors are missing or unexpected, shapes or dtypes differ between ranks, the ranks together lack a
+            part of the model, the copies of a tied embedding differ between pipeline stages, or the ranks differ in
+            `layout`, `dtype`, `max_shard_size` or `metadata`; names the tensor or argument; on every rank.
+        OSError: The disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
     require_same(
         group,
@@ -126,7 +125,7 @@ def save_hf(
 
 
 def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:
-    """Every tensor's checksum, each computed by one of the ranks that reach the files; all of these sync the files."""
+    """Return every tensor's checksum; the ranks that reach the files divide the tensors, and each syncs the files."""
 
     @room_for(plan.nbytes, folder.parent)
     def share() -> dict[str, str]:
@@ -144,13 +143,13 @@ def _can_write(folder: Path, plan: FilePlan) -> bool:
 
 
 class _Meter:
-    """Shows how much of this rank's writing is done."""
+    """Reports the progress of this rank's writes."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
 
     def add(self, nbytes: int) -> None:
-        """Some bytes more are written."""
+        """Count further bytes as written."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -185,7 +184,7 @@ def _write(
 
 
 def _nbytes(plan: FilePlan, held: Held) -> int:
-    """The bytes of a piece in its file."""
+    """Return the bytes of a piece in its file."""
     return volume(held.piece.local_range) * plan.tensors[held.piece.name][1].dtype.itemsize
 
 
@@ -199,7 +198,7 @@ def _send(
     progress: Progress | None,
     counter: IOCounter,
 ) -> None:
-    """Where not every rank reaches the files: each file has one writer among those that do, and pieces travel to it."""
+    """Send pieces to the writer of their file: each file has one writer among the ranks that reach the files."""
     files = list(plan.prefixes)
     writer_of = {file: writers[index % len(writers)] for index, file in enumerate(files)}
     wants = (

@@ -1,5 +1,4 @@
-"""Sharded checkpoints: one safetensors file for each place of a grid, holding that place's local tensors as they are in
-memory.
+"""Sharded checkpoints: one safetensors file for each place of a grid, with that place's local tensors.
 
 A folder has config.json, `layout.json` (target, role, grid, placement) and `shard-00000-of-0000N.safetensors`, the
 places in the order of `Grid.places()`, each with that place's tensors under their local names.
@@ -37,13 +36,13 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Shards:
-    """An opened sharded checkpoint: nothing but headers has been read.
+    """An opened sharded checkpoint, of which only headers have been read.
 
     Attributes:
-        path: the folder.
-        layout: what the tensors are pieces of.
-        grid: whose places the files are.
-        headers: each place's header, in the order of `grid.places()`.
+        path: The folder.
+        layout: The layout of the tensors.
+        grid: The grid whose places have the files.
+        headers: Each place's header, in the order of `grid.places()`.
     """
 
     path: Path
@@ -53,20 +52,20 @@ class Shards:
 
     @property
     def files(self) -> dict[Path, int]:
-        """The files, and when each was last modified (`ckpt.files.unchanged`)."""
+        """The time of each file's last change (`ckpt.files.unchanged`)."""
         return {self.file(index): header.modified_ns for index, header in enumerate(self.headers)}
 
     def file(self, index: int) -> Path:
-        """The file of a place."""
+        """Return the file of a place."""
         return self.path / shard_name(index, len(self.headers))
 
     def tensors(self, index: int) -> dict[str, TensorInfo]:
-        """The tensors of a place: local name -> where it lies."""
+        """Return the tensors of a place: local name -> where it lies."""
         return self.headers[index].tensors
 
 
 def shard_name(index: int, count: int) -> str:
-    """The file name of a place."""
+    """Return the file name of a place."""
     return f"shard-{index:05d}-of-{count:05d}.safetensors"
 
 
@@ -96,7 +95,7 @@ def _is_list(value: object, of: Callable[[object], bool] = _is_count) -> bool:
     return isinstance(value, list) and all(map(of, value))
 
 
-# What each entry of layout.json must be.
+# For each entry of layout.json, a description and a check of its value.
 _FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "version": (f"{_VERSION}, the version that is known", lambda value: _is_count(value) and value == _VERSION),
     "target": ("a text", lambda value: isinstance(value, str)),
@@ -121,7 +120,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
     """Read layout.json and check the type of every entry.
 
     Raises:
-        ValueError: names the file, the entry, its value and what it must be.
+        ValueError: An entry is missing or of another type; names the file, the entry, its value and the allowed values.
     """
     facts = read_json_file(file)
     if not isinstance(facts, dict):
@@ -138,8 +137,8 @@ def open_shards(path: str | os.PathLike[str]) -> Shards:
     """Open a sharded checkpoint and check every header against the layout.
 
     Raises:
-        ValueError: a file is missing or broken, its tensors are not those of its place, or places hold a tensor in
-            several types; names them.
+        ValueError: A file is missing or broken, its tensors are not those of its place, or places hold a tensor in
+            several dtypes; names the file and the tensor.
     """
     folder = Path(path)
     if not is_sharded(folder):
@@ -194,7 +193,7 @@ def _check_place(shards: Shards, index: int, place: Place) -> None:
 
 
 def _check_types(shards: Shards) -> None:
-    """Refuse places that hold one canonical tensor in several types, or together not all of an optional one."""
+    """Refuse places that hold a canonical tensor in several dtypes, or together only a part of an optional tensor."""
     boxes: dict[str, set[Box]] = {}
     types: dict[str, dict[torch.dtype, Path]] = {}
     for index, place in enumerate(shards.grid.places()):
@@ -222,14 +221,13 @@ def save_shards(
     group: ProcessGroup | None = None,
     counter: IOCounter | None = None,
 ) -> None:
-    """Write a sharded checkpoint: each place's tensors in a file of its own; atomically.
+    """Write a sharded checkpoint with a file for each place; the folder appears at once.
 
-    Of several ranks at one place the first writes. Files of ranks that do not reach the folder are written by one that
-    does, tensor by tensor.
+    The first rank at a place writes. A rank that reaches the folder writes the files of ranks that do not.
 
     Raises:
-        ValueError: the ranks' places are not a whole grid, or tensors do not fit; on every rank.
-        OSError: the disk is full; what was at `path` is intact.
+        ValueError: The ranks' places are not a whole grid, or tensors do not fit the layout; on every rank.
+        OSError: The disk is full; the old checkpoint at `path` is intact.
     """
     messages = all_gather_json(place.to_json(), group)
     held = [Place(**entry) for entry in messages]
@@ -250,7 +248,7 @@ def save_shards(
         if divided:
             raise ValueError(
                 f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "
-                "save_training and save_hf take DTensors"
+                "Use save_training or save_hf, which take DTensors"
             )
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -297,7 +295,7 @@ def load_shards(
     With `check`, each rank first compares the bytes of its file with the recorded checksums.
 
     Raises:
-        ValueError: the checkpoint is broken or damaged, was replaced meanwhile, or is of another grid (`reshard` it);
+        ValueError: The checkpoint is broken or damaged, was replaced meanwhile, or is of another grid (`reshard` it);
             on every rank of `group`.
     """
 

@@ -1,4 +1,4 @@
-"""Files as pieces of canonical tensors, whatever their form: a Hugging Face checkpoint or a sharded one."""
+"""Describe files as pieces of canonical tensors: a Hugging Face checkpoint or a sharded one."""
 
 import os
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ class Source:
     """The tensors that files hold, as pieces of canonical tensors.
 
     Attributes:
-        layout: of the model.
-        files: when each was last modified (`ckpt.files.unchanged`).
-        tensors: key -> (file, where it lies in it).
-        pieces: canonical name -> [(key, piece)], each element once.
-        copies: the same for what other places hold again.
-        tied: the canonical tensors that several pipeline chunks hold.
-        grid: of a sharded checkpoint.
+        layout: The layout of the model.
+        files: The time of each file's last change (`ckpt.files.unchanged`).
+        tensors: Key -> (file, where the tensor lies in the file).
+        pieces: Canonical name -> [(key, piece)], each element once.
+        copies: Canonical name -> [(key, piece)], for further copies at other places.
+        tied: The canonical tensors that several pipeline chunks hold.
+        grid: The grid of a sharded checkpoint; None for Hugging Face.
     """
 
     layout: Layout
@@ -45,11 +45,10 @@ class Source:
     grid: Grid | None = None
 
     def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
-        """The one type of a local tensor that joins canonical ones: `cast`, for floating-point weights that may be
-        cast, or their own.
+        """Return the dtype of a local tensor that joins canonical tensors: `cast` where they may be cast, or their own.
 
         Raises:
-            ValueError: it is their own, and they have several.
+            ValueError: The tensors have several dtypes and are not cast.
         """
         found = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
         kept = any(self.layout.canonical[name].keep_dtype for name in names)
@@ -57,12 +56,12 @@ class Source:
 
 
 def open_source(path: str | os.PathLike[str], role: Role | None = None, *, check: bool = False) -> Source:
-    """Open a Hugging Face folder or a sharded one; without a role, it is what its heads and config say.
+    """Open a Hugging Face folder or a sharded one; without `role`, the heads and the config decide the role.
 
-    With `check`, compare the bytes of its files with their recorded checksums, too.
+    With `check`, compare the bytes of the files with their recorded checksums, too.
 
     Raises:
-        ValueError: as `open_checkpoint`, `match`, `open_shards` or `check_bytes`.
+        ValueError: As `open_checkpoint`, `match`, `open_shards` or `check_bytes`.
     """
     source = _sharded(path) if is_sharded(path) else _hugging_face(path, role)
     if check:
@@ -81,7 +80,7 @@ def _hugging_face(path: str | os.PathLike[str], role: Role | None) -> Source:
 
 
 def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
-    """Open a source with the tensors of multi-token-prediction layers, which `open_source` leaves out."""
+    """Open a source with the tensors of multi-token-prediction layers, which `open_source` omits."""
     source = open_source(path, role)
     infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
     shapes = {name: info.shape for name, info in infos.items() if info.nbytes}

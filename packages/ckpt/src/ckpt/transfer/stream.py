@@ -1,5 +1,4 @@
-"""Whole tensors from sharded ones, a bucket at a time: the weights of a live model on their way to an inference
-engine."""
+"""Stream a sharded live model as full tensors, a bucket at a time, to an inference engine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -35,18 +34,18 @@ def stream_hf(
     buckets, on the GPU and in pinned memory. The yielded tensors lie in pinned memory: clone a tensor to keep it.
 
     Args:
-        tensors: this rank's tensors by local name, or one mapping for each chunk; DTensors where data parallelism has
-            divided them further.
-        layout: from `layout_for`.
-        group: the ranks that together hold the model; None: this process alone.
-        place: this rank's place, or one for each chunk; None: everything.
-        to: group ranks that receive; the iterators of the others yield nothing. None: all receive.
-        dtype: cast floating-point tensors to this type.
-        device: where the full tensors are; None: where the rank's own are.
-        bucket_bytes: communicate about this much at once.
+        tensors: This rank's tensors by local name, or one mapping for each chunk; DTensors under
+            FSDP2.
+        layout: From `layout_for`.
+        group: The ranks that together hold the model; None: this process alone.
+        place: This rank's place, or one for each chunk; None: everything.
+        to: Group ranks that receive; the iterators of other ranks yield nothing. None: all ranks receive.
+        dtype: Cast floating-point tensors to this dtype.
+        device: The device of the full tensors; None: that of the rank's own tensors.
+        bucket_bytes: The size of one communication, in bytes.
 
     Raises:
-        ValueError: as `save_hf`, differing copies of a tied embedding included; `to` names no rank of the group; on
+        ValueError: As `save_hf`, differing copies of a tied embedding included; `to` names no rank of the group; on
             every rank.
     """
     size = 1 if group is None else group.size()

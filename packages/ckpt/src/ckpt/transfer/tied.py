@@ -1,5 +1,4 @@
-"""Tied weights: a canonical tensor that several pipeline chunks hold must be the same on all of them when it is saved
-or moved, since of its copies one is taken."""
+"""Check tied weights: a save or a move takes one of the copies that pipeline chunks hold, so all must be equal."""
 
 import ctypes
 import zlib
@@ -15,12 +14,12 @@ from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json
 from ckpt.transfer.holdings import Holdings
 
-# A piece of a tied tensor: its name, its box, where it is, and the checksum of what is there.
+# A piece of a tied tensor: its name, its box, its place, and the checksum of its bytes.
 _Copy = tuple[str, Box, str, str]
 
 
 def tied_names(layout: Layout, places: Iterable[Place]) -> set[str]:
-    """The canonical tensors that more than one pipeline chunk of these places holds."""
+    """Return the canonical tensors that more than one pipeline chunk of these places holds."""
     first: dict[str, int] = {}
     tied = set()
     chunks = {place.chunk: place for place in places}
@@ -31,12 +30,12 @@ def tied_names(layout: Layout, places: Iterable[Place]) -> set[str]:
 
 
 def require_equal_copies(holdings: Holdings, group: ProcessGroup | None) -> None:
-    """Refuse copies of tied weights that differ between pipeline chunks, or between replicas of them, in any bit.
+    """Refuse copies of tied weights that differ in any bit between pipeline chunks or their replicas.
 
-    Communication: where there are such weights, one small JSON all-gather of a checksum for each piece.
+    Communication: one small JSON all-gather of checksums, if there are tied weights.
 
     Raises:
-        ValueError: names the tensor, the ranks and places of each version, and the fix; the same on every rank.
+        ValueError: Copies differ; names the tensor, the ranks and places of each version, and the fix; on every rank.
     """
     tied = tied_names(holdings.layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
     if tied & holdings.dtypes.keys():
@@ -49,15 +48,15 @@ def require_equal_boxes(
     """Refuse boxes of canonical tensors, moments and step counts that differ between pipeline chunks.
 
     Args:
-        boxes: this rank's; the canonical tensor's name is the last part of a box's.
-        layout: of all.
-        places: where this rank stands.
-        group: the ranks; None: this process alone.
+        boxes: This rank's boxes; the last part of a box's name is the canonical tensor's.
+        layout: The layout of the model.
+        places: This rank's places.
+        group: The ranks; None: this process alone.
 
-    Communication: one small JSON all-gather of the places, and where there are tied weights one of the checksums.
+    Communication: one small JSON all-gather of the places, and one of checksums if there are tied weights.
 
     Raises:
-        ValueError: as `require_equal_copies`.
+        ValueError: As `require_equal_copies`.
     """
     everywhere = all_gather_json([place.to_json() for place in places], group)
     tied = tied_names(layout, (Place(**entry) for message in everywhere for entry in message))
@@ -76,7 +75,7 @@ def require_equal_boxes(
 
 
 def _compare(own: list[_Copy], group: ProcessGroup | None) -> None:
-    """Compare all ranks' checksums; every rank has the same messages, so all of them raise or none does."""
+    """Compare all ranks' checksums; every rank has the same messages, so all ranks raise or none does."""
     versions: dict[tuple[str, Box], dict[str, list[str]]] = {}
     for rank, message in enumerate(all_gather_json(own, group)):
         for name, box, where, value in message:
@@ -113,7 +112,7 @@ def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
 
 
 def _checksum(tensor: Tensor, box: Box, stagings: StagingPool) -> str:
-    """The CRC-32 of a box's bytes, in row-major order."""
+    """Return the CRC-32 of a box's bytes, in row-major order."""
     staging = stagings.on(tensor.device)
     value = 0
     for part in staging.chunks(box, tensor.element_size()):

@@ -16,7 +16,7 @@ from ckpt.layout.families.table import Row, Size
 
 
 def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
-    """A compressing projection `[size, H]`: Megatron's local spec splits its rows over tp, the others hold it whole."""
+    """Return the rows of a down projection `[size, H]`, which only Megatron's local spec splits over tp."""
     own = f"{LAYER}self_attn.{name}.weight"
     theirs = f"{MEGATRON}self_attention.{megatron}.weight"
     return (

@@ -1,4 +1,4 @@
-"""Rows that families share: the two ends of a model, grouped-query attention, the gated MLP and routed experts."""
+"""Rows that families share: both ends of a model, grouped-query attention, the gated MLP and routed experts."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ SIZES = {
     "KV": Size("num_key_value_heads", unit="head_dim", replicate=True),
     "D": Size("head_dim"),
     "I": Size("intermediate_size"),
-    "L": Size("1"),  # a value: one row
+    "L": Size("1"),  # one row of a value head
 }
 
 ENDS = (
@@ -78,7 +78,7 @@ ENDS = (
 
 
 def norm(name: str, local: str, megatron: str = "", te: str | None = None, layers: Layers = "all") -> Row:
-    """A norm weight `[H]` of each layer, replicated: its name in files, on the native layers and on Megatron-Core."""
+    """Return the row of a replicated norm weight `[H]`, by its names in files, on the native layers and on Megatron."""
     return Row(
         {f"{LAYER}{name}.weight": "H"},
         parallel=f"{LAYER}{local}.weight",
@@ -98,7 +98,7 @@ def same(
     keep_dtype: bool = False,
     optional: bool = False,
 ) -> Row:
-    """A tensor of each layer that keeps its file's name on the native layers."""
+    """Return the row of a tensor that has the same name in files and on the native layers."""
     return Row(
         {LAYER + name: shape},
         parallel=LAYER + name,
@@ -140,10 +140,9 @@ _FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
 
 
 def norms(first: str, second: str) -> tuple[Row, ...]:
-    """The norms before attention and before the MLP, by their names in files.
+    """Return the rows of the norms before attention and before the MLP, by their names in files.
 
-    Transformer Engine holds the first with the fused projection behind it, and the second where no router comes
-    between.
+    Transformer Engine holds the first norm in the fused projection behind it; the second, too, in dense layers.
     """
     return (
         norm(first, "input_layernorm", "input_layernorm", te=_QKV_NORM),
@@ -156,7 +155,7 @@ NORMS = norms("input_layernorm", "post_attention_layernorm")
 
 
 def gate_up(part: str, kind: str, shape: str, when: str | None = None, layers: Layers = "dense") -> Row:
-    """A gated MLP's two input projections, fused: `part` is the module, "mlp" or one inside it."""
+    """Return the row of a gated MLP's two input projections, fused; `part` is the module, "mlp" or a module in it."""
     return Row(
         {f"{LAYER}{part}.gate_proj.{kind}": shape, f"{LAYER}{part}.up_proj.{kind}": shape},
         parallel=f"{LAYER}{part}.gate_up_proj.{kind}",
@@ -176,7 +175,10 @@ GATED_MLP = (
 
 
 def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and its experts, by their names in files. The native layers stack each rank's experts: [E / ep, ...]."""
+    """Return the rows of a router and its experts, by their names in files.
+
+    The native layers stack each rank's experts: `[E / ep, ...]`.
+    """
     expert = f"{LAYER}{module}.experts.{{e}}."
     local = f"{MEGATRON}mlp.experts.local_experts.{{j}}."
     return (

@@ -1,7 +1,7 @@
-"""The parts of a family's table.
+"""The dataclasses of a family's entry.
 
-A table is a tuple of `Row`s. A row says which canonical (Hugging Face) tensors exist, what their shapes are in the
-config's symbols and how each is split, and what the fused local tensor is called on each target:
+An entry has a tuple of `Row`s. A row lists canonical (Hugging Face) tensors with their shapes in the config's symbols,
+how each is split, and the name of the fused local tensor on each target:
 
     Row({"model.layers.{i}.self_attn.q_proj.weight": "Q/tp H",
          "model.layers.{i}.self_attn.k_proj.weight": "KV/tp H",
@@ -33,10 +33,10 @@ class Size:
     """A symbol: `count` units of `unit` elements; sharding never cuts a unit.
 
     Attributes:
-        count: a sum of products of config fields, such as "n_shared_experts * moe_intermediate_size", or "1".
-        unit: likewise, one unit's length.
-        replicate: with more ranks than units, neighbouring ranks hold the same unit (key-value heads).
-        pad: counts that do not divide are padded with zeros up to a multiple of the ranks (the vocabulary).
+        count: A sum of products of config fields, such as "n_shared_experts * moe_intermediate_size", or "1".
+        unit: One unit's length, an expression like `count`.
+        replicate: With more ranks than units, neighbouring ranks hold the same unit (key-value heads).
+        pad: Counts that do not divide are padded with zeros up to a multiple of the ranks (the vocabulary).
     """
 
     count: str
@@ -52,25 +52,25 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One local tensor of a layer, an expert, or an end of the model, and the canonical tensors it is made of.
+    """One local tensor of a layer, an expert, or an end of the model, and the canonical tensors that make it up.
 
     Attributes:
-        sources: canonical name -> shape, in the order in which the local tensor concatenates them.
-        parallel: local name for the native layers.
-        megatron: local name in a Megatron-Core GPTModel of the local spec; empty: Megatron-Core has no such tensor, and
-            a layout for it is refused.
-        megatron_te: local name in the Transformer Engine spec, where it differs.
+        sources: Canonical name -> shape, in the order in which the local tensor concatenates them.
+        parallel: Local name for the native layers.
+        megatron: Local name in a Megatron-Core GPTModel of the local spec; empty: Megatron-Core has no such tensor, and
+            a layout for Megatron-Core is refused.
+        megatron_te: Local name in the Transformer Engine spec, where it differs.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
         where: "layers", or the pipeline end that holds the row: "first", "last".
         layers: "all", or only the "dense" or the "moe" layers.
-        when: a flag of the family that must hold, or "not FLAG".
-        roles: those that have this row.
+        when: A flag of the family that must hold, or "not FLAG".
+        roles: The roles that have this row.
         tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
-        optional: may be absent from a checkpoint and from a rank's tensors (all of them, or none).
-        aliases: other names under which a file may hold the (only) source.
-        keep_dtype: never cast: fp32 whatever the weights are.
-        targets: those that split the sources as this row says; another row speaks for the rest.
+        optional: Whether a checkpoint and all ranks may lack the tensor.
+        aliases: Other names under which a file may hold the (only) source.
+        keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
+        targets: The targets that split the sources in this way; another row describes the other targets.
     """
 
     sources: Mapping[str, str]
@@ -89,7 +89,7 @@ class Row:
     targets: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
 
     def local_name(self, target: Target) -> str:
-        """The template of the local name on `target`."""
+        """Return the template of the local name on `target`."""
         if target == "parallel":
             return self.parallel
         return self.megatron_te or self.megatron if target == "megatron_te" else self.megatron
@@ -97,25 +97,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its rows, its symbols, and which config fields decide what.
+    """One architecture: its rows, its symbols, and its config fields.
 
     Attributes:
-        name: as in messages; also the `model_type` of its configs.
+        name: The name in messages, and the `model_type` of its configs.
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
-        rows: the table.
-        sizes: the symbols.
-        flags: what decides each flag that rows name in `when`.
-        aliases: further `model_type`s.
-        inner_tie: whether `tie_word_embeddings` of the config's `text_config` ties them, too, whatever the outer one
-            says, as transformers' classes of the family have it.
-        experts: whether the family has routed experts; `num_experts` says how many.
-        prefix: what files have in place of the rows' "model." for the language model's tensors.
-        other_prefixes: what other files of this family have there.
-        carried: prefixes of tensors that are carried whole, on the first stage (a vision tower), whatever they are; the
-            one that transformers saves comes first.
-        tower: what a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
-        ignored: regular expressions of tensors that files may hold and no model reads (rotary buffers).
-        reads: further config fields that the family understands without needing them for the layout.
+        rows: The tensors of a layer and of both ends.
+        sizes: The symbols.
+        flags: What decides each flag that rows name in `when`.
+        aliases: Further `model_type`s.
+        inner_tie: Whether `tie_word_embeddings` of the config's `text_config` ties the embeddings, too, even where the
+            outer field does not, as in transformers' classes of the family.
+        experts: Whether the family has routed experts; `num_experts` says how many.
+        prefix: The prefix of the language model's tensors in files, which replaces the rows' "model.".
+        other_prefixes: The prefixes in other files of this family.
+        carried: Prefixes of tensors that are carried whole on the first stage (a vision tower); transformers saves the
+            first prefix.
+        tower: The tensors that a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
+        ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
+        reads: Further config fields that the family accepts, although the layout does not need them.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Family:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Every config field that this table reads."""
+        """Every config field that this entry reads."""
         read = {field for size in self.sizes.values() for field in size.fields} | set(self.reads)
         read |= {_deciding(flag)[0] for flag in self.flags.values() if not isinstance(flag, bool)}
         if self.experts:
@@ -151,7 +151,7 @@ class Family:
         return default if config.get(field) is None else bool(config[field])
 
     def canonical_name(self, template: str, prefix: str | None = None) -> str:
-        """A row's source as files call it."""
+        """Return the name in files of a row's source."""
         return (prefix or self.prefix) + template.removeprefix("model.") if template.startswith("model.") else template
 
     def carried_names(self, name: str) -> tuple[str, ...]:
