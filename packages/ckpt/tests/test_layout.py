@@ -219,8 +219,8 @@ MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe
 def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
     target: Any, config: dict[str, Any], missing: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def incomplete(row: Any, model: Any, place: Place) -> Iterator[tuple[str, Block]]:
-        for name, block in local_block(row, model, place):
+    def incomplete(row: Any, place: Place, *model: Any) -> Iterator[tuple[str, Block]]:
+        for name, block in local_block(row, place, *model):
             if missing not in block.names or (where == "tp rank 1" and place.tp[0] != 1):
                 yield name, block
 
@@ -233,8 +233,8 @@ def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
 
 
 def test_a_tensor_that_the_row_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(row: Any, model: Any, place: Place) -> Iterator[tuple[str, Block]]:
-        for name, block in local_block(row, model, place):
+    def odd(row: Any, place: Place, *model: Any) -> Iterator[tuple[str, Block]]:
+        for name, block in local_block(row, place, *model):
             yield name, Block.whole("odd", block.shape) if name == "model.norm.weight" else block
 
     monkeypatch.setattr("ckpt.layout.model_layout.local_block", odd)

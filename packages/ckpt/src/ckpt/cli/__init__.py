@@ -1,9 +1,9 @@
 """The command line.
 
-Its files import what needs torch inside the commands: `--help` and a wrong option wait for nothing.
+Commands import torch when they run, so `--help` and a wrong option answer at once.
 
-Exit codes: 0 all is well, 1 differences were found, 2 a mistake, which one line on standard error names; 130 after
-Ctrl-C, 143 after SIGTERM, once unfinished output is removed.
+Exit codes: 0 for success, 1 for differences, 2 for a mistake, which one line on standard error names; 130 after Ctrl-C
+and 143 after SIGTERM, once unfinished output is removed.
 """
 
 import typer
@@ -21,9 +21,9 @@ app = typer.Typer(
 )
 for command in (inspect, plan, shard, merge, verify, diff):
     app.command()(command)
-# One conversion serves both: what the source is, is found out.
+# One command under two names: the source's files show which conversion it is.
 app.command(
     "reshard",
     help="Write one file for each rank of a grid, from another grid's files, or from a "
-    "Hugging Face checkpoint. The same command as shard: choose by what the source is.",
+    "Hugging Face checkpoint. The same command as shard.",
 )(shard)

@@ -1,4 +1,4 @@
-"""`ckpt verify` and `ckpt diff`: whether two checkpoints hold the same tensors, and where they do not."""
+"""`ckpt verify` and `ckpt diff`: say whether two checkpoints hold the same tensors, and show the differences."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ A = Annotated[Path, typer.Argument(help="The reference: a Hugging Face folder, a
 B = Annotated[Path, typer.Argument(help="The other checkpoint.")]
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")]
 Rtol = Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")]
-IgnoreDtype = Annotated[bool, typer.Option("--ignore-dtype", help="Compare values of different types.")]
+IgnoreDtype = Annotated[bool, typer.Option("--ignore-dtype", help="Compare the values of tensors whose dtypes differ.")]
 
 
 @reports_mistakes
@@ -39,7 +39,7 @@ def diff(
     atol: Atol = 0.0,
     rtol: Rtol = 0.0,
     ignore_dtype: IgnoreDtype = False,
-    most: Annotated[int, typer.Option("--most", min=1, help="Rows to show.")] = 50,
+    most: Annotated[int, typer.Option("--most", min=1, help="The number of rows to show.")] = 50,
     json: Json = False,
 ) -> None:
     """Show a table of all tensors that differ; exit code 1 when there are any."""
@@ -59,7 +59,7 @@ def _summary(report: Report) -> None:
     if report.equal:
         typer.echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
         return
-    # A tensor may differ in several ways; one that is on one side alone, or has another shape, is not compared.
+    # A tensor may differ in several ways. Tensors on one side alone, or of another shape, are not compared.
     tensors = Report(differences=[item for item in report.differences if item.kind != "config"])
     names = {item.name for item in tensors.differences}
     not_compared = {item.name for item in tensors.differences if item.kind in ("missing", "unexpected", "shape")}

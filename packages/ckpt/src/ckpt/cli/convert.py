@@ -1,4 +1,4 @@
-"""`ckpt shard`, `ckpt reshard` and `ckpt merge`: between Hugging Face folders and sharded ones."""
+"""`ckpt shard`, `ckpt reshard` and `ckpt merge`: convert between Hugging Face folders and sharded ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +24,13 @@ from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
 Destination = Annotated[
-    Path, typer.Argument(help="The folder to write; a checkpoint that is there, and nothing else, is replaced.")
+    Path,
+    typer.Argument(
+        help="The folder to write. An existing checkpoint is replaced; a folder with other files is refused."
+    ),
 ]
 Target = Annotated[
-    str | None, typer.Option("--target", help="parallel, megatron or megatron_te; the source's unless given.")
+    str | None, typer.Option("--target", help="parallel, megatron or megatron_te (default: the source's).")
 ]
 
 
@@ -48,7 +51,7 @@ def shard(
     json: Json = False,
 ) -> None:
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
-    as reshard: choose by what the source is."""
+    as reshard."""
     grid = read_grid(tp, pp, vpp, ep, etp)
     with progress_bar("writing") as progress:
         ckpt.reshard(
@@ -70,16 +73,17 @@ def merge(
     source: Source,
     destination: Destination,
     dtype: Dtype = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Bytes of one file, such as 5GB.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="The largest size of a file, such as 5GB.")
+    ] = "5GB",
     copy_from: Annotated[
         Path | None,
-        typer.Option("--copy-from", help="A folder whose tokenizer files are copied; the source unless given."),
+        typer.Option("--copy-from", help="Copy tokenizer files from this folder (default: the source)."),
     ] = None,
     check: Check = False,
     json: Json = False,
 ) -> None:
-    """Write one Hugging Face checkpoint of a sharded one's weights, or of a Hugging Face one's, in other files or
-    another type."""
+    """Write one Hugging Face checkpoint, from a sharded one or from a Hugging Face one with other files or dtypes."""
     with progress_bar("merging") as progress:
         ckpt.merge(
             source,

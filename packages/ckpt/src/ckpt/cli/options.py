@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     import torch
 
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
-Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages a rank.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.")]
+Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual pipeline stages of each rank.")]
 Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
-Etp = Annotated[int | None, typer.Option("--etp", min=1, help="How each expert is split; as --tp unless given.")]
+Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Tensor parallel size of each expert (default: --tp).")]
 Target = Annotated[str, typer.Option("--target", help="parallel, megatron or megatron_te.")]
 Layers = Annotated[
     str | None,
-    typer.Option("--layers", help="'balanced', or layers of each stage, such as 7,8,8,7; equal unless given."),
+    typer.Option("--layers", help="'balanced', or the layers of each stage, such as 7,8,8,7 (default: equal)."),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights, such as bfloat16.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Cast weights to this dtype, such as bfloat16 (default: as stored).")
+]
 Check = Annotated[
     bool,
     typer.Option(
@@ -29,7 +31,9 @@ Check = Annotated[
         help="Compare all bytes with the recorded checksums first; reads every file once more (default: off).",
     ),
 ]
-VocabMultiple = Annotated[int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to this.")]
+VocabMultiple = Annotated[
+    int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to a multiple of this.")
+]
 
 
 def read_grid(tp: int, pp: int, vpp: int, ep: int, etp: int | None) -> Grid:
@@ -41,7 +45,7 @@ def read_layers(text: str | None) -> LayerPlacement:
     """Return the layer placement that `--layers` names.
 
     Raises:
-        ValueError: It is neither a word nor a list of numbers.
+        ValueError: The text is neither 'balanced' nor a list of numbers.
     """
     if text is None or text == "balanced":
         return text
@@ -52,10 +56,10 @@ def read_layers(text: str | None) -> LayerPlacement:
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:
-    """Return the type that `--dtype` names.
+    """Return the dtype that `--dtype` names.
 
     Raises:
-        ValueError: Torch has no such type, or weights cannot be of it.
+        ValueError: The name is no dtype of torch, or not a floating-point dtype.
     """
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Output of the commands: tables and progress for people, JSON for programs, one line for a mistake."""
+"""Print the commands' output: tables and progress for people, JSON for programs, one line for a mistake."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MISTAKE = 2
-# What ends a command from outside; a shell expects 128 and the signal's number as its exit code.
+# The signals that end a command from outside. A shell expects 128 plus the signal's number as the exit code.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# An argument of a function that is an option here: "layers='balanced'", "layers=[7, 8]", "dtype=".
+# A function's argument in an error text, which is an option here: "layers='balanced'", "layers=[7, 8]", "dtype=".
 _OPTION = re.compile(
     r"(?<!config's )(?<![\w-])(layers|target|dtype|copy_from|max_shard_size|vocab_multiple)="
     r"(?:'([^']*)'|\[([^\]]*)\]|(\w*))"
@@ -41,7 +41,7 @@ def _signals_raise() -> Iterator[None]:
     def stop(number: int, _frame: object) -> None:
         raise _Stopped(signal.Signals(number))
 
-    # Python allows handlers in the main thread alone; a command that a program calls elsewhere goes without.
+    # Python allows handlers in the main thread only; a command in another thread runs without them.
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, stop) for number in _SIGNALS if main}
     try:
@@ -52,7 +52,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _as_option(found: re.Match[str]) -> str:
-    """Spell an argument as the command line does: "--layers balanced", "--layers 7,8", "--dtype"."""
+    """Return an argument as the command line spells it: "--layers balanced", "--layers 7,8", "--dtype"."""
     value = next((value for value in found.groups()[1:] if value), "").replace(", ", ",")
     return f"--{found[1].replace('_', '-')} {value}".rstrip()
 
@@ -60,7 +60,7 @@ def _as_option(found: re.Match[str]) -> str:
 def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
     """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error.
 
-    The exit code is 2 for an error, and 128 plus its number for a signal (130 for Ctrl-C).
+    The exit code is 2 for an error, and 128 plus the signal's number for a signal (130 for Ctrl-C).
     """
 
     @functools.wraps(command)
@@ -85,7 +85,7 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a bar with GB/s on standard error; nothing where that is not a terminal."""
+    """Yield the update function of a progress bar with GB/s; the bar appears if standard error is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -99,13 +99,13 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, header: bool = True) -> None:
-    """Print a table; columns of numbers are aligned to the right."""
+    """Print a table with columns of numbers aligned to the right."""
     table = Table(show_header=header)
     for index, column in enumerate(columns):
         numbers = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        # Text, not strings: a name with brackets is no markup.
+        # rich would read brackets in a plain string as markup.
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
     console = Console()
     console.print(Text(title), soft_wrap=True)
@@ -113,6 +113,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def size_text(nbytes: float) -> str:
-    """Return a size for people, in powers of 1000."""
+    """Return a size in bytes as text, in powers of 1000."""
     power = 0 if nbytes < 1 else min(4, int(math.log(nbytes, 1000)))
     return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1000**power:.2f} {' KMGT'[power]}B"

@@ -1,4 +1,4 @@
-"""`ckpt plan`: what each rank of a grid would hold."""
+"""`ckpt plan`: show the bytes that each rank of a grid would hold."""
 
 import dataclasses
 from pathlib import Path

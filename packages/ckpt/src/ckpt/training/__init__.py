@@ -1,1 +1,1 @@
-"""Training checkpoints: model, optimizer, random states and the run that they belong to."""
+"""Training checkpoints: model, optimizer, random states, and the folder of a run."""

@@ -1,10 +1,9 @@
-"""Training checkpoints under canonical names: saved on one grid, resumed on any other.
+"""Save training checkpoints under canonical names on one grid, and resume them on any other.
 
-`ROOT/step-00000100/` holds weights, optimizer state, random-number states and whatever JSON the caller adds;
-`ROOT/latest` names the newest complete one and is replaced in one step. Weights and optimizer state are boxes of
-canonical tensors, stored through torch.distributed.checkpoint (`ckpt.training.dcp_storage`), so
-each rank writes its own part and reads what its new place needs. A rank holds a box
-of a DTensor (FSDP2 makes them); the box is saved and loaded as it is, without a gather.
+`ROOT/step-00000100/` holds weights, optimizer state, random-number states and the caller's JSON. `ROOT/latest` names
+the newest complete checkpoint and is replaced in one step. torch.distributed.checkpoint (`ckpt.training.dcp_storage`)
+stores weights and optimizer state as boxes of canonical tensors: each rank writes its own boxes and reads those of its
+new place. A rank's part of a DTensor (FSDP2) is a box, too, so nothing is gathered.
 """
 
 import contextlib
@@ -49,19 +48,19 @@ from ckpt.transfer.agreement import agree, all_gather_json, require_same
 from ckpt.transfer.redistribute import OptimizerState
 from ckpt.transfer.tied import require_equal_boxes
 
-# What `state.json` holds.
+# The entries of `state.json`.
 _FACTS = {"step", "extra", "rng"}
 
 
 @dataclass
 class TrainingState:
-    """What a training checkpoint gives one place.
+    """The state of one place in a training checkpoint.
 
     Attributes:
-        step: The step it was saved at.
-        tensors: Local name -> weights; of a DTensor, the part that is on this rank.
+        step: The step of the save.
+        tensors: Local name -> weights; for a DTensor, this rank's part.
         optimizer: Local name -> slot -> tensor, divided like the weights.
-        extra: What the caller saved beside them.
+        extra: The JSON values that the caller saved.
         rng: This rank's random-number states, for `restore_rng`.
         streams: This rank's states of the caller's own generators, on the CPU.
     """
@@ -76,9 +75,9 @@ class TrainingState:
 
 @dataclass
 class PendingSave:
-    """A save that may still be running; `wait` returns when it is complete and raises what went wrong.
+    """A save that may still be running; `wait` returns when the save is complete, and raises its error.
 
-    Of a failure that no `wait` has raised a RuntimeWarning tells, at the end of the program at the latest.
+    A RuntimeWarning reports an error that no `wait` has raised, at the latest at the end of the program.
     """
 
     _thread: threading.Thread | None = None
@@ -87,15 +86,15 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end.
+        """Wait for the end of the save.
 
         Raises:
-            TimeoutError: It is still running after `timeout` seconds.
-            ValueError, OSError: What went wrong, on every rank.
+            TimeoutError: The save is still running after `timeout` seconds.
+            ValueError, OSError: The error of the save, on every rank.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -132,32 +131,32 @@ def save_training(
     asynchronous: bool = False,
     counter: IOCounter | None = None,
 ) -> PendingSave:
-    """Save a training run's state; of ranks that hold the same box one writes it.
+    """Save a training run's state; one of the ranks that hold a box writes the box.
 
-    Asynchronously, this returns once the tensors have been copied to CPU memory; the rest runs in a thread, whose
-    collectives need a group that nothing else uses meanwhile: pass one of its own,
-    `torch.distributed.new_group(backend="gloo")`. Wait for one save before starting the next, and before the group is
-    destroyed.
+    With `asynchronous`, this returns once the tensors are copied to CPU memory, and a thread does the rest. The
+    thread's
+    collectives need a group of their own: pass `torch.distributed.new_group(backend="gloo")`. Wait for a save before
+    starting the next one, and before destroying the group.
 
     Args:
         root: The run's folder of checkpoints.
         step: The step that is complete.
-        tensors: This rank's weights by local name; DTensors where data parallelism has divided them further.
+        tensors: This rank's weights by local name; DTensors under FSDP2.
         layout: From `layout_for`.
-        place: This rank's place, or those of its pipeline chunks, where no two use one local name; None: everything.
-        optimizer: Local name -> slot -> tensor: shaped like the parameter, or like its part on this rank, or one
+        place: This rank's place, or the places of its pipeline chunks, whose local names must differ; None: everything.
+        optimizer: Local name -> slot -> tensor of the parameter's shape, of the shape of this rank's part, or of one
             element.
-        extra: JSON values, the same on every rank (rank 0's are kept): scheduler, data position, configuration.
-        streams: The states of this rank's own generators by name, each rank's kept, as
-            `parallel_layers.RngStates.state_dict` gives them; torch's and Python's default generators are kept anyway.
+        extra: JSON values of scheduler, data position, configuration; rank 0's are saved.
+        streams: The states of this rank's own generators by name, as `parallel_layers.RngStates.state_dict` returns
+            them. The default generators of torch and Python are always saved.
         group: The ranks that together hold the model.
-        keep: How many checkpoints to keep: the newest up to this one first, then later ones of a run that was left by
+        keep: The number of checkpoints to keep: the newest up to this step, then later steps of a run that was left by
             going back; None: all.
-        asynchronous: Copy, then save in the background.
-        counter: Is given the bytes that this rank writes.
+        asynchronous: Copy the tensors, then save in the background.
+        counter: Counts the bytes that this rank writes.
 
     Returns:
-        The save; without `asynchronous` it is done.
+        The save; complete unless `asynchronous`.
 
     Raises:
         ValueError: Tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
@@ -183,7 +182,7 @@ def save_training(
         return PendingSave()
     copies = [BoxOf(box.name, box.shape, box.box, box.memory.to("cpu", copy=True)) for box in boxes]
     pending = PendingSave()
-    failures: list[str] = []  # what they say alone: the errors hold all that was copied
+    failures: list[str] = []  # texts only: the errors themselves hold the copied tensors
 
     def run() -> None:
         try:
@@ -192,7 +191,7 @@ def save_training(
             pending._errors.append(error)
             failures.append(f"{type(error).__name__}: {error}")
 
-    # Not before the thread ends, for it holds `pending`; and a program does not end before its threads.
+    # The finalizer runs after the thread ends, because the thread holds `pending`, and a program waits for its threads.
     pending._unseen = weakref.finalize(pending, _tell, step, failures)
     pending._thread = threading.Thread(target=run, name=f"save-step-{step}")
     pending._thread.start()
@@ -200,7 +199,7 @@ def save_training(
 
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caller's values as JSON has them; training may go on to change its own."""
+    """Return a copy of the caller's values as JSON values; training may change its own meanwhile."""
     try:
         copied: dict[str, Any] = json.loads(json.dumps(dict(extra)))
     except TypeError as error:
@@ -255,8 +254,7 @@ def _write(
         agree(finish, group)
     finally:
         if writer is not None:
-            # After a commit there is nothing left to discard.
-            writer.discard()
+            writer.discard()  # does nothing after a commit
 
 
 def _check_whole(folder: Path, layout: Layout) -> None:
@@ -270,7 +268,7 @@ def _check_whole(folder: Path, layout: Layout) -> None:
 
 @contextlib.contextmanager
 def _torch_checkpoint(group: ProcessGroup | None) -> Iterator[None]:
-    """Turn torch's collected failures into the first rank's own error; one process alone is no reason for a warning."""
+    """Turn torch's collected failures into the first rank's own error, and silence its warning about one process."""
     with warnings.catch_warnings():
         if group is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -294,27 +292,27 @@ def load_training(
     check: bool = False,
     counter: IOCounter | None = None,
 ) -> TrainingState:
-    """Load a place's part of a training checkpoint, whatever grid it was saved on.
+    """Load a place's part of a training checkpoint that was saved on any grid.
 
     Args:
         root: The run's folder of checkpoints.
-        layout: Of this run: the same model, on any target.
+        layout: The layout of this run: the same model, on any target.
         place: This rank's place, or those of its pipeline chunks; None: everything.
-        step: Which checkpoint; None: the latest.
-        into: Weights to fill instead of new tensors, by local name; of DTensors the part on this rank is loaded, and
-            that of their optimizer state.
-        device: Where new tensors go.
+        step: The step to load; None: the latest.
+        into: Weights to fill instead of new tensors, by local name. For DTensors, this rank's part of the weights and
+            of the optimizer state is loaded.
+        device: The device of new tensors.
         group: The ranks that load together.
-        check: Compare the bytes of all files with their recorded checksums first, the files divided among the ranks.
-        counter: Is given the bytes that this rank reads.
+        check: Compare the bytes of all files with their recorded checksums first; the ranks divide the files.
+        counter: Counts the bytes that this rank reads.
 
     Returns:
-        The state. Its `rng` and `streams` are those of the saved run's rank of the same number. A rank that the saved
-        run did not have gets new ones, derived from a saved rank's, except for states that all saved ranks shared.
+        The state. `rng` and `streams` are those of the same rank of the saved run. A rank beyond the saved ones gets
+        new states, derived from a saved rank's; states that all saved ranks shared stay shared.
 
     Raises:
-        ValueError: There is no such checkpoint, it is broken, damaged or of another model, or was replaced meanwhile;
-            on every rank.
+        ValueError: The checkpoint is absent, broken, damaged, of another model, or was replaced meanwhile; on every
+            rank.
     """
     rank = 0 if group is None else group.rank()
     folder, state, files = agree(lambda: open_step(Path(root), step), group)

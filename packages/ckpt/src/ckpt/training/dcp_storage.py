@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint with pieces as its shards and safetensors as its storage; nothing on disk is pickled.
+"""Planners and storage for torch.distributed.checkpoint: boxes are its shards, safetensors files its storage.
 
-torch plans (what is a replica, who writes what, which stored chunks a wanted box needs); the planners here describe
-boxes of canonical tensors to it, and the storage keeps one safetensors file a rank with `metadata.json` beside them.
+torch finds replicas, divides the writing, and finds the stored chunks of a wanted box. The planners here describe boxes
+of canonical tensors to torch. The storage keeps a safetensors file for each rank and `metadata.json`; nothing is
+pickled.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ from ckpt.transfer.relay import write_own_file
 
 
 def _chunk(box: BoxOf) -> ChunkStorageMetadata:
-    """Return the box in torch's terms."""
+    """Return the box as torch describes a chunk."""
     return ChunkStorageMetadata(torch.Size(start for start, _ in box.box), torch.Size(extents(box.box)))
 
 
@@ -57,14 +58,14 @@ def _key(name: str, offsets: torch.Size) -> str:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Plans the writing of boxes; of several ranks with the same box one writes it."""
+    """Plans the writing of boxes; one of the ranks with the same box writes the box."""
 
     def __init__(self, boxes: list[BoxOf]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {_key(box.name, _chunk(box).offsets): box for box in boxes}
 
     def create_local_plan(self) -> SavePlan:
-        """One shard for each box."""
+        """Return a plan with one shard for each box."""
         items = [
             WriteItem(
                 index=MetadataIndex(box.name, _chunk(box).offsets),
@@ -85,14 +86,14 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of boxes out of whatever chunks were stored."""
+    """Plans the reading of boxes from the stored chunks."""
 
     def __init__(self, boxes: list[BoxOf]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {_key(box.name, _chunk(box).offsets): box for box in boxes}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the stored chunks' parts that fill each box."""
+        """Return a plan with the parts of stored chunks that fill each box."""
         items: list[ReadItem] = []
         assert self.metadata is not None
         for box in self._boxes.values():
@@ -107,18 +108,18 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return where a part is to go."""
+        """Return the view that a part fills."""
         offset = read_item.dest_index.offset
         box = self._boxes[_key(read_item.dest_index.fqn, torch.Size() if offset is None else offset)]
         wanted = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return view_of(box.memory, tuple((start, start + length) for start, length in wanted))
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: a part is read straight into its place."""
+        """Do nothing: a part is read straight into its place."""
 
 
 class SafetensorsWriter(StorageWriter):
-    """One safetensors file a rank, and `metadata.json` by the coordinator."""
+    """Writes a safetensors file for each rank; the coordinator writes `metadata.json`."""
 
     def __init__(self, folder: Path, group: ProcessGroup | None, counter: IOCounter) -> None:
         self._folder = folder
@@ -126,13 +127,13 @@ class SafetensorsWriter(StorageWriter):
         self._counter = counter
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The folder is given once, at construction."""
+        """Do nothing: the constructor takes the folder."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder exists already."""
+        """Do nothing: the folder exists already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -142,7 +143,7 @@ class SafetensorsWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync this rank's file, or have it written (`ckpt.transfer.relay`)."""
+        """Write and sync this rank's file, here or on another rank (`ckpt.transfer.relay`)."""
         tensors = {_key(item.index.fqn, item.index.offset or torch.Size()): item for item in plan.items}
         resolved = {key: planner.resolve_data(item) for key, item in tensors.items()}
         memory = {key: tensor for key, tensor in resolved.items() if isinstance(tensor, Tensor)}
@@ -158,7 +159,7 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write down which chunk lies where."""
+        """Write the file and the key of each chunk to `metadata.json`."""
         placed = {_key(r.index.fqn, r.index.offset or torch.Size()): r.storage_data for rank in results for r in rank}
         tensors: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -174,12 +175,12 @@ class SafetensorsWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only."""
+        """Return True: any folder will do."""
         return True
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter` wrote."""
+    """Reads the files of a `SafetensorsWriter`."""
 
     def __init__(self, folder: Path, counter: IOCounter) -> None:
         self._folder = folder
@@ -187,26 +188,26 @@ class SafetensorsReader(StorageReader):
         self._placed: Mapping[str, tuple[str, str]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The folder is given once, at construction."""
+        """Do nothing: the constructor takes the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Parse `metadata.json`.
 
         Raises:
-            ValueError: It is missing or malformed.
+            ValueError: The file is missing or malformed.
         """
         return _metadata(self._folder)[0]
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn where the chunks lie."""
+        """Read the file and the key of each chunk."""
         self._placed = _metadata(self._folder)[1]
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -237,7 +238,7 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders with our metadata."""
+        """Return whether a folder has `metadata.json`."""
         return (Path(checkpoint_id) / METADATA).is_file()
 
 
@@ -256,13 +257,13 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.dtype, Shape]]:
 
 
 def check_headers(folder: Path, rank: int, size: int) -> dict[Path, Header]:
-    """Hold `metadata.json` against the headers of this rank's share of the files, when `size` ranks divide them.
+    """Compare `metadata.json` with the headers of this rank's share of the files; `size` ranks divide the files.
 
     Returns:
         The headers of the share.
 
     Raises:
-        ValueError: A file is missing or broken, or holds other tensors than `metadata.json` says; names the first.
+        ValueError: A file is missing or broken, or its tensors differ from `metadata.json`; names the first.
     """
     metadata, placed = _metadata(folder)
     said: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {

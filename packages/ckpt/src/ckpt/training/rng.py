@@ -1,4 +1,4 @@
-"""The states of the random-number generators, as JSON values."""
+"""Turn the states of random-number generators into JSON values and back."""
 
 import hashlib
 import json
@@ -29,10 +29,10 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
-    """Named states of the caller's own generators, as JSON values.
+    """Return named states of the caller's own generators as JSON values.
 
     Raises:
-        ValueError: One is no flat tensor of bytes, as `torch.Generator.get_state` gives it.
+        ValueError: A state is not a flat tensor of bytes, as `torch.Generator.get_state` returns.
     """
     for name, stream in streams.items():
         if stream.dtype != torch.uint8 or stream.dim() != 1:
@@ -44,19 +44,19 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def streams_from_json(texts: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the states that `streams_to_json` has written, on the CPU."""
+    """Return the states in the output of `streams_to_json`, on the CPU."""
     return {name: _bytes(text) for name, text in texts.items()}
 
 
 def state_of_rank(saved: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the states of a rank of a resumed run, out of those that each rank of the saved run had.
+    """Return the states of a rank of a resumed run, given the states of every rank of the saved run.
 
-    A rank that the saved run had gets its own. Rank `r` of more than the `n` saved ones gets new states, derived from
-    those of rank `r % n` and from `r // n`: ranks that drew alike have counterparts that draw alike. A state that all
-    saved ranks shared is shared by the further ranks, too, since the run draws those numbers alike on every rank.
+    A rank of the saved run gets its own states. Beyond the `n` saved ranks, rank `r` gets new states, derived from
+    those of rank `r % n` and from `r // n`, so ranks with equal states get equal new states. All ranks share a state
+    that all saved ranks shared.
 
     Raises:
-        ValueError: A state cannot be derived, because no generator of torch has states of its length.
+        ValueError: A state has a length that no generator of torch has, so no state can be derived.
     """
     index, turn = rank % len(saved), rank // len(saved)
     own = dict(saved[index])
@@ -91,10 +91,10 @@ def _renewed(name: str, states: Sequence[Any], index: int, turn: int) -> Any:
 
 
 def check_states(saved: Any) -> None:
-    """Check the states of all ranks as read from a file.
+    """Check the states of all ranks that were read from a file.
 
     Raises:
-        ValueError: They are not what `capture_rng` and `streams_to_json` give; says which are not.
+        ValueError: A state is not an output of `capture_rng` or `streams_to_json`; names the state.
     """
     if not isinstance(saved, list) or not saved or not all(isinstance(entry, dict) for entry in saved):
         raise ValueError("rng must be a list of one object for each rank")

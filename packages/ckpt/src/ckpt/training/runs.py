@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: which are complete, which is the latest, which are to go."""
+"""Find the complete and the latest checkpoints in a run's folder, and remove old ones."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from ckpt.files.atomic import remove_abandoned, remove_checkpoint, sync_folder, 
 from ckpt.files.contents import STATE
 
 LATEST = "latest"
-# More digits than any run has steps would be too long for a file's name.
+# At most 20 digits: a longer name would exceed the limit of a file's name.
 _STEP = re.compile(r"step-([0-9]{8,20})")
 
 
@@ -30,7 +30,7 @@ def step_of(name: str) -> int:
 
 
 def point_to(root: Path, name: str) -> None:
-    """Let `latest` name a checkpoint, in one step."""
+    """Replace `latest` in one step, so that it names a checkpoint."""
     temporary = root / f".{LATEST}.saving"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(f"{name}\n")
@@ -49,10 +49,10 @@ def saved_steps(root: str | os.PathLike[str]) -> list[int]:
 
 
 def latest_step(root: str | os.PathLike[str]) -> int | None:
-    """Return the step that `latest` names; None where nothing has been saved.
+    """Return the step that `latest` names; None in a folder without checkpoints.
 
     Raises:
-        ValueError: The pointer is damaged, or names a checkpoint that is not there.
+        ValueError: `latest` is damaged, or names an absent checkpoint.
     """
     pointer = Path(root) / LATEST
     if not pointer.is_file():
@@ -69,9 +69,9 @@ def latest_step(root: str | os.PathLike[str]) -> int | None:
 
 
 def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
-    """Return the complete steps of the run that `latest` belongs to, oldest first: those up to it.
+    """Return the complete steps up to `latest`, oldest first.
 
-    A later step is of a run that was left when another one went back behind it.
+    A later step belongs to a run that was left when training went back to an earlier step.
 
     Raises:
         ValueError: As `latest_step`.
@@ -81,14 +81,14 @@ def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves of any step have left, unless a living one is at work there."""
+    """Remove the leftovers of killed saves of any step; running saves keep their folders."""
     remove_abandoned(root.glob(".step-*.saving-*"))
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all but `keep` checkpoints: the newest up to `latest`, and only then later ones of a run that was left.
+    """Remove all but `keep` checkpoints; the newest up to `latest` stay first, then later steps of a run that was left.
 
-    Each disappears in one step first: a kill in the middle leaves a leftover, and never half a checkpoint.
+    Each is renamed before its files are removed: a kill in between leaves a leftover, never half a checkpoint.
     """
     own = steps_of_latest(root)
     left = [step for step in saved_steps(root) if step not in own]

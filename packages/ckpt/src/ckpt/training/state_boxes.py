@@ -1,7 +1,7 @@
-"""A training run's weights and optimizer state as boxes of canonical tensors: those a place has, those it wants.
+"""Describe a training run's weights and optimizer state as boxes of canonical tensors, to save and to load.
 
-Weights are `model/NAME`, moments `optimizer/SLOT/NAME`; a slot of one element goes with each canonical tensor that its
-parameter joins, so that it finds its way into any other fusion of them.
+Weights are `model/NAME`, moments `optimizer/SLOT/NAME`. A slot of one element (a step count) is saved with each
+canonical tensor that its parameter joins, so that any other fusion can load it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from ckpt.layout.place import Place
 from ckpt.training.dcp_storage import stored_tensors
 from ckpt.transfer.redistribute import OptimizerState
 
-# Where a rank stands; one place for each pipeline chunk that it holds.
+# A rank's place, or one place for each of its pipeline chunks; None: the whole model.
 Places = Place | Sequence[Place] | None
 
 
 def held_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout: Layout, place: Places) -> list[BoxOf]:
-    """What this rank has to save, as views of its tensors; of DTensors the part that it has.
+    """Return the boxes that this rank saves, as views of its tensors (of the local parts of DTensors).
 
     Raises:
-        ValueError: A tensor is missing, unknown or of another shape; names it.
+        ValueError: A tensor is missing, unknown or of another shape; names the tensor.
     """
     blocks = _blocks(layout, place)
     unknown = [name for name in (*tensors, *optimizer) if name not in blocks]
@@ -46,7 +46,7 @@ def held_boxes(tensors: Mapping[str, Tensor], optimizer: OptimizerState, layout:
         for slot, tensor in slots.items():
             shape = tuple(tensor.shape)
             local, box = on_this_rank(f"{name}'s {slot}", tensor, shape)
-            # An optimizer may hold a moment as a DTensor, or its local part alone.
+            # An optimizer may hold a moment as a DTensor, or the local part alone.
             part = blocks[name].part(box) if shape == blocks[name].shape else parts.get(name, blocks[name])
             boxes += _slot_boxes(slot, local, name, part, layout)
     return boxes
@@ -69,7 +69,7 @@ def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
 
 
 def _boxes(kind: str, tensor: Tensor, block: Block, layout: Layout) -> list[BoxOf]:
-    """Return the boxes of a tensor that is made of pieces, as views of it."""
+    """Return the boxes of a block's pieces, as views of its tensor."""
     return [
         BoxOf(
             f"{kind}/{piece.name}",
@@ -89,19 +89,18 @@ def _slot_boxes(slot: str, tensor: Tensor, name: str, block: Block, layout: Layo
         raise ValueError(
             f"{name}'s {slot} has shape {tuple(tensor.shape)}; it must be the parameter's {block.shape} or one element"
         )
-    # A count goes with each canonical tensor, so that it finds its way into any other fusion of them.
     return [BoxOf(f"optimizer/{slot}/{source}", (), (), tensor.view(())) for source in block.names]
 
 
 @dataclass
 class WantedState:
-    """What a place is to load: tensors, and the boxes of canonical tensors that fill them.
+    """The tensors that a place loads, and the boxes of canonical tensors that fill them.
 
     Attributes:
         tensors: Local name -> weights.
-        optimizer: Local name -> slot -> moments; the counts once `settle_counts` has put them there.
+        optimizer: Local name -> slot -> moments; `settle_counts` adds the counts.
         counts: (local name, slot) -> the one-element state of each canonical tensor that the parameter joins.
-        boxes: Views of all of these.
+        boxes: Views of all these tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -110,10 +109,10 @@ class WantedState:
     boxes: list[BoxOf] = field(default_factory=list)
 
     def settle_counts(self) -> None:
-        """Give every parameter its one count.
+        """Move the count of every parameter to `optimizer`.
 
         Raises:
-            ValueError: The canonical tensors that a parameter joins have different ones.
+            ValueError: The canonical tensors that a parameter joins have different counts.
         """
         for (name, slot), values in self.counts.items():
             if not torch.equal(values, values[:1].expand_as(values)):
@@ -124,7 +123,7 @@ class WantedState:
 def wanted_state(
     folder: Path, layout: Layout, place: Places, into: Mapping[str, Tensor] | None, device: torch.device
 ) -> WantedState:
-    """What a place is to load of a training checkpoint: new tensors, or those of `into` and, of its DTensors, parts.
+    """Return the state that a place loads from a training checkpoint: new tensors, or those of `into`.
 
     Raises:
         ValueError: The checkpoint is of another model, or `into` does not fit; names the tensor.
