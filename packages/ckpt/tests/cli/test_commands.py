@@ -138,7 +138,7 @@ def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     [
         ("shard", "from a Hugging Face checkpoint or another grid's files"),
         ("reshard", "from another grid's files, or from a Hugging Face checkpoint"),
-        ("merge", "of a sharded one's weights, or of a Hugging Face one's"),
+        ("merge", "from a sharded one or a Hugging Face one"),
     ],
 )
 def test_conversions_say_that_either_form_is_a_source(command: str, sources: str) -> None:

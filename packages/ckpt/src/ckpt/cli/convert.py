@@ -17,10 +17,10 @@ from ckpt.cli.options import (
     VocabMultiple,
     Vpp,
     read_dtype,
-    read_grid,
     read_layers,
 )
 from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
+from ckpt.layout.place import Grid
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
 Destination = Annotated[
@@ -52,7 +52,7 @@ def shard(
 ) -> None:
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
     as reshard."""
-    grid = read_grid(tp, pp, vpp, ep, etp)
+    grid = Grid(tp, pp, vpp, ep, etp)
     with progress_bar("writing") as progress:
         ckpt.reshard(
             source,
@@ -83,7 +83,7 @@ def merge(
     check: Check = False,
     json: Json = False,
 ) -> None:
-    """Write one Hugging Face checkpoint, from a sharded one or from a Hugging Face one with other files or dtypes."""
+    """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype."""
     with progress_bar("merging") as progress:
         ckpt.merge(
             source,

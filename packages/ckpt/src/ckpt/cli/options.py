@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.layout.place import Grid, LayerPlacement
+from ckpt.layout.place import LayerPlacement
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,6 @@ Check = Annotated[
 VocabMultiple = Annotated[
     int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to a multiple of this.")
 ]
-
-
-def read_grid(tp: int, pp: int, vpp: int, ep: int, etp: int | None) -> Grid:
-    """Return the grid that the options name."""
-    return Grid(tp, pp, vpp, ep, etp)
 
 
 def read_layers(text: str | None) -> LayerPlacement:

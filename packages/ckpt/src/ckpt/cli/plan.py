@@ -18,10 +18,10 @@ from ckpt.cli.options import (
     VocabMultiple,
     Vpp,
     read_dtype,
-    read_grid,
     read_layers,
 )
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
+from ckpt.layout.place import Grid
 
 
 @reports_mistakes
@@ -50,7 +50,7 @@ def plan(
     from ckpt.transfer.memory_plan import config_dtype, plan_bytes, stored_dtypes
     from ckpt.transfer.sources import open_source
 
-    grid = read_grid(tp, pp, vpp, ep, etp)
+    grid = Grid(tp, pp, vpp, ep, etp)
     has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
     source = open_source(folder) if has_weights else None
     layout = dataclasses.replace(
