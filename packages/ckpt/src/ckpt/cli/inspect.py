@@ -65,7 +65,7 @@ def inspect(
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """Return the facts that `inspect` shows; parameters are counted once, whatever number of ranks hold them."""
+    """Return the facts that `inspect` shows; a parameter that several ranks hold is counted once."""
     from ckpt.files.dtypes import NAMES
     from ckpt.files.header import read_header
     from ckpt.layout.pieces import volume

@@ -18,7 +18,7 @@ from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo
 from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
 
-# One read or write call moves at most this (Linux caps one at 2 GiB).
+# The most bytes of one read or write call; the limit of Linux is 2 GiB.
 _CALL_BYTES = 1 << 30
 STAGING_BYTES = 16 << 20
 

@@ -49,7 +49,7 @@ def reshard(
 
     Args:
         source: A Hugging Face folder, a sharded one, or a file of weights.
-        destination: The folder to write; a checkpoint that is there, and nothing else, is replaced.
+        destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
         grid: The grid to write for.
         target: The target of the local tensors; None: the source's ("parallel" for Hugging Face).
         layers: As in `layout_for`.
@@ -103,7 +103,7 @@ def merge(
 
     Args:
         source: A sharded checkpoint, or a Hugging Face folder.
-        destination: The folder to write; a checkpoint that is there, and nothing else, is replaced.
+        destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
         dtype: Cast floating-point weights.
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
@@ -158,7 +158,7 @@ class _Entry:
 
     @property
     def filled_bytes(self) -> int:
-        """Without the padding."""
+        """The bytes of all elements except padding."""
         pieces = (piece for piece in self.block.pieces if not piece.is_padding)
         return sum(volume(piece.local_range) for piece in pieces) * self.dtype.itemsize
 

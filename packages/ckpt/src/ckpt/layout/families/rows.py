@@ -142,7 +142,7 @@ _FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
 def norms(first: str, second: str) -> tuple[Row, ...]:
     """Return the rows of the norms before attention and before the MLP, by their names in files.
 
-    Transformer Engine holds the first norm in the fused projection behind it; the second, too, in dense layers.
+    Transformer Engine holds the first norm in the fused projection behind it; in dense layers the second as well.
     """
     return (
         norm(first, "input_layernorm", "input_layernorm", te=_QKV_NORM),
