@@ -1,8 +1,7 @@
-"""A process that forks ranks. It has imported what they need, so new ranks cost milliseconds instead of an import each.
+"""A process that has imported the slow modules and forks ranks in milliseconds.
 
-`multiprocessing`'s fork server would do nearly this, but it fixes what is imported before the first fork, and its
-children may outlive it. This one imports more whenever its caller has, ends the ranks by process group, and ends with
-them when its caller is gone, however that went. It is single-threaded, so that its forks are whole.
+Unlike the fork server of `multiprocessing`, this process imports more modules before later forks, ends ranks by process
+group, and ends with all ranks when its caller is gone. It has one thread, so that forks are safe.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PRELOAD = (
 
 @dataclass(frozen=True)
 class _Fork:
-    """Ask for ranks that see what the caller sees now; their sockets follow."""
+    """A request for ranks with the caller's present path, environment and folder; their sockets follow."""
 
     settings: worker.Settings
     preload: tuple[str, ...]
@@ -50,18 +49,18 @@ class _Fork:
 
 @dataclass(frozen=True)
 class _End:
-    """Ask for the end of ranks, and of whatever they have started."""
+    """A request to end ranks and the processes that they have started."""
 
     processes: tuple[int, ...]
 
 
 class ForkServer:
-    """The caller's side: start the process, ask it for ranks, ask it to end them."""
+    """The caller's side: starts the process, and asks for ranks and for their end."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
         ours, theirs = socket.socketpair()
-        # The child looks for modules where this process does, whatever way it was started.
+        # The child gets the module search path of this process.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from parallel_layers.testing import forkserver; forkserver.serve({theirs.fileno()})"
@@ -81,12 +80,12 @@ class ForkServer:
 
     @property
     def process(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -112,13 +111,13 @@ class ForkServer:
         return processes, [Connection(ours.detach()) for ours, _ in pairs]
 
     def end(self, processes: tuple[int, ...]) -> None:
-        """End ranks and whatever they have started; returns when they are gone."""
-        # Without the process there are no ranks either: each ends when its connection does.
+        """End ranks and the processes that they have started; return when they are gone."""
+        # Without the process there are no ranks: each rank ends with its connection.
         with contextlib.suppress(OSError, EOFError):
             self._ask(_End(processes))
 
     def _ask(self, request: _Fork | _End, descriptors: Sequence[int] = ()) -> tuple[int, ...]:
-        """The process ids that a request was about, when it is done."""
+        """Send a request; return the process ids that it concerned when it is done."""
         with self._asking:
             try:
                 self._connection.send_bytes(pickle.dumps(request))
@@ -127,13 +126,13 @@ class ForkServer:
                 processes: tuple[int, ...] = pickle.loads(self._connection.recv_bytes())
                 return processes
             except BaseException:
-                # An answer that came after an interrupt would be taken for that of the next request.
+                # After an interrupt, a late answer would be taken for the answer to the next request.
                 self.close()
                 raise
 
 
 def fork_server(backend: str) -> ForkServer:
-    """The one fork server of this process for a backend, started by the first call."""
+    """Return the fork server of this process for a backend; the first call starts it."""
     if not _start(backend).alive:
         _start.cache_clear()
     return _start(backend)
@@ -148,13 +147,13 @@ def _environment(backend: str) -> dict[str, str]:
     # One thread a rank: the ranks share the machine's cores.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if backend == "gloo":
-        # These ranks compute on the CPU; what they import may touch CUDA where it sees a device.
+        # Hide the GPUs: imports may touch CUDA, which does not work after a fork.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
 
 def serve(descriptor: int) -> None:
-    """The process itself: answer requests from a socket until its other end is closed, then end all ranks."""
+    """Run the process: answer requests from a socket until the other end closes, then end all ranks."""
     control = socket.socket(fileno=descriptor)
     connection: Connection[Any, Any] = Connection(os.dup(descriptor))
     living: set[tuple[int, ...]] = set()
@@ -183,16 +182,16 @@ def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple
     os.environ.update(request.environment)
     for name in request.preload:
         if name not in sys.modules:
-            # A rank that needs the module will say in a call why it cannot be imported.
+            # A rank that needs the module raises the error in its call.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    # What was imported is no garbage: whole collections, which Megatron-Core asks for at every save, took 0.15 s of it.
+    # Exclude imported modules from garbage collections, which are slow with them.
     gc.freeze()
     processes: list[int] = []
     for rank, mine in enumerate(descriptors):
         child = os.fork()
         leader = processes[0] if processes else child
-        # Parent and child both: neither may go on before it is done, and the second time changes nothing.
+        # Both parent and child call it, because neither may go on before it is done.
         os.setpgid(child, leader)
         if child == 0:
             for other in [*inherited, *descriptors]:
@@ -202,14 +201,14 @@ def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple
             worker.serve(Connection(mine), rank, request.settings)
             os._exit(0)
         processes.append(child)
-    # Held open here, the ranks' ends would hide a rank's death from the other side.
+    # Close our copies of the sockets, so that end-of-file reveals a dead rank.
     for mine in descriptors:
         os.close(mine)
     return tuple(processes)
 
 
 def _end(processes: tuple[int, ...]) -> None:
-    # The first rank's id is also the process group's; it stays theirs until they are waited for.
+    # The first rank's id is the id of the process group until all ranks are waited for.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(processes[0], signal.SIGKILL)
     for process in processes:

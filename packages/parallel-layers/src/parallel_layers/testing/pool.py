@@ -1,8 +1,7 @@
-"""A pool of ranks for tests: started once, it runs many functions, and a failure or a hang never outlives the test.
+"""A pool of ranks for tests that runs many functions on the same processes.
 
-Importing torch costs seconds, so one child process imports it and forks the ranks of all pools (`forkserver`); each
-rank joins a default group over a file store (no ports to race for) and waits for calls on a socket of its own. The
-ranks end when the pool is closed, when this process exits, and when it is killed.
+One child process imports torch and forks the ranks of all pools (`forkserver`). Each rank joins a default group over a
+file store and waits for calls on its own socket. The ranks end when the pool is closed and when this process ends.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from typing import Any
 from parallel_layers.testing import worker
 from parallel_layers.testing.forkserver import ForkServer, fork_server
 
-# After the first rank has failed, its peers are usually stuck in a collective that will never complete. Those that
-# fail by themselves do so at once.
+# After the first failure the other ranks are usually stuck in a collective; ranks that fail themselves do so at once.
 _GRACE_SECONDS = 2.0
-# Importing torch, or a test file, is no business of a call's time limit.
+# Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
 _STACK_SECONDS = 2.0
-# A gloo group keeps threads, one of which polls a hundred times a second, and sockets for as long as it lives; and what
-# a function has formed it may keep for its next call. Ranks that have formed this many groups make room for new ranks.
+# A gloo group keeps threads and sockets, and functions may keep groups. Ranks in this many groups are replaced.
 _MOST_GROUPS = 100
 
 
@@ -133,7 +130,7 @@ class RankPool:
                 connection.send_bytes(call)
             answers = self._collect(ranks, world, self.timeout if timeout is None else timeout)
         except BaseException:
-            # A stuck or dead rank, or an interrupt: what the others do now is unknown. The next call starts afresh.
+            # After a stuck or dead rank or an interrupt, the state of the others is unknown: start new ranks.
             self.close()
             raise
         if len(answers) < world or max(answer.groups for answer in answers.values()) > _MOST_GROUPS:
@@ -159,7 +156,7 @@ class RankPool:
         return self._ranks
 
     def _collect(self, ranks: _Ranks, world: int, timeout: float) -> dict[int, worker.Answer]:
-        """The answers of all ranks; of only some when one has raised and others did not end soon after."""
+        """Return the answers of all ranks; after an exception, of the ranks that ended soon."""
         started = _receive(ranks, range(world), _START_SECONDS)
         answers = {rank: answer for rank, answer in started.items() if answer.kind != "started"}
         failed = bool(answers)
@@ -221,7 +218,7 @@ def _start(world_size: int, backend: str, preload: Iterable[str]) -> _Ranks:
 def _receive(
     ranks: _Ranks, wanted: list[int] | range, timeout: float, *, first: bool = False
 ) -> dict[int, worker.Answer]:
-    """One answer from each wanted rank (with `first`: those that come together first), or fewer when time is up."""
+    """Return an answer from each wanted rank (with `first`: the first ones), or fewer when time is up."""
     answers: dict[int, worker.Answer] = {}
     deadline = time.monotonic() + timeout
     while missing := {ranks.connections[rank]: rank for rank in wanted if rank not in answers}:
@@ -239,7 +236,7 @@ def _receive(
 
 
 def _stacks(ranks: _Ranks, missing: list[int]) -> str:
-    """Where the given ranks stand now, as tracebacks: a thread of each answers while its main thread is stuck."""
+    """Return tracebacks of the given ranks' main threads; another thread of each rank answers."""
     try:
         for rank in missing:
             ranks.connections[rank].send_bytes(worker.encode_stack_request())
@@ -250,7 +247,7 @@ def _stacks(ranks: _Ranks, missing: list[int]) -> str:
 
 
 def _as_exception(failures: dict[int, worker.Answer]) -> Exception:
-    """The lowest failing rank's exception, with every failing rank's traceback as a note."""
+    """Return the exception of the lowest failing rank, with the traceback of every failing rank as a note."""
     first = next(iter(failures.values()))
     try:
         error = pickle.loads(first.payload)

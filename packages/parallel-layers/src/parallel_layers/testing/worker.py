@@ -1,4 +1,4 @@
-"""The ranks' side of `RankPool`: join a group, then answer calls until the other side is gone."""
+"""The ranks' side of `RankPool`: join a group, then answer calls until the connection closes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _inside_a_rank = False
 
 
 def inside_a_rank() -> bool:
-    """Whether this process is a rank of a pool."""
+    """Return whether this process is a rank of a pool."""
     return _inside_a_rank
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the ranks of one pool have in common; the store is a file that does not exist yet."""
+    """The settings of all ranks of a pool; `store` is the path of a file that does not exist yet."""
 
     world_size: int
     backend: str
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back: a pickled result or exception, or a text (a traceback); and how many groups it is in."""
+    """A rank's answer: a pickled result or exception, or a traceback as text; `groups` counts its process groups."""
 
     kind: Literal["ready", "started", "returned", "raised", "stack"]
     payload: bytes = b""
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a function is defined: the file, the name its module had in the calling process, and its own name."""
+    """The place of a function: its file, the name of its module in the calling process, and its qualified name."""
 
     file: str
     module: str
@@ -78,19 +78,19 @@ class _StackRequest:
 
 
 def encode_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> bytes:
-    """The message that asks a rank to call `fn`; raises ValueError when a rank could not find `fn`."""
+    """Return the message that asks a rank to call `fn`; raise ValueError if a rank could not find `fn`."""
     name = getattr(fn, "__qualname__", None)
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if not isinstance(name, str) or "<" in name or module is None or file is None:
         raise ValueError(f"{fn!r} must be a function at the top level of a file, so that the ranks can find it")
     location = _Location(os.path.abspath(file), module.__name__, name)
-    # The arguments are unpickled only after the file is loaded: they may be of classes that it defines.
+    # Arguments are pickled apart: they may be of classes that the file defines, so the rank loads the file first.
     return pickle.dumps(_Call(location, world, _dumps((args, kwargs))))
 
 
 def encode_stack_request() -> bytes:
-    """The message that asks a rank where it stands."""
+    """Return the message that asks a rank for its traceback."""
     return pickle.dumps(_StackRequest())
 
 
@@ -123,7 +123,7 @@ class _Rank:
 
 
 def serve(connection: Connection[Any, Any], rank: int, settings: Settings) -> None:
-    """Be a rank until the other end of the connection is closed."""
+    """Run a rank until the other end of the connection closes."""
     global _inside_a_rank
     _inside_a_rank = True
     this = _Rank(connection)
@@ -138,7 +138,7 @@ def serve(connection: Connection[Any, Any], rank: int, settings: Settings) -> No
 
 
 def _join(rank: int, settings: Settings) -> dict[int, dist.ProcessGroup]:
-    """Join the default group and form one more of the first n ranks for every n."""
+    """Join the default group, and form a group of the first n ranks for every n."""
     torch.set_num_threads(1)
     # All ranks are on this machine; the loopback device needs neither a network nor a resolvable host name.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -201,7 +201,7 @@ def _find(location: _Location) -> Callable[..., Any]:
 
 
 def _load(location: _Location) -> ModuleType:
-    """The module of a file, under the name it has in the calling process, so that pickled references to it resolve."""
+    """Return the module of a file under its name in the calling process, so that pickled references resolve."""
     loaded = sys.modules.get(location.module)
     if loaded is not None and getattr(loaded, "__file__", None) == location.file:
         return loaded
@@ -231,7 +231,7 @@ def _load(location: _Location) -> ModuleType:
     return module
 
 
-# What torch's own tensors can be pickled with; the others (float8, unsigned ones, ...) only by torch.save.
+# Dtypes whose tensors can be pickled; float8, unsigned and others cannot.
 _PICKLED = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
@@ -242,7 +242,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors of every dtype; with `detach` their values alone, on the CPU."""
+    """Pickles tensors of every dtype; with `detach` only their values, on the CPU."""
 
     def __init__(self, buffer: io.BytesIO, detach: bool) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -261,7 +261,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _view(integers: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """A tensor that was pickled as integers of its size."""
+    """Return a tensor that was pickled as integers of the same size."""
     return integers.view(dtype).requires_grad_(requires_grad)
 
 
