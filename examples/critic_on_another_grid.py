@@ -1,9 +1,9 @@
-"""An actor on dp 2 x tp 2 and its critic on tp 4, on the same four ranks of one process group.
+"""PPO with an actor on dp 2 x tp 2 and its critic on tp 4, on the same four ranks of one process group.
 
     torchrun --nproc-per-node 4 examples/critic_on_another_grid.py CHECKPOINT
 
-CHECKPOINT is a folder of any family of the native backend; without one, a small random model is made. The task: say the
-token 7 (the reward of a response is its share of that token).
+CHECKPOINT is a folder of any family of the native backend (default: a new small random model). The task: generate the
+token 7. The reward of a response is its share of that token.
 """
 
 import sys
@@ -21,7 +21,7 @@ from rl_train.quickstart.task import make_checkpoint
 
 
 def share_of_sevens(batch: Batch) -> Tensor:
-    """The reward of every sequence, `[N]`."""
+    """Return the reward of every sequence, `[N]`."""
     return torch.stack([(response == 7).float().mean() for response in batch.responses()])
 
 
@@ -35,7 +35,7 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
 
 def main(checkpoint: Path, steps: int) -> None:
     optimizer = OptimizerOptions(learning_rate=5e-3)
-    # Both take the whole batch on every rank and divide it over their own grid.
+    # Actor and critic take the whole batch on every rank and split it over their own grids.
     actor = WholeBatches(Actor.from_pretrained(checkpoint, dims=ParallelDims(dp=2, tp=2), optimizer=optimizer))
     critic = WholeBatches(Critic.from_pretrained(checkpoint, dims=ParallelDims(tp=4), optimizer=optimizer))
     for step in range(steps):
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(Path(sys.argv[1]), steps=20)
     else:
-        # Every rank makes the same small model, in a folder of its own.
+        # Every rank makes the same small model in its own folder.
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(Path(folder), seed=0)
             main(Path(folder), steps=20)

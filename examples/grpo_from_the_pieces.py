@@ -1,9 +1,9 @@
-"""GRPO of one's own: the native model, ckpt for its weights, torch's optimizer, and no `rl_models.Actor`.
+"""GRPO without `rl_models.Actor`: the native model, ckpt for the weights, and torch's optimizer.
 
     torchrun --nproc-per-node 4 examples/grpo_from_the_pieces.py CHECKPOINT OUT
 
-CHECKPOINT is a folder of any family of the native backend; without one, a small random model is made. Ranks share the
-model by tensor parallelism. The task: say the token 7.
+CHECKPOINT is a folder of any family of the native backend (default: a new small random model). Tensor parallelism
+shards the model over the ranks. The task: generate the token 7.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def generate(model: CausalLM, prompts: list[Tensor], generator: torch.Generator)
     rows, new = prompts, prompts
     for _ in range(LENGTH):
         packed = PackedSequence.from_sequences(new, multiple_of=model.tokens_multiple_of)
-        # Positions go on from what the cache holds.
+        # Positions continue after the tokens in the cache.
         packed = dataclasses.replace(packed, position_ids=packed.position_ids + len(rows[0]) - len(new[0]))
         logits = model.next_logits(packed, cache=cache)[: len(rows)]
         new = list(torch.multinomial(logits.softmax(-1), 1, generator=generator))
@@ -85,7 +85,7 @@ if __name__ == "__main__":
         main(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            # Every rank makes the same small model, in a folder of its own; the result goes to the first rank's.
+            # Every rank makes the same small model in its own folder; the result goes to the first rank's folder.
             make_checkpoint(Path(folder) / "start", seed=0)
             folders: list[str] = [folder] * dist.get_world_size()
             dist.all_gather_object(folders, folder)

@@ -1,8 +1,8 @@
-"""parallel-layers in a plain torch script: a small decoder on tensor and sequence parallelism, trained on packed text.
+"""Train a small decoder of parallel-layers with tensor and sequence parallelism, on packed sequences.
 
     torchrun --nproc-per-node 4 examples/parallel_layers_alone.py
 
-Only torch and parallel-layers are needed. The task: after token t comes t + 1.
+This program needs torch and parallel-layers only. The task: token t + 1 follows token t.
 """
 
 import torch
@@ -45,7 +45,7 @@ class Model(nn.Module):
         hidden = self.embedding(packed.input_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen)
-        # The logits [T, V] never exist.
+        # The head computes log-probs without the logits [T, V].
         return self.head(self.norm(hidden), next_token_labels(packed), self.embedding.weight, entropy=False).log_probs
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "RankDied", "RayModelGroup", "Resources"]
 
-# Where each name lives. Imported when it is first asked for: `rl-train --help` need not wait for torch.
+# The module of each name, imported at the first use of the name: `rl-train --help` needs no torch.
 _HOME = {
     "Placement": "rl_train.cluster.placement",
     "RankDied": "rl_train.cluster.future",

@@ -253,8 +253,9 @@ class _SwitchesInOneColumn(TyperCommand):
 
 
 # typer reads a command's options from its signature.
-train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
-train.__annotations__ = {parameter.name: parameter.annotation for parameter in _train_parameters()}
+_parameters = _train_parameters()
+train.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
+train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters}
 app.command(cls=_SwitchesInOneColumn)(train)
 
 

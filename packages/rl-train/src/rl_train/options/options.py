@@ -310,7 +310,7 @@ class TrainOptions(BaseModel):
         return self.model_dump(mode="json")
 
     def check_resumes(self, before: Mapping[str, Any]) -> None:
-        """Raise ValueError if a run with the options `before` (of `to_json`) would not go on as the same run."""
+        """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
         now = self.to_json()
         for name, entry in type(self).model_fields.items():
             if _MayChange not in entry.metadata and name in before and before[name] != now[name]:

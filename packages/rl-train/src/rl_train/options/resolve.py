@@ -1,4 +1,4 @@
-"""The options of a run from a YAML or TOML file and the command line."""
+"""Read the options of a run from a YAML or TOML file and the command line."""
 
 from __future__ import annotations
 

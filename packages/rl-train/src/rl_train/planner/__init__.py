@@ -1,1 +1,1 @@
-"""The planner: memory and communication of a run before it starts."""
+"""Plan the memory of a run before it starts, and check its model and folders."""
