@@ -292,11 +292,11 @@ def loaded(group: ProcessGroup, name: str) -> bool:
 
 
 def test_a_package_to_preload_is_imported_as_far_as_the_caller_has_imported_it() -> None:
-    importlib.import_module("xml.dom.minidom")
-    with RankPool(1) as plain, RankPool(1, preload=["xml.dom"]) as preloaded:
-        assert plain.run(loaded, "xml.dom.minidom") == [False]
-        assert preloaded.run(loaded, "xml.dom.minidom") == [True]
-        assert preloaded.run(loaded, "xml.dom.pulldom") == [False]
+    importlib.import_module("wsgiref.headers")
+    with RankPool(1) as plain, RankPool(1, preload=["wsgiref"]) as preloaded:
+        assert plain.run(loaded, "wsgiref.headers") == [False]
+        assert preloaded.run(loaded, "wsgiref.headers") == [True]
+        assert preloaded.run(loaded, "wsgiref.simple_server") == [False]
 
 
 def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() -> None:

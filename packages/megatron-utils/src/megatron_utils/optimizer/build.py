@@ -215,7 +215,8 @@ class Optimizer:
         """
         rate = self.lr if lr is None else lr
         for group in self.inner.param_groups:
-            group["lr"] = rate
+            # Megatron's own scheduler sets both at every step; `wd_mult` is 0 for parameters without weight decay.
+            group["lr"], group["weight_decay"] = rate, self.config.weight_decay * group["wd_mult"]
         norm: float | None = None
         finite = True
         if self.config.precision != "fp16":
