@@ -187,7 +187,7 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
         return LossTerms(-log_probs, {"odd": 1.0} if int(part.tokens[0]) == 2 else {})
 
     for loss, message in (
-        (lambda log_probs, entropy, part: -log_probs, r"got Tensor; put a tensor .* into one: LossTerms\(tensor\)"),
+        (lambda log_probs, entropy, part: -log_probs, r"got Tensor; wrap a tensor .*: LossTerms\(tensor\)"),
         (
             lambda log_probs, entropy, part: LossTerms(-log_probs, {"odd": torch.ones(4, 1)}),
             r"the metric 'odd' must be one number, or one per token, \[4\], got torch.Size\(\[4, 1\]\)",

@@ -317,7 +317,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ("once", {}, "expected one list of token ids for each prompt, got str 'once'; encode texts first"),
         (["once"], {}, r"prompt 0 must be \[L\] token ids, got the text 'once'; encode texts first"),
         ([{"input_ids": [1]}], {}, r"prompt 0 must be \[L\] token ids, got dict"),
-        ([[1]], {"stop_ids": 2}, r"stop_ids=2 must be several token ids; of one id make a list: stop_ids=\[2\]"),
+        ([[1]], {"stop_ids": 2}, r"stop_ids=2 must be a list of token ids, such as stop_ids=\[2\]"),
         ([[1]], {"stop_ids": ["</s>"]}, "stop_ids='</s>' must be an integer, not str"),
         ([[1]], {"temperature": "1"}, "temperature='1' must be a finite number, not str"),
         ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer, not float"),

@@ -1,4 +1,4 @@
-"""`Actor`: a policy that computes log-probabilities, generates and learns; `Policy`: the same without the learning."""
+"""`Policy` computes log-probs and generates; `Actor` also learns."""
 
 from __future__ import annotations
 
@@ -60,13 +60,12 @@ class Policy(Worker):
             record_routing: Return the experts of each token in a mixture of experts, too.
 
         Warns:
-            UserWarning: a sequence goes beyond the model's positions (`max_position_embeddings`); once.
+            UserWarning: A sequence goes beyond the model's positions (`max_position_embeddings`); once.
 
         Raises:
-            ValueError: a token is outside the vocabulary, or an expert outside 0..E-1; routing for a model or backend
-                without it; ranks that differ in tp, cp or pp alone are given other sequences or temperatures; on every
-                rank alike. Tokens of a batch that is on a GPU already are not looked at: one outside the vocabulary
-                stops the process there, by an assertion of the device.
+            ValueError: A token is outside the vocabulary, or an expert outside 0..E-1; the model has no routing; ranks
+                that differ in tp, cp or pp alone got other sequences or temperatures; on every rank alike. In a batch
+                on a GPU a token outside the vocabulary is a device assertion.
         """
         found = self.predict(batch, temperature=temperature, record_routing=record_routing)
         result = TokenLogProbs(found["log_probs"], found["entropy"])
@@ -88,24 +87,24 @@ class Policy(Worker):
         """Continue every prompt, with a KV cache, on all ranks of the tensor-parallel group alike.
 
         Args:
-            prompts: this data-parallel rank's, each with at least one token.
-            max_new_tokens: the most tokens of a response.
-            n: responses for each prompt.
-            temperature, top_k, top_p: see `rl_models.workers.sampling.sample`; temperature 0 is greedy.
-            stop_ids: a response ends with the first of these that it draws.
-            seed: of the draws; data-parallel ranks with the same seed still draw differently.
+            prompts: The prompts of this data-parallel rank, each with at least one token.
+            max_new_tokens: The largest number of tokens of a response.
+            n: The number of responses for each prompt.
+            temperature, top_k, top_p: See `rl_models.workers.sampling.sample`; temperature 0 is greedy.
+            stop_ids: A response ends with the first of these tokens.
+            seed: The seed of the draws; data-parallel ranks with the same seed still draw differently.
 
         Returns:
-            Prompts and responses, the n of a prompt next to each other, the responses in the mask, with the field
-            `log_probs` `[T]`: of each response token at this temperature, equal to what `log_probs` gives; 0 elsewhere.
+            Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
+            each response token at this temperature, equal to the result of `log_probs`; 0 elsewhere.
 
         Warns:
-            UserWarning: a response goes beyond the model's positions, as for `log_probs`.
+            UserWarning: A response goes beyond the model's positions, as for `log_probs`.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, an option out of its range, other prompts or
-                options on ranks that differ in tp, cp or pp alone, or logits that are NaN or infinite, which names the
-                responses; on every rank alike. (A token of a prompt that is on a GPU already: as for `log_probs`.)
+            ValueError: A prompt is empty, a token is outside the vocabulary, an option is out of its range, ranks that
+                differ in tp, cp or pp alone got other prompts or options, or logits are NaN or infinite; on every rank
+                alike.
         """
         self._memory.require("generate")
         batch = generate(
@@ -145,9 +144,9 @@ class Actor(Policy):
             `learning_rate` of the step.
 
         Raises:
-            ValueError: there is nothing to learn from, the loss is not one number per token, or it reports other
-                metrics of some micro-batches or on some ranks, or ranks give other aggregations; else as `log_probs`.
-            FloatingPointError: the gradient is not finite.
-            RuntimeError: weights or optimizer state are offloaded.
+            ValueError: The mask is empty, the loss is not one number per token, its metrics differ between
+                micro-batches or ranks, ranks give other aggregations, or for the reasons of `log_probs`.
+            FloatingPointError: The gradient is not finite.
+            RuntimeError: Weights or optimizer state are offloaded.
         """
         return self.step(batch, loss, aggregation=aggregation, temperature=temperature)

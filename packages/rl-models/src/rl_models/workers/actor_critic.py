@@ -36,15 +36,14 @@ class RoutedEstimates(NamedTuple):
 
 
 class ActorCritic(Policy, Valuing):
-    """A causal language model with a value head beside its own, on a grid of ranks.
+    """A causal language model with a value head, on a grid of ranks.
 
-    One set of layers where an `Actor` and a `Critic` have two: half the weights and optimizer states, and one forward
-    and backward for both. Make one with `from_pretrained`, from the checkpoint of a causal language model, which gets
-    a value head of zeros, or from one that has both heads; every rank of the grid calls it.
+    The policy and the value function share one set of layers: half the weights and optimizer states of an `Actor` and a
+    `Critic`, and one forward and backward for both. `from_pretrained` loads a checkpoint with both heads, or a causal
+    language model, which gets a value head of zeros; every rank of the grid calls it.
 
-    `save_pretrained` writes the checkpoint of a causal language model with `score.weight` and `score.bias` beside it
-    and one label: transformers reads it by `AutoModelForCausalLM` and by `AutoModelForTokenClassification`, an `Actor`
-    and a `Critic` read each their own head.
+    `save_pretrained` adds `score.weight` and `score.bias` to the checkpoint of a causal language model with one label.
+    `AutoModelForCausalLM`, `AutoModelForTokenClassification`, `Actor` and `Critic` read it, each with its own head.
     """
 
     role: ClassVar[Role] = "causal_lm_with_value"
@@ -80,7 +79,7 @@ class ActorCritic(Policy, Valuing):
         return self.step(batch, loss, aggregation=aggregation, temperature=temperature)
 
     def stream_weights(self, *, value_head: bool = False, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the language model, which are all that an inference engine knows.
+        """Yield the tensors of the language model, for an inference engine.
 
         Args:
             value_head: Yield `score.weight` and `score.bias`, too.

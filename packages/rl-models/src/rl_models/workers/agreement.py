@@ -60,16 +60,16 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
     Communication: one small all-gather.
 
     Raises:
-        ValueError: ranks make different calls or pass different arguments; names the argument and two ranks' values; on
+        ValueError: Ranks make different calls or pass different arguments; names the argument and two ranks' values; on
             every rank alike.
-        RuntimeError: some ranks do not make the call before the time limit of the group; names them, and the call that
-            each has made last.
-        Exception: what `prepare` has raised on the first rank where it failed, as `ckpt.agree` does.
+        RuntimeError: Some ranks do not make the call before the time limit of the group; names these ranks and their
+            last calls.
+        Exception: The error of `prepare` on the first rank where it failed, as in `ckpt.agree`.
     """
     error, given = None, Given()
     try:
         given = prepare()
-    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+    except Exception as caught:  # any error: the other ranks must not wait for this rank
         if grid.everyone is None:
             raise
         error = caught
@@ -116,7 +116,7 @@ def _message(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_rank: int, their_rank: int) -> str | None:
-    """The first value in which two ranks' messages differ, in words."""
+    """Describe the first value in which two ranks' messages differ."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         one, other = (_read(values.get(name)) for values in (ours, theirs))
         same = one.same(other) if isinstance(one, Digest) and isinstance(other, Digest) else one == other
@@ -126,17 +126,17 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_rank: in
 
 
 def _read(value: Any) -> Digest | str:
-    """A value of a message."""
+    """Return a value of a message as a digest or a text."""
     if value is None:
         return "nothing"
     return Digest(*value) if isinstance(value, list) else str(value)
 
 
 def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
-    """Every rank's message.
+    """Return the message of every rank.
 
     Raises:
-        RuntimeError: some ranks have sent none; names them.
+        RuntimeError: Some ranks have sent no message; names them.
     """
     number = _SENT[group] = _SENT.get(group, 0) + 1
     store = _get_process_group_store(group)
@@ -161,7 +161,7 @@ def _key(rank: int) -> str:
 
 
 def _absent(group: ProcessGroup, number: int) -> list[str]:
-    """The ranks that have not sent message `number`, and what they did last."""
+    """Describe the ranks that have not sent message `number`, with their last calls."""
     store = _get_process_group_store(group)
     absent = []
     for rank in range(group.size()):
@@ -175,7 +175,7 @@ def _absent(group: ProcessGroup, number: int) -> list[str]:
 
 
 def _caller() -> str:
-    """File and line of the program that has called into this package."""
+    """Return the file and line of the program that called into this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rl_models."):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""`Critic`: a value model that estimates, and learns from, returns; `Valuing`: the same without the learning."""
+"""`Valuing` computes values and rewards; `Critic` also learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits at every run of a program on the same grid."""
+"""Equal bits at every run of a program on the same grid."""
 
 import os
 
@@ -6,12 +6,12 @@ import torch
 
 
 def be_deterministic() -> None:
-    """Make this process compute in fixed orders alone, from now on.
+    """Make this process compute sums in fixed orders from now on.
 
-    torch then takes deterministic algorithms, and raises for an operation that has none; flash attention takes its
-    deterministic backward; cuBLAS has one workspace, which it must know before it is first used (an environment that
-    says `CUBLAS_WORKSPACE_CONFIG` already is left as it is). No kernel of parallel-layers adds by atomics, and a
-    collective's order of summation is fixed by the grid.
+    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
+    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`; call this
+    before the first use of cuBLAS. Kernels of parallel-layers use no atomics, and the grid fixes the order of sums in
+    collectives.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

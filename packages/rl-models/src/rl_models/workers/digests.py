@@ -1,4 +1,4 @@
-"""Digests: three numbers of a tensor that tell whether two ranks hold the same one, without sending the tensor.
+"""Digests: three numbers per tensor, by which ranks compare tensors without sending them.
 
 Integers and bools have an exact checksum. Floating-point tensors have two random projections and their norm, compared
 with a tolerance: ranks that compute one number in different orders of summation may differ in its last bits.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Elements that are mixed at a time: a field of routing may be larger than what a device has to spare.
+# Elements per step: the temporary tensors of a large field would not fit on the device.
 CHUNK = 1 << 20
 # Relative to the tensor's norm; fp32 numbers summed in two orders differ by about 1e-6 of it.
 TOLERANCE = 1e-4
@@ -25,13 +25,13 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 class Digest(NamedTuple):
-    """What ranks compare of a tensor; JSON writes it as a list.
+    """The digest of one tensor; JSON writes it as a list.
 
     Attributes:
-        kind: shape and dtype.
-        checksum: of integers and bools; 0 of floating-point numbers.
-        projections: of floating-point numbers; empty of integers.
-        norm: of floating-point numbers; 0 of integers.
+        kind: The shape and the dtype.
+        checksum: The checksum of integers and bools; 0 for floating-point numbers.
+        projections: Two projections of floating-point numbers; empty for integers.
+        norm: The norm of floating-point numbers; 0 for integers.
     """
 
     kind: str
@@ -40,10 +40,10 @@ class Digest(NamedTuple):
     norm: float
 
     def same(self, other: Digest) -> bool:
-        """Whether the two are, but for last bits, digests of one tensor."""
+        """Return whether both are digests of one tensor, up to its last bits."""
         if (self.kind, self.checksum, len(self.projections)) != (other.kind, other.checksum, len(other.projections)):
             return False
-        # Numbers that are not finite compare by their names: "nan" equals "nan".
+        # The texts of NaN and infinities are equal.
         return all(
             repr(a) == repr(b) or abs(a - b) <= TOLERANCE * max(self.norm, other.norm)
             for a, b in zip(self.projections, other.projections, strict=True)
@@ -55,15 +55,15 @@ class Digest(NamedTuple):
 
 
 def described_lengths(lengths: Sequence[int]) -> str:
-    """Say how long sequences are, in a few words that differ where the lengths do."""
+    """Describe the lengths of sequences in a short text that differs where the lengths differ."""
     return f"{len(lengths)} sequences of {sum(lengths)} tokens (lengths {zlib.crc32(repr(list(lengths)).encode()):08x})"
 
 
 def digests(tensors: Mapping[str, Tensor], *more: Tensor) -> tuple[dict[str, Digest], list[list[int]]]:
-    """Digest tensors, and bring further small int64 tensors `[n]` of the same device to the host in the same copy.
+    """Digest tensors, and copy further small int64 tensors `[n]` of the same device to the host.
 
     Returns:
-        The digests by name, and the further tensors as lists. A device is waited for once.
+        The digests by name, and the further tensors as lists, in one wait for the device.
     """
     rows = [_row(tensor.detach().reshape(-1)) for tensor in tensors.values()]
     if not rows and not more:
@@ -81,12 +81,12 @@ def digests(tensors: Mapping[str, Tensor], *more: Tensor) -> tuple[dict[str, Dig
 
 
 def _row(flat: Tensor) -> Tensor:
-    """`[3]` int64: the checksum, or the bits of two projections and of the squared norm."""
+    """Return `[3]` int64: the checksum, or the bits of two projections and of the squared norm."""
     if flat.is_floating_point():
         sums = torch.zeros(3, dtype=torch.float64, device=flat.device)
         for start, weights in _weights(len(flat), flat.device):
             part = flat[start : start + len(weights)].double()
-            # Random signs alone would often miss that two elements are exchanged.
+            # Random signs alone would often miss an exchange of two elements.
             sums += torch.stack([part @ _uniform(weights), part @ _uniform(_mixed(~weights)), part @ part])
         return sums.view(torch.int64)
     raw = flat.contiguous().view(torch.uint8)
@@ -99,18 +99,18 @@ def _row(flat: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """The chunks of `count` elements: where each starts, and a random int64 for each place, the same on every rank."""
+    """Yield the start of each chunk of `count` elements, and a random int64 per element, equal on every rank."""
     for start in range(0, count, CHUNK):
         yield start, _mixed(torch.arange(start, min(start + CHUNK, count), device=device))
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """A hash of int64 numbers; products wrap."""
+    """Hash int64 numbers; multiplications wrap."""
     values = (values + 1) * _FIRST
     values = (values ^ (values >> 32)) * _SECOND
     return values ^ (values >> 29)
 
 
 def _uniform(hashes: Tensor) -> Tensor:
-    """Weights in [-1, 1) from hashes."""
+    """Turn hashes into weights in [-1, 1)."""
     return hashes.double() / 2.0**63

@@ -1,6 +1,6 @@
-"""How the methods of actors and critics are spread over ranks and their results are joined.
+"""Division of the methods of actors and critics over ranks, and joining of their results.
 
-A method says so where it is defined, by `@dispatched(...)`; a user's subclass does the same with its own methods.
+A method declares its division where it is defined, by `@dispatched(...)`; so do the methods of a user's subclass.
 
 N sequences of T tokens in all, dp data-parallel ranks. A division is, for each dp rank, the sequences of its part.
 """
@@ -19,7 +19,7 @@ from rl_models.batch import Batch, require_batch, token_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 Division = list[list[int]]
-# The results of ranks, in order -> that of the whole.
+# The results of ranks, in order -> the result of the whole.
 Join = Callable[[list[Any]], Any]
 # (first argument, dp, vocabulary) -> each dp rank's part, and the function that joins their results.
 Split = Callable[[Any, int, int], tuple[list[Any], Join]]
@@ -77,7 +77,7 @@ def methods_of(kind: type) -> dict[str, Method]:
 
 
 def divide(lengths: Sequence[int], dp: int) -> Division:
-    """Parts of about equal work: every sequence in one, in ascending order; a part is empty when sequences run out."""
+    """Divide sequences into parts of about equal work, in ascending order; surplus parts are empty."""
     return split_micro_batches(lengths, max(1, sum(lengths)), min_count=dp)
 
 
@@ -115,13 +115,13 @@ def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
 
 
 def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """Split a batch, for a method whose result already is of all ranks together."""
+    """Split a batch, for a method with the same result on all ranks."""
     parts, _ = _split(batch, dp, vocab_size)
     return parts, lambda results: results[0]
 
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """Split prompts, for a method that returns a batch with equally many sequences for each."""
+    """Split prompts, for a method that returns a batch with the same number of sequences for each prompt."""
     rows = [row.cpu() for row in token_rows(prompts, "prompt")]
     # On a rank of its own this would leave the others waiting for it.
     if empty := [i for i, row in enumerate(rows) if not len(row)]:
@@ -153,7 +153,7 @@ def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]
 
 
 def on_cpu(value: Any) -> Any:
-    """The same value with all tensors, in whatever tuples, lists, dicts and batches, detached and on the CPU."""
+    """Return a value with the tensors in its tuples, lists, dicts and batches detached and on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Batch):

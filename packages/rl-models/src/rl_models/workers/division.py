@@ -1,4 +1,4 @@
-"""`Division`: a batch in micro-batches of at most so many tokens, as an engine takes them."""
+"""`Division`: a batch divided into the micro-batches of an engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rl_models.workers.routing import ROUTING, replays
 
 @dataclass(frozen=True)
 class Division:
-    """One data-parallel rank's part of a batch in micro-batches, equally many on all dp ranks; some may be empty.
+    """The micro-batches of one data-parallel rank, in equal number on all dp ranks; some may be empty.
 
     Attributes:
-        micro_batches: As the engine takes them; an empty one is padding alone, so that ranks run in step.
+        micro_batches: The micro-batches; an empty one holds padding alone, so that ranks run in step.
         positions: Where in the batch the tokens of each micro-batch stand.
     """
 
@@ -51,7 +51,7 @@ class Division:
         temperature: float,
         record: bool = False,
     ) -> Self:
-        """Divide so that the micro-batches are about equal work.
+        """Divide a batch into micro-batches of about equal work.
 
         Args:
             batch: On the engine's device.
@@ -65,7 +65,7 @@ class Division:
         divided = split_micro_batches(
             batch.lengths, max_tokens, count_multiple_of=engine.micro_batches_multiple_of, min_count=count
         )
-        # Sequences without tokens are no work, and Megatron's layers take no input without tokens.
+        # Megatron's layers refuse an input without tokens.
         indices = [[i for i in chosen if batch.lengths[i]] for chosen in divided]
         positions = [batch.positions(chosen) for chosen in indices]
         parts, multiple = [batch.select(chosen) for chosen in indices], engine.tokens_multiple_of
@@ -81,9 +81,13 @@ class Division:
 
 
 def shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
-    """Return `result[t] = per_token[t - 1]`, 0 for each sequence's first token: from "after token t" to "of token t".
+    """Return `result[t] = per_token[t - 1]`, and 0 for the first token of each sequence.
 
-    A model says at each token something of the next one. Args: `[T]` or longer (padding at the end is dropped).
+    A model's output at a token belongs to the next token.
+
+    Args:
+        per_token: `[T]`, or longer with padding at the end, which is dropped.
+        batch: The sequences.
     """
     if not batch.num_tokens:
         return per_token[:0]

@@ -1,4 +1,4 @@
-"""Generation on an engine: one run over every prompt, then a token at a time for each response until it stops."""
+"""Generation on an engine: one pass over the prompts, then one token at a time for each response until it stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_models.workers.sampling import check_sampling, sample
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to draw; see `Actor.generate`."""
+    """The options of a draw; see `Actor.generate`."""
 
     max_new_tokens: int
     n: int = 1
@@ -48,7 +48,7 @@ def sampling_options(
         ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
     """
     if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
-        raise ValueError(f"stop_ids={stop_ids!r} must be several token ids; of one id make a list: stop_ids=[2]")
+        raise ValueError(f"stop_ids={stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
     ids = list(stop_ids)
     for token in ids:
         require_number("stop_ids", token, at_least=0, integer=True)
@@ -115,10 +115,10 @@ def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], position
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:
-    """Prompts and responses.
+    """Return prompts and responses.
 
     Raises:
-        ValueError: the model gives logits that are no distribution.
+        ValueError: Logits are NaN or infinite.
     """
     device = engine.grid.device
     # Ranks that share experts run every forward pass together: idle ranks feed a dummy token.
@@ -132,7 +132,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
     tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
     lengths = [0] * len(rows)
-    # The responses that the engine's sequences are, once it has the prompts, and which of them go on.
+    # The responses of the engine's sequences, and whether each continues.
     held, alive = list(range(len(rows))), [True] * len(rows)
     nothing, broken = stop[:0], list[int]()
     longest = max((len(row) for row in rows), default=0)
@@ -144,7 +144,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
             if not going:
                 continue
             if step == 0:
-                # The n responses of a prompt go on from one run over it.
+                # The n responses of a prompt share one pass over the prompt.
                 logits, keep = logits.repeat_interleave(options.n, dim=0), [number // options.n for number in held]
             drawn, drawn_log_probs = sample(
                 logits,
@@ -157,14 +157,14 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
             step += 1
             stopping, undrawn = torch.stack([torch.isin(drawn, stop), drawn_log_probs.isnan()]).tolist()
             if broken := [held[place] for place, bad in enumerate(undrawn) if bad and alive[place]]:
-                # Ranks that share experts still need this one in their forward passes.
+                # Ranks that share experts still need this rank in their forward passes.
                 alive, inputs = [False] * len(alive), [nothing] * len(alive)
                 continue
             for place, stops in enumerate(stopping):
                 lengths[held[place]] += alive[place]
                 alive[place] &= not stops
             if 0 < 2 * sum(alive) <= len(alive):
-                # What has stopped leaves the cache; when half of it has, for a cache may copy what it keeps.
+                # Remove stopped responses from the cache once half have stopped: a removal may copy the cache.
                 stay = [place for place, goes_on in enumerate(alive) if goes_on]
                 keep = stay if keep is None else [keep[place] for place in stay]
                 held, alive, drawn = [held[place] for place in stay], [True] * len(stay), drawn[stay]
@@ -176,7 +176,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
         raise ValueError(
             f"the model gives NaN or infinite logits after {step - 1} tokens of the responses (prompt, response) "
             f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
-            "an earlier one, and look at the learning rate and the loss"
+            "an earlier checkpoint, and check the learning rate and the loss"
         )
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     of_responses = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]

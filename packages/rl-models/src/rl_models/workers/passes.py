@@ -1,4 +1,4 @@
-"""A whole batch through an engine: every token's numbers, or gradients and metrics, however the batch is divided."""
+"""Passes of a whole batch through an engine: outputs per token, or gradients and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.division import Division, shift_to_own_token
 from rl_models.workers.routing import ROUTING, recorded, require_routing
 
-# (*the engine's outputs, each [T] and aligned with its own token, micro-batch) -> terms [T]
+# (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
 
 
@@ -50,9 +50,9 @@ class _Entered:
 def predict(
     engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
 ) -> tuple[Tensor, ...]:
-    """Return the engine's outputs without gradients, each `[T]`, aligned with their own token, in the batch's order.
+    """Return the engine's outputs without gradients, each `[T]`, aligned with their token, in the batch's order.
 
-    With `record_routing` the routing `[T, M, k]` follows them.
+    With `record_routing` the last result is the routing `[T, M, k]`.
     """
     entered = _enter(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
     division = entered.divide(engine, max_tokens, temperature, record=record_routing)
@@ -78,7 +78,7 @@ def accumulate(
     temperature: float,
     call: str = "update",
 ) -> dict[str, float]:
-    """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`.
+    """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`.
 
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
@@ -95,13 +95,13 @@ def _enter(engine: Engine, batch: Batch, max_tokens: int, call: str, temperature
     """Check a call on every rank; see `agree_on_call`.
 
     Raises:
-        ValueError: On some rank the temperature is no number above 0, a token (which is looked for where that does not
-            stall the device) is outside the vocabulary, the batch is none, a sequence is too long for a micro-batch, or
-            ranks that differ in tp, cp or pp alone were given other sequences or fields.
+        ValueError: On some rank the temperature is no number above 0, a token on the CPU is outside the vocabulary,
+            `batch` is no `Batch`, a sequence is too long for a micro-batch, or ranks that differ in tp, cp or pp alone
+            were given other sequences or fields.
     """
     aggregation = str(options.get("aggregation", "token-mean"))
     placed, counts = batch, list[int]()
-    shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has sequences of its own
+    shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
 
     def prepare() -> Given:
         nonlocal placed, counts
@@ -127,10 +127,10 @@ def _enter(engine: Engine, batch: Batch, max_tokens: int, call: str, temperature
 
 
 class _Total:
-    """A caller's loss as an engine takes it: weighted, summed, and zero from its first error on.
+    """A caller's loss in the form of an engine: weighted, summed, and zero after its first error.
 
-    The forward and backward passes that other ranks take part in go on after an error; `finish` tells the ranks of it.
-    The loss is called for parts that have tokens to learn from, and for no others.
+    After an error the passes continue, since other ranks take part in them; `finish` raises the error. The loss is
+    called for micro-batches with tokens in their mask.
     """
 
     def __init__(self, loss: PartLoss) -> None:
@@ -150,26 +150,26 @@ class _Total:
     def _of_part(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
         part = micro_batch.batch
         assert part is not None
-        # What is outside the mask is a constant: whatever a loss does there, no gradient can come of it.
+        # Tokens outside the mask are constants and give no gradient, for any loss.
         own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
         terms = self.loss(*own, part)
         reported = _reported(terms, part)
         if self.sums and self.sums.keys() != reported.keys():
             raise ValueError(
                 f"the loss reports {sorted(reported)} of one micro-batch and {sorted(self.sums)} of another; report "
-                "the same metrics of all, 0 where there is nothing to say"
+                "the same metrics of all micro-batches, 0 for a metric without a value"
             )
         if not terms.loss.requires_grad:
             raise ValueError(
-                f"the loss of {micro_batch.masked} tokens in the mask is a constant, without a gradient; compute it "
-                "from what it is given, and without detach() or no_grad()"
+                f"the loss of {micro_batch.masked} tokens in the mask is a constant, without a gradient; compute the "
+                "loss from its arguments, without detach() or no_grad()"
             )
         for name, value in reported.items():
             self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
         return _weighted_sum(terms.loss, part)
 
     def finish(self) -> Given:
-        """Raise the loss's error, or tell the sums of this rank, by name."""
+        """Raise the loss's error, or return the sums of this rank, by name."""
         if self.error is not None:
             raise self.error
         values = torch.stack(list(self.sums.values())).tolist() if self.sums else []
@@ -177,10 +177,10 @@ class _Total:
 
 
 def _means(told: list[Told]) -> dict[str, float]:
-    """Add up the sums of the data-parallel ranks; of each, the first rank that has computed losses counts.
+    """Add the sums of the data-parallel parts; the first rank with losses speaks for its part.
 
     Raises:
-        ValueError: The data-parallel ranks report other metrics.
+        ValueError: The data-parallel ranks report different metrics.
     """
     by_place: dict[int, Told] = {}
     for one in told:
@@ -200,12 +200,12 @@ def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
     """Return the loss and its metrics, without gradients, each `[T]` or one number.
 
     Raises:
-        ValueError: They are something else.
+        ValueError: The loss returns something else.
     """
     if not isinstance(terms, LossTerms):
         raise ValueError(
-            f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; put a tensor "
-            "of one number per token into one: LossTerms(tensor)"
+            f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "
+            "tensor of one number per token: LossTerms(tensor)"
         )
     if terms.loss.shape != part.tokens.shape:
         raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")

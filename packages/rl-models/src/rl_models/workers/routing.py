@@ -1,4 +1,4 @@
-"""Router replay: the routing of a batch, in the batch's order, to and from the micro-batches of an engine.
+"""Router replay: the routing of a batch for the micro-batches of an engine, and back.
 
 Shape legend: T tokens, M layers with routed experts, k experts a token.
 """

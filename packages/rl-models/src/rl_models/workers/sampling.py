@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: temperature, top-k, top-p. N sequences, V vocabulary."""
+"""Draws of tokens from logits: temperature, top-k, top-p. N sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_models.numbers import require_number
 
-# Logits up to 3e8 divided by it are finite in fp32.
+# Logits up to 3e8 divided by this temperature are finite in fp32.
 MIN_TEMPERATURE = 1e-30
 
 
@@ -15,8 +15,8 @@ def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p:
     """Check the options of a draw.
 
     Raises:
-        ValueError: the temperature is negative, not finite, or above 0 and too small to divide by, top_k is below 1 or
-            top_p outside (0, 1].
+        ValueError: The temperature is negative, not finite, or above 0 and too small to divide by; top_k is below 1,
+            or top_p outside (0, 1].
     """
     require_number("temperature", temperature)
     require_number("top_p", top_p)
@@ -42,7 +42,7 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
     tokens whose probability reaches p (Holtzman et al. 2020, arXiv:1904.09751), always at least one. Top-k comes first.
 
     Raises:
-        ValueError: top_k is below 1 or top_p outside (0, 1].
+        ValueError: top_k is below 1, or top_p outside (0, 1].
     """
     check_sampling(top_k=top_k, top_p=top_p)
     if top_k is not None and top_k < logits_NV.shape[-1]:
@@ -51,7 +51,7 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
     if top_p < 1:
         ordered, order = logits_NV.sort(dim=-1, descending=True, stable=True)
         probability = ordered.softmax(dim=-1)
-        # A token stays when those before it have not yet reached p.
+        # A token stays if the tokens before it have not reached p.
         beyond = probability.cumsum(dim=-1) - probability >= top_p
         logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
     return logits_NV
@@ -68,26 +68,25 @@ def sample(
     """Draw one token for each row.
 
     Args:
-        logits_NV: fp32.
-        temperature: the logits are divided by it, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
-        top_k, top_p: see `truncate`.
-        generator: ranks with equal logits and equally seeded generators draw the same tokens.
+        logits_NV: `[N, V]` fp32.
+        temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
+        top_k, top_p: See `truncate`.
+        generator: Ranks with equal logits and equally seeded generators draw the same tokens.
 
     Returns:
-        Tokens `[N]` int64, and their log-probabilities `[N]` fp32 at this temperature (at 1 when it is 0), before the
-        truncation: those that a training step computes for the same tokens. NaN, with an arbitrary token, for a row
-        that is no distribution: with a NaN or +inf in it, or with nothing but -inf. (To look for one would stall a
-        device at every token; the caller reads the log-probabilities anyhow.)
+        Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
+        truncation, as a training step computes them. A row with NaN or +inf, or of -inf alone, gets an arbitrary token
+        with the log-prob NaN; a check here would stall the device at every token.
 
     Raises:
-        ValueError: what `check_sampling` refuses.
+        ValueError: `check_sampling` refuses an option.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
-        # A row that is no distribution is NaN throughout. torch would fail for all, on a GPU for good.
+        # A row with NaN or +inf is NaN throughout; torch would fail for all rows, on a GPU by a device assertion.
         probabilities = truncate(log_probs_NV, top_k=top_k, top_p=top_p).softmax(dim=-1).nan_to_num_(nan=1.0)
         tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Whole batches on a grid whose ranks all run the same program: what `RayModelGroup` is to a program that is none."""
+"""`WholeBatches`: whole batches in a program that every rank of a grid runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 class WholeBatches:
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
-    A batch is split over dp in parts of about equal work, as `RayModelGroup` does; the results of the parts are
-    exchanged over dp and joined in the batch's order. So are those methods of a subclass that are declared by
-    `dispatched`. Attributes and declared methods that take no batch are the worker's own, and `stream_weights` is.
+    A batch is split over dp into parts of about equal work; the results are exchanged over dp and joined in the batch's
+    order. This covers all methods with a batch that `dispatched` declares, also those of a subclass. Other declared
+    methods, attributes and `stream_weights` are those of the worker.
 
     Raises:
-        ValueError: By a method: other sequences or fields on some ranks; on every rank alike.
-        AttributeError: For a method of the worker that is not declared.
+        ValueError: Ranks pass other sequences or fields to a method; on every rank alike.
+        AttributeError: A method of the worker is not declared.
     """
 
     def __init__(self, worker: Worker) -> None:

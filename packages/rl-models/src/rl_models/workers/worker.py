@@ -1,4 +1,4 @@
-"""What actors and critics share: a batch in, per-token results or one optimizer step out."""
+"""`Worker`: the base of actors and critics, with batches in and results per token or an optimizer step out."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ from rl_models.workers.state import WorkerState
 
 
 class Worker(WorkerState):
-    """Loads an engine, and computes and learns with it whole batches at a time; the base of `Actor`, `Critic` and
-    `ActorCritic`.
+    """The base of `Actor`, `Critic` and `ActorCritic`: loads an engine, computes with it and trains it.
 
     Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
 
     Attributes:
-        max_tokens_per_micro_batch: the most tokens that one forward pass takes.
-        positions: of the longest sequence that the model was made for; None: not known, or already warned of.
+        max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
+        positions: The longest sequence that the model supports; None: unknown, or the warning was given.
     """
 
     role: ClassVar[Role]
@@ -85,36 +84,27 @@ class Worker(WorkerState):
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
-        """Load a Hugging Face checkpoint; each rank reads only what it will hold.
+        """Load a Hugging Face checkpoint; each rank reads its own slices. `EngineOptions` explains the other arguments.
 
         Args:
-            path: a folder with `config.json` and safetensors files.
-            backend: one of `rl_models.engines.BACKENDS`.
-            dims: the sizes of the grid; default one rank.
-            device: default this process's CUDA device where there is one, else the CPU.
-            dtype: of the parameters; default as stored. In fp16, which needs a loss scale, "megatron" alone learns: the
-                other backends refuse fp16 with an `optimizer`.
-            mesh: a mesh from `dims.build_mesh(...)`, when the grid is on some of the ranks; default all of them.
-            sequence_parallel: default where tp > 1.
-            pipeline: where pp > 1, the schedule, virtual stages and the split of the layers; default 1F1B, as even as
-                possible.
-            context_parallel: where cp > 1: "ulysses" or "ring".
-            router_losses: of a mixture of experts, added by `update`; default none.
-            recompute: what is computed again in the backward instead of saved: "full", "selective" (MLPs and experts),
-                or the numbers of the layers that are.
-            keep_probabilities: the head keeps `[T, V/tp]` in bf16 for the backward, which then needs a matrix product
-                less (on GPUs; backends "parallel" and "transformers").
-            tp_invariant: log-probs and values have the same bits at tp 1, 2 and 4 and in every batch (backend
-                "parallel"; no mixture of experts). Generation is not part of it.
-            deterministic: the same call gives the same bits at every run on the same grid. It is a setting of the whole
-                process and stays; see `rl_models.workers.determinism`.
-            megatron: what only that backend has to choose.
-            optimizer: default `OptimizerOptions()`, of which the first `update` warns.
-            max_tokens_per_micro_batch: the most tokens that one forward pass takes.
+            path: A folder with `config.json` and safetensors files.
+            backend: One of `rl_models.engines.BACKENDS`.
+            dims: The sizes of the grid (default: one rank).
+            device: The device (default: this process's CUDA device if there is one, else the CPU).
+            dtype: The dtype of the parameters (default: as stored). "megatron" alone trains fp16.
+            mesh: A mesh of `dims.build_mesh(...)` for a grid on some of the ranks (default: all ranks).
+            sequence_parallel: Keep `[T/tp, H]` between blocks (default: if tp > 1).
+            pipeline: The schedule, virtual stages and the split of the layers (default: 1F1B, as even as possible).
+            tp_invariant: Give log-probs and values with the same bits at tp 1, 2 and 4 and in every batch (backend
+                "parallel", dense models). Generation is ordinary.
+            deterministic: Give the same bits at every run on the same grid. This sets the whole process for good; see
+                `rl_models.workers.determinism`.
+            optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
+            max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
 
         Raises:
-            ValueError: an unknown backend or architecture, sizes that do not divide, a broken checkpoint, or options
-                that differ between ranks; on every rank alike.
+            ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
+                options differ between ranks; on every rank alike.
         """
         if deterministic:
             be_deterministic()
@@ -153,9 +143,9 @@ class Worker(WorkerState):
 
     @dispatched(per_token)
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
-        """Return all outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
+        """Return the outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
 
-        They are aligned with their own token, in the batch's order; with `record_routing` also the routing `[T, M, k]`.
+        Each number stands at its token, in the batch's order. With `record_routing` the result has also the routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
         results = predict(
@@ -173,15 +163,15 @@ class Worker(WorkerState):
     def _warn_of_length(self, batch: Batch) -> None:
         """Warn, once, of a sequence beyond the model's positions.
 
-        Rotary embeddings go on there, and a model may learn to; beyond the trained length outputs are unreliable. The
-        last token needs no position: its successor belongs to no sequence.
+        Rotary embeddings have values there, but outputs beyond the trained length are unreliable. The last token needs
+        no position: no token of the sequence follows it.
         """
         longest = max(batch.lengths, default=0)
         if self.positions is not None and longest - 1 > self.positions:
             warnings.warn(
                 f"a sequence of {longest} tokens goes beyond the model's {self.positions} positions "
                 "(max_position_embeddings in its config.json): shorten prompts or max_new_tokens, unless the model is "
-                "to learn it",
+                "to learn longer sequences",
                 stacklevel=4,
             )
             self.positions = None
@@ -195,22 +185,22 @@ class Worker(WorkerState):
         aggregation: str,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """Take one optimizer step on the whole batch: gradients add up over micro-batches and data-parallel ranks.
+        """Take one optimizer step on the whole batch, over all micro-batches and data-parallel ranks.
 
-        The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, w being `token_weights`; so it does not
-        depend on how the batch was divided.
+        The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`;
+        it does not depend on how the batch was divided.
 
-        Where the optimizer scales losses (fp16), an overflow skips the step: the schedule stands still, and the metrics
-        `skipped_steps` (so far) and `loss_scale` (of this step) say so.
+        Under a loss scale (fp16), an overflow skips the step: the schedule stands still, and the metrics
+        `skipped_steps` (so far) and `loss_scale` (of this step) count it.
 
         A step that raises changes nothing, unless the optimizer itself was interrupted; the next step starts without
         its gradients.
 
         Raises:
-            ValueError: the batch has nothing to learn from, the loss is not one number per token, or it reports other
-                metrics of some micro-batches or on some ranks.
-            FloatingPointError: the gradient is not finite; the parameters have not been changed.
-            RuntimeError: weights or optimizer state are offloaded.
+            ValueError: The mask is empty, the loss is not one number per token, or its metrics differ between
+                micro-batches or ranks.
+            FloatingPointError: The gradient is not finite; the parameters have not changed.
+            RuntimeError: Weights or optimizer state are offloaded.
         """
         self._memory.require("an update", optimizer=True)
         if self._warn_of_default:
@@ -220,7 +210,7 @@ class Worker(WorkerState):
                 "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained",
                 stacklevel=3,
             )
-        optimizer = self.optimizer  # before the backward: it says in which type gradients add up
+        optimizer = self.optimizer  # made before the backward: it sets the dtype of sums of gradients
         rate = self.learning_rate
         scale = optimizer.loss_scale
         try:
@@ -235,7 +225,7 @@ class Worker(WorkerState):
             )
             norm = optimizer.step(rate)
         except BaseException:
-            self.engine.drop_gradients()  # the next update would learn from them, too
+            self.engine.drop_gradients()  # the next update would use them
             raise
         if not math.isfinite(norm) and scale is None:
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
