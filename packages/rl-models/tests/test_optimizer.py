@@ -67,9 +67,7 @@ def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dt
 
 def test_fp16_which_needs_a_loss_scale_is_refused() -> None:
     module = make(torch.float16)
-    with pytest.raises(
-        ValueError, match="a model in fp16 learns under a loss scale, which backend='megatron' alone has"
-    ):
+    with pytest.raises(ValueError, match="a model in fp16 needs a loss scale, which only backend='megatron' has"):
         AdamW(module, OPTIONS)
 
 

@@ -228,7 +228,7 @@ def require_batch(batch: object) -> None:
         return
     shape = f" {list(batch.shape)}" if isinstance(batch, Tensor) else ""
     raise ValueError(
-        f"expected a Batch, got {type(batch).__name__}{shape}; make one by Batch.from_sequences(...) from one row of "
+        f"expected a Batch, got {type(batch).__name__}{shape}; make one with Batch.from_sequences(...) of one row of "
         "token ids per sequence, without padding: [row[keep] for row, keep in zip(input_ids, attention_mask.bool())]"
     )
 

@@ -11,7 +11,7 @@ from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.losses import LossTerms
 from rl_models.workers.dispatch import dispatched, for_all, per_prompt, per_token
-from rl_models.workers.generation import generate, sampling_options
+from rl_models.workers.generation import SamplingOptions, generate
 from rl_models.workers.worker import Worker
 
 # (log_probs [T], entropy [T], batch) -> terms [T]
@@ -110,7 +110,7 @@ class Policy(Worker):
         batch = generate(
             self.engine,
             prompts,
-            lambda: sampling_options(max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed),
+            lambda: SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed),
             call=f"{type(self).__name__}.generate",
             positions=self.positions,
         )

@@ -22,14 +22,18 @@ from rl_models.workers.sampling import check_sampling, sample
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options of a draw; see `Actor.generate`."""
+    """The options of a draw; see `Actor.generate`.
+
+    Raises:
+        ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
+    """
 
     max_new_tokens: int
     n: int = 1
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: Iterable[int] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,22 +41,12 @@ class SamplingOptions:
             require_number(name, getattr(self, name), at_least=1, integer=True)
         require_number("seed", self.seed, integer=True)
         check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-
-def sampling_options(
-    max_new_tokens: int, n: int, temperature: float, top_k: int | None, top_p: float, stop_ids: Iterable[int], seed: int
-) -> SamplingOptions:
-    """Return checked options.
-
-    Raises:
-        ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
-    """
-    if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
-        raise ValueError(f"stop_ids={stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
-    ids = list(stop_ids)
-    for token in ids:
-        require_number("stop_ids", token, at_least=0, integer=True)
-    return SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, frozenset(map(int, ids)), seed)
+        if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
+            raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
+        ids = list(self.stop_ids)
+        for token in ids:
+            require_number("stop_ids", token, at_least=0, integer=True)
+        object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
 
 
 def generate(
@@ -85,7 +79,7 @@ def generate(
         flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found, _ = digests({"prompt_tokens": flat})
         given = {"prompts": described_lengths([len(row) for row in rows]), **vars(options)}
-        return Given({**given, "stop_ids": sorted(options.stop_ids), **found})
+        return Given({**given, **found})
 
     agree_on_call(engine.grid, call, prepare)
     rows = [row.to(engine.grid.device) for row in rows]
@@ -128,7 +122,7 @@ def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> 
         inputs = [torch.zeros(1, dtype=torch.int64, device=device)]
     rows = [row for row in rows for _ in range(options.n)]
     generator = torch.Generator(device).manual_seed(_seed(options.seed, engine.grid.rank("dp")))
-    stop = torch.tensor(sorted(options.stop_ids), dtype=torch.int64, device=device)
+    stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=device)
     tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
     lengths = [0] * len(rows)

@@ -145,7 +145,8 @@ class Worker(WorkerState):
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """Return the outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
 
-        Each number stands at its token, in the batch's order. With `record_routing` the result has also the routing `[T, M, k]`.
+        Each number stands at its token, in the batch's order. With `record_routing` the result also has the
+        routing `[T, M, k]`.
         """
         self._memory.require("a forward pass")
         results = predict(
