@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,17 @@ def test_a_result_replaces_an_earlier_one_when_it_is_complete(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Give the signals the handlers of a new process; Ray and background jobs of a shell change them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize(
     ("command", "number", "said"),
     [
