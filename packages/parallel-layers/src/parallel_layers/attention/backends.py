@@ -1,4 +1,4 @@
-"""What each attention backend can do, as a table; whether it is there; and which one a case gets."""
+"""The table of attention backends, and the choice of a backend for a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class Backend:
     """A row of the table.
 
     Attributes:
-        needs: What must be installed, in words (for messages).
-        is_installed: Asked once a process.
-        kernel: Raw forward and backward; None for the backend that torch's autograd differentiates itself.
-        devices: Device types; None: any.
-        dtypes: Of queries, keys and values.
-        max_head_dim: Largest head size; None: any.
-        head_dim_multiple: Head sizes must be divisible by this.
-        softcap: Soft-capped scores.
-        lse: Log-sum-exp, and with it attention sinks.
+        needs: Required packages and hardware, in words (for messages).
+        is_installed: Return True if the backend is installed; called once per process.
+        kernel: Raw forward and backward; None: torch's autograd differentiates the backend.
+        devices: Supported device types; None: all.
+        dtypes: Supported dtypes of queries, keys and values.
+        max_head_dim: Largest head size; None: unlimited.
+        head_dim_multiple: Divisor of the head size.
+        softcap: The backend supports soft-capped scores.
+        lse: The backend returns the log-sum-exp, which attention sinks need, too.
     """
 
     needs: str
@@ -52,7 +52,7 @@ def _has_module(name: str) -> bool:
 
 
 def _has_distribution(name: str) -> bool:
-    """For a package whose modules another one carries too: flash-attn 2 ships an old copy of flash-attn-4's."""
+    """Return True if a distribution is installed. flash-attn 2 ships an old copy of flash-attn-4's module."""
     try:
         return bool(version(name))
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-# In the order of preference of `auto`: the fastest first (see benchmarks/RESULTS.md).
+# "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {
     "flash-attn-4": Backend(
         "the flash-attn-4 package (extra parallel-layers[flash-attn-4]) and a Hopper or Blackwell GPU",
@@ -71,8 +71,8 @@ BACKENDS: dict[str, Backend] = {
         FlashAttention4Kernel(),
         devices=frozenset({"cuda"}),
         dtypes=HALF,
-        max_head_dim=128,  # larger ones are tuned for some GPUs only; flash-attn takes over
-        head_dim_multiple=32,  # its backward is wrong for 72 on Hopper (4.0.0b36)
+        max_head_dim=128,  # larger heads are tuned for some GPUs only; use flash-attn for these
+        head_dim_multiple=32,  # the backward is wrong for 72 on Hopper (4.0.0b36)
     ),
     "flash-attn": Backend(
         "the flash-attn package (extra parallel-layers[flash-attn]) and an Ampere GPU or newer",
@@ -95,17 +95,17 @@ BACKENDS: dict[str, Backend] = {
     ),
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
     "reference": Backend("torch", lambda: True, ReferenceKernel()),
-    # Slow; for `parallel_layers.invariant`, which alone asks for it.
+    # Slow; used only by `parallel_layers.invariant`.
     "exact": Backend("torch", lambda: True, ExactKernel(), dtypes=HALF | {torch.float32}, lse=False),
 }
 
-# The reference is exact and, grouped by length, as fast on a CPU as the padded batch of sdpa, without its memory.
+# On a CPU "auto" takes the reference: it is exact, as fast as sdpa, and needs less memory.
 _AUTO_ORDER = {"cpu": ("reference",)}
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a case asks of a backend."""
+    """The requirements of a call on its backend."""
 
     device: str
     dtype: torch.dtype
@@ -120,12 +120,12 @@ def _is_installed(name: str) -> bool:
 
 
 def available_backends() -> tuple[str, ...]:
-    """The attention backends that can run in this process, the preferred first."""
+    """Return the attention backends that can run in this process, in order of preference."""
     return tuple(name for name in BACKENDS if _is_installed(name))
 
 
 def why_not(name: str, needs: Needs) -> str | None:
-    """Why backend `name` cannot do the case, in words; None when it can."""
+    """Return the reason why backend `name` does not support the call, or None if it does."""
     backend = BACKENDS[name]
     if not _is_installed(name):
         return f"it needs {backend.needs}"
@@ -145,16 +145,16 @@ def why_not(name: str, needs: Needs) -> str | None:
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str:
-    """The backend for a case: `name` itself, or for "auto" the first in the table's order that can do it.
+    """Return the backend of a call: `name`, or for "auto" the first row of the table that supports the call.
 
     Raises:
-        ValueError: `name` is unknown, or cannot do the case; says why and which ones can, or why none of them can.
+        ValueError: `name` is unknown or does not support the call, or no backend does; the message has the reasons.
     """
     return _choose(name, Needs(device, dtype, head_dim, softcap, lse))
 
 
-# What torch.compiler.assume_constant_result sets: to torch.compile the choice is a constant, not code to trace. The
-# decorator itself imports the compiler, which doubles the time that importing this package takes.
+# The mark that torch.compiler.assume_constant_result sets: torch.compile treats the choice as a constant. The decorator
+# imports the compiler, which doubles the import time of this package.
 choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

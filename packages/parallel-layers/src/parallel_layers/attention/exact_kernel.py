@@ -1,4 +1,4 @@
-"""Attention of exact products and sums in a fixed order: a segment's and a head's bits depend on nothing else.
+"""Attention with exact GEMMs and a fixed order of sums: the bits of a segment and head do not depend on the batch.
 
 Shape legend: T tokens, Q query heads, K key-value heads, G = Q/K, D head size, D' size of a value head, I queries and
 J keys of a segment.
@@ -18,7 +18,7 @@ _MAX_SCORES = 1 << 22  # numbers in one block of scores: 32 MiB in fp64
 
 
 class ExactKernel(ReferenceKernel):
-    """One segment after the other, by boundaries that are read on the host; the backward is the reference's."""
+    """Compute one segment at a time; reads the boundaries on the host. The backward is that of the reference."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -36,7 +36,7 @@ class ExactKernel(ReferenceKernel):
             keys = slice(start_k, start_k + length_k)
             key, value = k[keys].permute(1, 0, 2), v[keys].permute(1, 2, 0)  # [K, J, D], [K, D', J]
             shift = length_k - (end - start)
-            # Products are exact and rows by themselves: where the queries are cut changes no bit.
+            # GEMMs are exact and rows independent, so the cut of the queries changes no bit.
             step = max(1, _MAX_SCORES // (heads * length_k))
             for first in range(start, end, step):
                 rows = slice(first, min(first + step, end))
@@ -50,7 +50,7 @@ class ExactKernel(ReferenceKernel):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Output `[K, G I, D']` and log-sum-exp `[K, G I]` of queries that stand at `places [G I]` among the keys."""
+    """Return output `[K, G I, D']` and log-sum-exp `[K, G I]` for queries at `places [G I]` among the keys."""
     scores = exact_product(query, key) * scoring.scale
     if scoring.softcap is not None:
         scores = tanh(scores / scoring.softcap) * scoring.softcap

@@ -1,7 +1,7 @@
-"""The flash kernels as `Kernel`s: FlashAttention-4, flash-attn 2 and the FlashAttention-2 that torch carries.
+"""The flash kernels as `Kernel`s: FlashAttention-4, flash-attn 2, and torch's own FlashAttention-2.
 
-Each adapter calls its library's raw forward and backward, so that the output and log-sum-exp that the backward uses can
-be ours (`Kernel`). The libraries are optional extras: they are imported at the first call.
+Each adapter calls the library's raw forward and backward, so that callers can pass a merged output and log-sum-exp to
+the backward. The libraries are optional extras and imported at the first call.
 
 Shape legend: T tokens, Q query heads, K key-value heads, D head size.
 """
@@ -15,15 +15,15 @@ from parallel_layers.attention.kernel_interface import Forward, Scoring, Segment
 
 
 def _empty_as(lse: Tensor, value: float) -> Tensor:
-    """Log-sum-exp of queries without keys: the FlashAttention-2 kernels write and want +inf, `Kernel` says -inf."""
+    """Set the log-sum-exp of queries without keys to `value`. FlashAttention-2 uses +inf, `Kernel` -inf."""
     return lse.nan_to_num(nan=math.nan, posinf=value, neginf=value)
 
 
 class VarlenKernel:
-    """The operators under `torch.nn.attention.varlen.varlen_attn`.
+    """The ATen operators behind `torch.nn.attention.varlen.varlen_attn`.
 
-    That function's own backward takes no other output and log-sum-exp than its forward's, and its signature is still
-    changing between releases; the two ATen operators below it are the same in torch 2.11 to 2.13.
+    The backward of `varlen_attn` does not accept a merged output and log-sum-exp, and its signature changes between
+    releases. The two ATen operators are the same in torch 2.11 to 2.13.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:

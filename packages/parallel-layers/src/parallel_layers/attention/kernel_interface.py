@@ -1,4 +1,4 @@
-"""What an attention call is asked for, apart from its tensors: the segments, and the rule of the scores.
+"""The interface of attention kernels: segments, scoring rule, and the raw forward and backward.
 
 Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Where each segment's queries and keys lie in the packed tensors.
+    """The places of each segment's queries and keys in the packed tensors.
 
     Attributes:
-        cu_q: `[S+1]` int32, boundaries of the segments among the queries.
-        cu_k: `[S+1]` int32, boundaries among the keys.
-        used_k: `[S]` int32: only the first `used_k[s]` keys of segment s exist; None: all of them.
-        max_q: At least the longest segment's queries.
-        max_k: At least the longest segment's keys.
+        cu_q: Boundaries of the segments among the queries, `[S+1]` int32.
+        cu_k: Boundaries of the segments among the keys, `[S+1]` int32.
+        used_k: The number of valid keys at the start of each segment, `[S]` int32; None: all keys are valid.
+        max_q: Upper bound of a segment's queries.
+        max_k: Upper bound of a segment's keys.
     """
 
     cu_q: Tensor
@@ -28,19 +28,19 @@ class Segments(NamedTuple):
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """cu_q, cu_k, max_q, max_k: the order in which the flash kernels take them."""
+        """Return `(cu_q, cu_k, max_q, max_k)`, the order of the flash kernels' arguments."""
         return self.cu_q, self.cu_k, self.max_q, self.max_k
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made from products. With n_q queries and n_k keys in a segment, query i stands at i + n_k - n_q.
+    """The scale, cap and mask of scores. With n_q queries and n_k keys in a segment, query i is at place i + n_k - n_q.
 
     Attributes:
-        causal: A query sees no key after its own place.
-        window: It sees only the keys less than `window` places away (its own included); None: all.
-        scale: Products are multiplied by this.
-        softcap: Then c becomes softcap · tanh(c / softcap); None: no cap.
+        causal: Mask the keys after the query's place.
+        window: Mask the keys at a distance of `window` places or more; None: no window.
+        scale: Factor of the products of queries and keys.
+        softcap: Replace each scaled score c by softcap · tanh(c / softcap); None: no cap.
     """
 
     causal: bool
@@ -49,26 +49,26 @@ class Scoring:
     softcap: float | None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a soft-cap that bounds nothing."""
+        """Raise ValueError for a soft-cap that is not positive."""
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap} must be positive; use None for no soft-cap")
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """(left, right) as the flash kernels count: keys beside the query's own place; -1 is without limit."""
+        """Return the flash kernels' (left, right): the keys visible on each side of the query; -1: unlimited."""
         left = -1 if self.window is None else self.window - 1
         return left, 0 if self.causal else left
 
 
 class Forward(NamedTuple):
-    """A finished forward: all that its backward needs.
+    """The inputs and outputs of a forward, as its backward needs them.
 
     Attributes:
         q: `[T, Q, D]`.
         k: `[T, K, D]`.
         v: `[T, K, D]`.
         out: `[T, Q, D]`.
-        lse: Log-sum-exp `[Q, T]` fp32 (fp64 for fp64 input), -inf for a query without keys, whose output is zero.
+        lse: Log-sum-exp `[Q, T]` fp32 (fp64 for fp64 input). A query without keys has -inf and an output of zero.
     """
 
     q: Tensor
@@ -79,19 +79,18 @@ class Forward(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A pair of functions that know nothing of autograd, so that every user shares one differentiable wrapper."""
+    """A raw forward and backward without autograd; `packed_attention` wraps both."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """(q `[T, Q, D]`, k, v `[T, K, D]`) -> the output `[T, Q, D]` and the log-sum-exp `[Q, T]`; see `Forward`."""
+        """Return the output `[T, Q, D]` and log-sum-exp `[Q, T]` for q `[T, Q, D]` and k, v `[T, K, D]`."""
         ...
 
     def backward(
         self, d_out: Tensor, done: Forward, segments: Segments, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """d_q, d_k, d_v in their inputs' shapes and dtypes.
+        """Return d_q, d_k, d_v in the shapes and dtypes of q, k, v.
 
-        It must use the output and log-sum-exp that it is given and not recompute them: p = exp(score - lse) and
-        delta = sum(out · d_out). A caller that has merged further keys into both (attention sinks, a ring of ranks)
-        then gets this part's share of the gradients.
+        The backward uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). A caller that has
+        merged further keys into both (attention sinks, ring attention) gets the gradients' share of this call's keys.
         """
         ...

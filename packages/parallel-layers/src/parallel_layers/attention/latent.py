@@ -1,10 +1,10 @@
-"""`ParallelLatentAttention`: multi-head latent attention, heads sharded over the group.
+"""`ParallelLatentAttention`: multi-head latent attention with heads sharded over the group.
 
 https://arxiv.org/abs/2405.04434 (DeepSeek-V2, section 2.1) and https://arxiv.org/abs/2412.19437 (DeepSeek-V3).
 
-Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (T without), H hidden,
-Q heads of this rank, A rank of the queries' latent, C rank of the keys' and values' latent, N dims of a head without
-rotation, R dims with it, V dims of a value head, S segments.
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (else T), H hidden,
+Q heads of this rank, A size of the query latent, C size of the key-value latent, N unrotated and R rotated dims of a
+query or key head, V dims of a value head, S segments.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from parallel_layers.sharding import divide
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """The sizes of multi-head latent attention, by the names of Hugging Face configs.
+    """The sizes of multi-head latent attention, with the names of Hugging Face configs.
 
     Attributes:
-        kv_lora_rank: C, of the latent that keys and values are made from.
-        qk_nope_head_dim: N, dims of a query or key head that are not rotated.
-        qk_rope_head_dim: R, dims that are; all heads share one such key.
-        v_head_dim: V, of a value head.
-        q_lora_rank: A, of the latent that queries are made from; None: they are projected in one step.
-        norm_eps: Of the norms of the latents, which have the modelling code's default and not the config's.
+        kv_lora_rank: C, the size of the key-value latent.
+        qk_nope_head_dim: N, the unrotated dims of a query or key head.
+        qk_rope_head_dim: R, the rotated dims of a query or key head; all heads share the rotated part of the key.
+        v_head_dim: V, the size of a value head.
+        q_lora_rank: A, the size of the query latent; None: queries have one projection and no latent.
+        norm_eps: Epsilon of the latents' norms. transformers uses the modelling code's default, not the config's.
     """
 
     kv_lora_rank: int
@@ -49,53 +49,52 @@ class LatentConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """N + R, of a query or key head."""
+        """The size N + R of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class ParallelLatentAttention(ParallelModule):
-    """Causal self-attention over packed sequences whose keys and values are made from one short latent a token.
+    """Causal self-attention over packed sequences, with keys and values projected from one short latent per token.
 
         [c, k_R] = kv_a_proj_with_mqa(x),   [k_N, v] of each head = kv_b_proj(norm(c))
         [q_N, q_R] of each head = q_b_proj(norm(q_a_proj(x)))    (q_proj(x) without `q_lora_rank`)
         k = [k_N, rotated k_R],   q = [q_N, rotated q_R],   o_proj(attention(q, k, v))
 
-    Submodules by Hugging Face's names: `q_a_proj`, `q_a_layernorm`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`,
-    `kv_a_layernorm`, `kv_b_proj`, `o_proj`. The projections to the latents and their norms are whole on every rank; of
-    the others rank r of n has heads [r Q, (r+1) Q).
+    Submodules have Hugging Face's names: `q_a_proj`, `q_a_layernorm`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`,
+    `kv_a_layernorm`, `kv_b_proj`, `o_proj`. The projections to the latents and their norms are replicated. In the other
+    projections rank r has heads [r Q, (r+1) Q).
 
-    Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` after the output projection
-    / one of the latents' gradients `[T, A + C + R]`. With it every rank compresses its own tokens: all-gather
-    `[T, A + C + R]` and reduce-scatter `[T, H]` / the same pair in reverse, and an all-reduce of the gradients of the
-    whole parameters. Without `q_lora_rank`, A is absent and the queries' projection sends what a `ColumnParallelLinear`
-    does. With a context-parallel group, what its attention sends.
+    Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one
+    all-reduce `[T, A + C + R]` of the latents' gradients. With sequence parallelism: all-gather `[T, A + C + R]` and
+    reduce-scatter `[T, H]` / the same pair in reverse, and an all-reduce of the replicated parameters' gradients.
+    Without `q_lora_rank`, A is 0 and `q_proj` is a `ColumnParallelLinear`. A context-parallel group adds the
+    communication of `ulysses_attention` or `ring_attention`.
 
-    A cache holds only the latents and rotated keys, `[1, C + R]` a token, whatever the number of heads. As long as it
-    is empty, the tokens attend to each other as without one. Then each head's half of `kv_b_proj` is multiplied into
-    the queries and out of the outputs, so that the latents themselves are keys and values of a single head (section
-    2.1.2): a decoding step reads each latent once for all heads, and multiplies (2 C + R) / (N + R + V) times as much
-    as with expanded keys and values.
+    A cache holds only the latents and rotated keys, `[1, C + R]` per token for all heads. While the cache is empty, the
+    tokens attend to each other as without a cache. Afterwards `kv_b_proj` is multiplied into the queries and the
+    outputs, so that the latents are the keys and values of a single head (section 2.1.2). A decoding step then reads
+    each latent once for all heads, with (2 C + R) / (N + R + V) times the FLOPs.
 
     Args:
         hidden_size: H.
-        num_heads: Heads of all ranks.
+        num_heads: Heads over all ranks.
         sizes: A, C, N, R and V.
         bias: Biases of the projections to the latents.
         output_bias: Bias of the output projection.
-        window: Sliding window in tokens, a token's own included; None: all.
-        scale: Of the scores; None: 1/sqrt(N + R). DeepSeek's under YaRN: `parallel_layers.rotary.yarn_softmax_scale`.
-        softcap: Bound of the scores; None: no bound.
-        rotary_interleaved: See `apply_rotary`. DeepSeek's checkpoints are.
+        window: Sliding window in tokens, including the token itself; None: no window.
+        scale: Factor of the scores; None: 1/sqrt(N + R). For YaRN see `parallel_layers.rotary.yarn_softmax_scale`.
+        softcap: Soft-cap of the scores; None: no cap.
+        rotary_interleaved: See `apply_rotary`. True for DeepSeek's checkpoints.
         backend: See `packed_attention`.
         context_parallel: See `ParallelAttention`.
         context_group: See `ParallelAttention`.
-        placement: Where the parts of the layer and of its tokens are.
-        execution: How the linear layers compute and communicate.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        placement: The groups of the layer and its tokens.
+        execution: The execution of the linear layers.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: The heads do not divide over the group.
+        ValueError: `num_heads` is not divisible by the group's size.
     """
 
     def __init__(
@@ -125,14 +124,14 @@ class ParallelLatentAttention(ParallelModule):
         self.placement, self.execution = placement, execution
         self.num_heads_local = divide(num_heads, placement.tp, "num_attention_heads")
         self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
-        scale = sizes.qk_head_dim**-0.5 if scale is None else scale  # of latents 1/sqrt(size) would be another
+        scale = sizes.qk_head_dim**-0.5 if scale is None else scale  # the head size of latents differs
         self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         norm = partial(
             RMSNorm, eps=sizes.norm_eps, group=placement.group, sequence_parallel=placement.sequence_parallel,
             dtype=dtype, device=device,
         )  # fmt: skip
-        # All ranks have the latents. Their gradient is reduced once for both projections, where they were shared.
+        # The latents' gradient is reduced once for both projections, in `_share`.
         heads: LinearOptions = {"placement": Placement(placement.group), "dtype": dtype, "device": device}
         query_rows = num_heads * sizes.qk_head_dim
         if sizes.q_lora_rank is None:
@@ -151,12 +150,12 @@ class ParallelLatentAttention(ParallelModule):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a cache keeps of a token: the latent, which is also the value, and behind it the rotated key."""
+        """The cache entry of a token: the latent, which is also the value, followed by the rotated key."""
         rank = self.sizes.kv_lora_rank
         return CacheShape(1, rank + self.sizes.qk_rope_head_dim, rank, values_in_keys=True)
 
     def _share(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Every rank's rows `[T', ...]` as all rows `[T, ...]`, with one exchange of all parts each way."""
+        """Gather the ranks' rows `[T', ...]` to `[T, ...]`, in one exchange for all parts each way."""
         if self.placement.sharded is None:
             return parts
         together = torch.cat(parts, dim=-1)
@@ -165,7 +164,7 @@ class ParallelLatentAttention(ParallelModule):
         return whole.split([part.shape[-1] for part in parts], dim=-1)
 
     def _queries_and_latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query heads `[T, Q, N + R]`, normed latents `[T, C]` and the shared key part `[T, R]`, not yet rotated."""
+        """Return unrotated queries `[T, Q, N + R]`, normed latents `[T, C]` and the keys' shared part `[T, R]`."""
         latent, key = self.kv_a_proj_with_mqa(hidden).split(
             [self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim], dim=-1
         )
@@ -186,10 +185,7 @@ class ParallelLatentAttention(ParallelModule):
         max_seqlen: int,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """Attend within each segment; as `ParallelAttention.forward`, with cos and sin `[T, R]`.
-
-        A `cache` has the shape `cache_shape`.
-        """
+        """Attend within each segment; see `ParallelAttention.forward`. cos and sin are `[T, R]`."""
         sizes = self.sizes
         query, latent, key = self._queries_and_latents(hidden)
         q_nope, q_rope = query.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1)
@@ -225,7 +221,7 @@ class ParallelLatentAttention(ParallelModule):
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
-        """q_N · (W_K c) = (W_Kᵀ q_N) · c, and Σ p (W_V c) = W_V Σ p c: heads' outputs `[T, Q · V]`."""
+        """Return outputs `[T, Q · V]` by q_N · (W_K c) = (W_Kᵀ q_N) · c and Σ p (W_V c) = W_V Σ p c."""
         assert self.kv_b_proj.weight is not None
         heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
         to_keys, to_values = heads.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1)

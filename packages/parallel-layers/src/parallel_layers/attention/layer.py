@@ -1,6 +1,6 @@
-"""`ParallelAttention`: projections, rotary embedding and packed attention, heads sharded over the group.
+"""`ParallelAttention`: projections, rotary embedding and packed attention, with heads sharded over the group.
 
-Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (T without), H hidden,
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (else T), H hidden,
 Q query heads and K key-value heads of this rank, D head size, S segments.
 """
 
@@ -28,11 +28,11 @@ CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attenti
 
 
 class AttentionCache(Protocol):
-    """What a layer needs of a cache of keys and values: `parallel_layers.inference.KVCache.layer(i)`."""
+    """The cache of one layer's keys and values, such as `parallel_layers.inference.KVCache.layer(i)`."""
 
     @property
     def is_empty(self) -> bool:
-        """No sequence has tokens yet."""
+        """True while all sequences are without tokens."""
         ...
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
@@ -49,18 +49,18 @@ class AttentionCache(Protocol):
         /,
         **options: Unpack[AttentionOptions],
     ) -> Tensor:
-        """Add the keys and values of these tokens, and attend to all that is there: `[T, Q, D]`."""
+        """Add the keys and values of these tokens, and attend to all stored tokens: `[T, Q, D]`."""
         ...
 
 
 class CacheShape(NamedTuple):
-    """What a layer keeps of each token in a cache, on one rank.
+    """The shape of a token's entry in the cache of one layer, on one rank.
 
     Attributes:
         num_kv_heads: Key-value heads.
-        head_dim: Of a key.
-        value_dim: Of a value.
-        values_in_keys: A value is the first dims of its key.
+        head_dim: Size of a key.
+        value_dim: Size of a value.
+        values_in_keys: The value is the first `value_dim` dims of the key.
     """
 
     num_kv_heads: int
@@ -70,7 +70,7 @@ class CacheShape(NamedTuple):
 
 
 def attention_over(context_group: ProcessGroup | None, context_parallel: ContextParallel) -> Callable[..., Tensor]:
-    """`packed_attention`, or what does its work where tokens are sharded over `context_group`.
+    """Return the attention function: `packed_attention`, or its context-parallel form over `context_group`.
 
     Raises:
         ValueError: `context_parallel` is unknown.
@@ -85,40 +85,40 @@ def attention_over(context_group: ProcessGroup | None, context_parallel: Context
 class ParallelAttention(ParallelModule):
     """Causal self-attention over packed sequences, with rotary positions and grouped key-value heads.
 
-    Rank r of n computes heads [r Q/n, (r+1) Q/n) and the key-value heads that they read; key-value heads are replicated
-    when there are fewer of them than ranks.
+    Rank r of tp computes query heads [r Q, (r+1) Q) and their key-value heads. With fewer key-value heads than ranks,
+    key-value heads are replicated.
 
-    Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` after the output projection
-    / one before the input projection's gradient leaves. With it: all-gather `[T, H]` and reduce-scatter / the same pair
-    in reverse, and the input is gathered once more. With a context-parallel group, what its attention sends. With
-    `qk_norm`, in the backward one all-reduce of each norm weight's gradient; with "full" also one `[T]` each way for
-    queries and for keys.
+    Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one of the
+    input's gradient. With sequence parallelism: all-gather `[T, H]` and reduce-scatter / the same pair in reverse, and
+    one more all-gather of the input. A context-parallel group adds the communication of `ulysses_attention` or
+    `ring_attention`. `qk_norm` adds an all-reduce of each norm weight's gradient; "full" adds an all-reduce `[T]` each
+    way for queries and for keys.
 
     Args:
         hidden_size: H.
-        num_heads: Query heads of all ranks.
-        num_kv_heads: Key-value heads of all ranks; divides num_heads.
-        head_dim: D; H need not be num_heads · D.
-        bias: Bias of the query, key and value projections.
+        num_heads: Query heads over all ranks.
+        num_kv_heads: Key-value heads over all ranks; divides num_heads.
+        head_dim: D; can differ from H / num_heads.
+        bias: Biases of the query, key and value projections.
         output_bias: Bias of the output projection.
         qk_norm: RMSNorm of queries and keys before the rotation: "head" over each head (Qwen3), "full" over all heads
-            together (OLMo-2), None for none.
-        norm_eps: Of these norms.
-        norm_unit_offset: Their weights are stored as differences from one ("head" only).
-        window: Sliding window in tokens, a token's own included; None: all.
-        scale: Of the scores; None: 1/sqrt(D).
-        softcap: Bound of the scores; None: no bound.
-        sinks: A learned score a head that takes part in the softmax without a value: parameter `sinks [Q]`.
+            together (OLMo-2), None: no norm.
+        norm_eps: Epsilon of these norms.
+        norm_unit_offset: Weights of these norms are stored as differences from one ("head" only).
+        window: Sliding window in tokens, including the token itself; None: no window.
+        scale: Factor of the scores; None: 1/sqrt(D).
+        softcap: Soft-cap of the scores; None: no cap.
+        sinks: Attention sinks, one learned score per head in the softmax's denominator: parameter `sinks [Q]`.
         rotary_interleaved: See `apply_rotary`.
         backend: See `packed_attention`.
-        context_parallel: Which attention works on tokens that are sharded over `context_group`: "ulysses" (contiguous
-            layout) or "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
-        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over it, and
-            their gradients are shares to be summed over it, as over data-parallel ranks.
-        placement: Where the parts of the layer and of its tokens are.
-        execution: How the linear layers compute and communicate.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        context_parallel: The attention over tokens sharded over `context_group`: "ulysses" (contiguous layout) or
+            "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
+        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over the
+            group; sum their gradients over the group, as over data-parallel ranks.
+        placement: The groups of the layer and its tokens.
+        execution: The execution of the linear layers.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
         ValueError: The heads do not divide over the group.
@@ -168,7 +168,7 @@ class ParallelAttention(ParallelModule):
         if qk_norm not in (None, "head", "full"):
             raise ValueError(f"qk_norm={qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
         self.q_norm = self.k_norm = None
-        if qk_norm == "head":  # each rank norms other heads with the same weight: rows are sharded either way
+        if qk_norm == "head":  # ranks norm different heads with the same weight, so its gradient is reduced
             norm = partial(RMSNorm, head_dim, unit_offset=norm_unit_offset, sequence_parallel=True)
             self.q_norm, self.k_norm = (norm(eps=norm_eps, group=group, dtype=dtype, device=device) for _ in range(2))
         elif qk_norm == "full":
@@ -183,13 +183,13 @@ class ParallelAttention(ParallelModule):
                 set_sharding(self, "sinks", shard_evenly([num_heads], group, 0, "num_heads"))
 
     def reset_parameters(self) -> None:
-        """Set the sinks to 0; projections and norms have methods of their own."""
+        """Set the sinks to 0; projections and norms have their own `reset_parameters`."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a cache keeps of a token."""
+        """The shape of a token's cache entry."""
         return CacheShape(self.num_kv_heads_local, self.head_dim, self.head_dim)
 
     def forward(
@@ -205,11 +205,10 @@ class ParallelAttention(ParallelModule):
         Args:
             hidden: `[T', H]`.
             rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
-            cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens (and those of the other ranks of the
-                context-parallel group).
-            max_seqlen: At least the longest segment.
-            cache: Keys and values of earlier tokens; these tokens' own are added to it. With one, every rank of a
-                context-parallel group is given all T tokens.
+            cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens, of all context-parallel ranks.
+            max_seqlen: Upper bound of a segment's length.
+            cache: Keys and values of earlier tokens; the keys and values of these tokens are added. With a cache every
+                context-parallel rank gets all T tokens.
 
         Returns:
             `[T', H]`.

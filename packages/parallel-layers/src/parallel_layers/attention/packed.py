@@ -1,4 +1,4 @@
-"""`packed_attention`: one differentiable function over all backends.
+"""`packed_attention`: attention over packed sequences on any backend.
 
 Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments.
 """
@@ -17,7 +17,7 @@ from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, o
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of `packed_attention`, for those who pass them on."""
+    """The keyword arguments of `packed_attention`."""
 
     causal: bool
     window: int | None
@@ -76,41 +76,40 @@ def packed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention inside each segment of a packed batch.
 
-    For query i and key j of one segment (n_q queries, n_k keys; query i stands at place a = i + n_k - n_q):
+    For query i and key j of one segment (n_q queries, n_k keys; query i is at place a = i + n_k - n_q):
 
         s_ij = scale · q_i · k_j,  then softcap · tanh(s_ij / softcap) with a soft-cap,
                -inf for j > a (causal) and for |a - j| >= window
         out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))          (the sink's term only with `sinks`)
 
-    Query head h reads key-value head h // (Q / K). No segment's numbers enter another segment's sums. Segments of
-    length zero and one are legal; a query without keys gives zero. No communication; no host synchronisation, but for
-    the reference.
+    Query head h reads key-value head h // (Q / K). Segments can have length zero. The output of a query without keys is
+    zero. No communication. Only the backend "reference" synchronises with the host.
 
     Args:
         q_TQD: `[T, Q, D]`.
         k_TKD: `[T, K, D]`, K divides Q.
         v_TKD: `[T, K, D']`.
         cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device.
-        max_seqlen: At least the longest segment; checked where the boundaries are on the CPU. On CUDA, where reading
-            them would stall the host, backend "sdpa" asserts on the device.
-        causal: No query sees a later key.
-        window: Sliding window in tokens, the query's own included (Hugging Face's `sliding_window`).
-        scale: Default 1/sqrt(D).
-        softcap: Bound of the scores (Gemma 2).
-        sinks: `[Q]` one learned score a head that takes part in the softmax without a value (gpt-oss).
-        cu_seqlens_k: Boundaries among the keys; default the queries'.
-        max_seqlen_k: Their longest; default `max_seqlen`.
-        used_k: `[S]` int32; only the first so many keys of each segment exist (a cache with room). Inference only.
-        return_lse: Also return the logarithm of the softmax's denominator. It is not differentiable.
-        backend: "auto" (the fastest installed that can do the case), or a name of `available_backends()`.
+        max_seqlen: Upper bound of a segment's length. Checked for boundaries on the CPU; on CUDA only the backend
+            "sdpa" checks it, by a device assertion.
+        causal: Mask later keys.
+        window: Sliding window in tokens, including the query's own token (Hugging Face's `sliding_window`).
+        scale: Factor of the scores (default: 1/sqrt(D)).
+        softcap: Soft-cap of the scores (Gemma 2).
+        sinks: `[Q]`, one learned score per head in the softmax's denominator (gpt-oss).
+        cu_seqlens_k: Boundaries among the keys (default: `cu_seqlens`).
+        max_seqlen_k: Upper bound of a segment's keys (default: `max_seqlen`).
+        used_k: `[S]` int32, the number of valid keys at the start of each segment (a cache). Inference only.
+        return_lse: Also return the logarithm of the softmax's denominator, without a gradient.
+        backend: A name of `available_backends()`, or "auto": the fastest installed backend that supports the call.
 
     Returns:
         `[T, Q, D']` in q's dtype; with `return_lse` also `[T, Q]` fp32 (fp64 for fp64 input), -inf for a query
         without keys.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit together, a segment longer than `max_seqlen`, an unknown backend,
-            or a backend that is not installed or cannot do the case (says why and which can).
+        ValueError: Shapes or dtypes disagree, a segment is longer than `max_seqlen`, or the backend is unknown, not
+            installed or does not support the call.
     """
     check_heads(q_TQD, k_TKD, v_TKD, sinks)
     check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, window, cu_seqlens_k, used_k)
@@ -128,9 +127,9 @@ def packed_attention(
     name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, size, softcap is not None, wants_lse)
 
     if BACKENDS[name].kernel is None:
-        with torch.autocast(q_TQD.device.type, enabled=False):  # as for the kernels
+        with torch.autocast(q_TQD.device.type, enabled=False):  # as in the operator of the kernels
             return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
-    if name != "reference":  # the flash kernels want one head size
+    if name != "reference":  # flash kernels need equal head sizes of keys and values
         q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
     out, lse, _ = _attention(
         q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window or 0, scoring.scale, softcap or 0.0, name
@@ -143,12 +142,12 @@ def packed_attention(
 
 
 def widened(x: Tensor, size: int) -> Tensor:
-    """`[T, heads, D]` with zeros behind each head, `[T, heads, size]`: they change no score and no output."""
+    """Pad heads with zeros, `[T, heads, D]` -> `[T, heads, size]`; scores and outputs stay the same."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Raise ValueError for queries, keys, values and sinks that do not fit together."""
+    """Raise ValueError if shapes or dtypes of queries, keys, values and sinks disagree."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise ValueError(f"packed_attention takes q [T, Q, D], k [T, K, D], v [T, K, D'], got {shapes}")
@@ -169,7 +168,7 @@ def check_segments(
     cu_seqlens_k: Tensor | None = None,
     used_k: Tensor | None = None,
 ) -> None:
-    """Raise ValueError for segments that do not fit (shapes and dtypes only: values would cost a host sync)."""
+    """Raise ValueError for wrong shapes or dtypes of segments. Reading values would synchronise with the host."""
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"{q.shape[0]} queries but {k.shape[0]} keys; pass cu_seqlens_k when they differ")
     for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k), ("used_k", used_k)):
@@ -192,7 +191,7 @@ def check_segments(
 
 
 def check_longest(segments: Segments) -> None:
-    """Raise ValueError for a segment longer than the given maximum, for boundaries on the CPU (not compiled)."""
+    """Raise ValueError for a segment longer than the given maximum; only for CPU boundaries in eager mode."""
     if torch.compiler.is_compiling():
         return
     lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
@@ -212,8 +211,8 @@ def _kernel(name: str) -> Kernel:
     return kernel
 
 
-# One operator for all kernels, opaque to torch.compile. An absent window or soft-cap is 0, no legal value of either.
-# Returns the output and what the kernel itself gave: its log-sum-exp and, where sinks make it another, its output.
+# One operator for all kernels, opaque to torch.compile. A window or soft-cap of 0 stands for None. Returns the output,
+# the kernel's log-sum-exp and, with sinks, the kernel's own output.
 @torch.library.custom_op("parallel_layers::packed_attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -233,9 +232,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if len(q) and len(k):
         scoring = Scoring(causal, window or None, scale, softcap or None)
-        with torch.autocast(q.device.type, enabled=False):  # a kernel chooses the dtypes of its products itself
+        with torch.autocast(q.device.type, enabled=False):  # kernels choose the dtypes of their GEMMs
             out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
-    else:  # nothing to do, which not every kernel takes
+    else:  # not every kernel takes empty tensors
         out, lse, _ = _outputs(q, v, None)
         out, lse = out.zero_(), lse.fill_(-math.inf)
     if sinks is None:
@@ -249,7 +248,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: object) -> t
 
 
 def _outputs(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the output `[T, Q, D']`, the log-sum-exp `[Q, T]`, and the kernel's output or nothing."""
+    """Allocate the output `[T, Q, D']`, the log-sum-exp `[Q, T]`, and with sinks the kernel's output (else empty)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide), q.new_empty(0 if sinks is None else out.shape)
@@ -295,7 +294,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """With sinks, `out` and `total` are of the whole softmax, from which the kernel makes the right d_q, d_k, d_v."""
+    """Compute the gradients. With sinks the kernel gets `out` and `total` of the whole softmax."""
     if d_out is None:
         return (None,) * 14
     q, k, v, sinks, cu_q, cu_k, out, lse, without_sinks = ctx.saved_tensors

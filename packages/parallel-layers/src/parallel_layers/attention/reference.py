@@ -1,8 +1,7 @@
-"""The plain attention: batched matrix products in fp32, segment by segment. It defines what the kernels are to compute.
+"""The reference attention: batched fp32 GEMMs per segment. It defines the results of all kernels.
 
-Segments of similar length are padded to a common length and computed as one batch, so that many short sequences cost a
-few calls; long ones are walked in blocks of queries that skip the keys the mask excludes. No number of one segment ever
-enters a sum of another.
+Segments of similar length are padded to a common length and computed as one batch. Long segments are computed in blocks
+of queries that skip masked keys.
 
 Shape legend: T tokens, Q query heads, K key-value heads, G = Q/K, D head size, N segments of a batch,
 I queries, J keys.
@@ -25,12 +24,12 @@ class _Batch:
     """Segments computed together, padded to I queries and J keys each.
 
     Attributes:
-        rows_q: `[N, I]` row of each query in the packed tensor (0 where padded).
-        rows_k: `[N, J]` row of each key.
-        real_q: `[N, I]` False where padded.
-        real_k: `[N, J]`.
-        place_q: `[N, I]` each query's place among its segment's keys.
-        shifts: Each segment's n_k - n_q, on the host.
+        rows_q: Row of each query in the packed tensor, `[N, I]`; 0 for padding.
+        rows_k: Row of each key, `[N, J]`; 0 for padding.
+        real_q: `[N, I]`, False for padding.
+        real_k: `[N, J]`, False for padding.
+        place_q: Place of each query among the keys of its segment, `[N, I]`.
+        shifts: n_k - n_q of each segment, on the host.
     """
 
     rows_q: Tensor
@@ -42,7 +41,7 @@ class _Batch:
 
 
 def _padded(length: int) -> int:
-    """The length a segment is padded to: powers of two up to 64, then multiples of 64."""
+    """Return the padded length of a segment: a power of two up to 64, then a multiple of 64."""
     return 1 << (length - 1).bit_length() if 0 < length <= 64 else -(-length // 64) * 64
 
 
@@ -77,17 +76,17 @@ def _batches(segments: Segments, num_heads: int) -> Iterator[_Batch]:
 
 
 def _gather(x: Tensor, rows: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[T, heads, D]` -> `[N, heads, length, D]`, zero where padded (a neighbour's NaN must not come in)."""
+    """Gather `[T, heads, D]` to `[N, heads, length, D]`; padding is 0, so no NaN of another segment enters."""
     picked = x[rows].to(dtype)
     return picked.masked_fill_(~real[..., None, None], 0).transpose(1, 2)
 
 
 def _blocks(batch: _Batch, num_heads: int, scoring: Scoring) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the keys each may see, and the mask `[N, 1, 1, I, J]` of what it does see."""
+    """Yield blocks of queries, the range of their keys, and the mask `[N, 1, 1, I, J]` of visible keys."""
     count, size_q = batch.rows_q.shape
     size_k = batch.rows_k.shape[1]
     step = max(16, min(size_q, _MAX_SCORES // max(1, count * num_heads * size_k)))
-    if size_q > 128:  # short enough that causal blocks skip about half of the products
+    if size_q > 128:  # causal blocks of 128 skip about half of the FLOPs
         step = min(step, 128)
     for start in range(0, size_q, step):
         rows = slice(start, min(start + step, size_q))
@@ -107,7 +106,7 @@ def _blocks(batch: _Batch, num_heads: int, scoring: Scoring) -> Iterator[tuple[s
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
-    """`[N, K, G, I, J]` scores, -inf where not seen, and the derivative of the cap (None without one)."""
+    """Return scores `[N, K, G, I, J]`, -inf where masked, and the derivative of the soft-cap (None without cap)."""
     scores = q @ k.transpose(-1, -2)[:, :, None] * scoring.scale
     slope = None
     if scoring.softcap is not None:
@@ -117,7 +116,7 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tenso
 
 
 class ReferenceKernel:
-    """The plain attention as a `Kernel`."""
+    """The reference attention as a `Kernel`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -132,7 +131,7 @@ class ReferenceKernel:
             for rows, keys, seen in _blocks(batch, heads, scoring):
                 scores, _ = _scores(q_batch[..., rows, :], k_batch[:, :, keys], seen, scoring)
                 total = torch.logsumexp(scores, dim=-1, keepdim=True)
-                # A query without keys: exp(-inf - 0) = 0 for every score.
+                # For a query without keys: exp(-inf - 0) = 0.
                 weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0))
                 part = weights @ v_batch[:, :, None, keys]
                 real = batch.real_q[:, rows]
@@ -170,7 +169,7 @@ class ReferenceKernel:
                 if slope is not None:
                     d_scores = d_scores * slope
                 d_q_batch[..., rows, :] = d_scores @ k[:, :, None, keys]
-                # Query heads of one key head stand one after another: their sum is part of the product.
+                # Query heads of a key head are consecutive, so one GEMM sums over them.
                 d_k_batch[:, :, keys] += d_scores.flatten(2, 3).transpose(-1, -2) @ q[..., rows, :].flatten(2, 3)
                 d_v_batch[:, :, keys] += weights.flatten(2, 3).transpose(-1, -2) @ d_o[..., rows, :].flatten(2, 3)
             d_q[batch.rows_q[batch.real_q]] = d_q_batch.flatten(1, 2).transpose(1, 2)[batch.real_q].to(d_q.dtype)

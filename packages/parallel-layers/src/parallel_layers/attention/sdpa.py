@@ -1,7 +1,7 @@
-"""Packed attention on `torch.nn.functional.scaled_dot_product_attention`: the packed tokens padded to a batch and back.
+"""Packed attention by `torch.nn.functional.scaled_dot_product_attention` on a padded batch.
 
-Memory grows with (segments x longest), which is why the packed kernels go before it in `auto`. Index arithmetic only:
-no host synchronisation, any device, any dtype.
+Memory grows with segments x longest segment, so "auto" prefers the packed kernels. Any device and dtype; no host
+synchronisation.
 
 Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments, I = max_q, J = max_k.
 """
@@ -12,17 +12,17 @@ from torch.nn import functional as F
 
 from parallel_layers.attention.kernel_interface import Scoring, Segments
 
-_MAX_MASK = 1 << 26  # entries of a mask; more queries than that allows go in blocks
+_MAX_MASK = 1 << 26  # entries of a mask; more queries go in blocks
 
 
 def _pad(x: Tensor, rows: Tensor, count: int, length: int) -> Tensor:
-    """Spread packed `[T, heads, D]` to `[S, heads, length, D]`, zero where nothing lands; the last row is dropped."""
+    """Pad packed `[T, heads, D]` to `[S, heads, length, D]` with zeros; the last row of the scatter is dropped."""
     spread = x.new_zeros(count * length + 1, *x.shape[1:]).index_copy(0, rows, x)
     return spread[:-1].unflatten(0, (count, length)).transpose(1, 2)
 
 
 def _rows(boundaries: Tensor, tokens: int, length: int, used: Tensor | None) -> Tensor:
-    """For each packed token its row in the padded batch `[S · length (+ 1 for tokens that belong to no segment)]`."""
+    """Return each token's row in the padded batch of S · length rows; row S · length for tokens outside segments."""
     index = torch.arange(tokens, device=boundaries.device)
     segment = torch.searchsorted(boundaries, index.to(boundaries.dtype), right=True) - 1
     count = boundaries.shape[0] - 1
@@ -34,7 +34,7 @@ def _rows(boundaries: Tensor, tokens: int, length: int, used: Tensor | None) -> 
 
 
 def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
-    """The output `[T, Q, D]`; differentiable by torch's own autograd. Neither a soft-cap nor a log-sum-exp."""
+    """Return the output `[T, Q, D]`, differentiable by autograd. There is no soft-cap and no log-sum-exp."""
     count = segments.cu_q.shape[0] - 1
     if count == 0 or q_TQD.shape[0] == 0:
         return q_TQD.new_zeros(*q_TQD.shape[:2], v_TKD.shape[2]) + 0 * (q_TQD.sum() + k_TKD.sum() + v_TKD.sum())
@@ -48,7 +48,7 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
     k, v = (_pad(x, rows_k, count, size_k) for x in (k_TKD, v_TKD))
 
     if scoring.causal and scoring.window is None and segments.cu_q is segments.cu_k and segments.used_k is None:
-        # Padding follows the last token, so the plain causal mask already hides it from every real query.
+        # Padding follows the last token, so the causal mask hides it from every real query.
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
     elif (row := count * (q.shape[1] // k.shape[1]) * size_k) * size_q <= _MAX_MASK:
@@ -61,10 +61,10 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, first: int, segments: Segments, scoring: Scoring) -> Tensor:
-    """The outputs `[S, Q, I, D']` of I queries, of which the first is `first` among those of its segment.
+    """Return the outputs `[S, Q, I, D']` of I queries from query `first` of each segment on.
 
-    The query heads of one key head stand as further rows of one head: with a mask and grouped heads torch would repeat
-    the keys for every query head, which for the latents of MLA is a cache 128 times as large.
+    The query heads of a key head become rows of one head. torch would otherwise repeat the keys for every query head,
+    128 times for the latents of MLA.
     """
     seen, hears = _mask(segments, scoring, first, q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
@@ -75,7 +75,10 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, first: int, segments: Segments, sco
 
 
 def _mask(segments: Segments, scoring: Scoring, first: int, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
-    """What each query sees, `[S, 1, I, J]` (never nothing: torch would make NaN), and who has a key, `[S, 1, I, 1]`."""
+    """Return the mask `[S, 1, I, J]` and which queries have keys `[S, 1, I, 1]`.
+
+    A query without keys sees all keys in the mask, because torch returns NaN for an empty row.
+    """
     lengths_q = segments.cu_q.diff()
     lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
     device = segments.cu_q.device

@@ -1,13 +1,12 @@
-"""Attention sinks: one learned score a head that takes part in the softmax without a value (gpt-oss).
+"""Attention sinks: one learned score per head in the softmax's denominator (gpt-oss).
 
-A kernel knows nothing of them. With o and L its output and log-sum-exp over the keys, and w = sigmoid(L - sink) the
-share of the softmax that the keys keep,
+Kernels compute attention without sinks. With the kernel's output o and log-sum-exp L over the keys, and the keys' share
+w = sigmoid(L - sink) of the softmax:
 
-    out = w o,   log-sum-exp = log(e^L + e^sink),   d_sink = -sum_t w_t (1 - w_t) (o_t · d_out_t).
+    out = w o,   log-sum-exp = log(e^L + e^sink),   d_sink = -sum_t w_t (1 - w_t) (o_t · d_out_t)
 
-d_sink is a sum of both signs over all tokens, so it is taken from o, which the kernel has rounded once, and not from
-`out`, which is rounded again. Over a query's only key o is its value to the bit, and such queries have most of the sum.
-So o is kept for the backward beside `out`: one more `[T, Q, D]`, where the sinks get a gradient.
+Terms of both signs cancel in d_sink, so the sum uses o, which is rounded once, instead of `out`, which is rounded
+twice. If the sinks need a gradient, o `[T, Q, D]` is saved for the backward, too.
 
 Shape legend: T tokens, Q query heads, D head size.
 """
@@ -21,17 +20,17 @@ def _margin(lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
 
 
 def lse_with_sinks(lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
-    """The log-sum-exp of the whole softmax."""
+    """Return the log-sum-exp of the whole softmax, `[Q, T]`."""
     return torch.logaddexp(lse_QT, sinks_Q.to(lse_QT.dtype)[:, None])
 
 
 def out_with_sinks(out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
-    """The output of the whole softmax, from the kernel's output and log-sum-exp; in the wider of their dtypes."""
+    """Return the output of the whole softmax, `[T, Q, D]`, in the wider of the two dtypes."""
     return out_TQD * torch.sigmoid(_margin(lse_QT, sinks_Q)).T[..., None]
 
 
 def gradient_of_sinks(d_out_TQD: Tensor, out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
-    """`[Q]`, from the gradient of the whole softmax's output, and the kernel's output and log-sum-exp."""
+    """Return the sinks' gradient `[Q]` from the output's gradient and the kernel's output and log-sum-exp."""
     margin_QT = _margin(lse_QT, sinks_Q)
     products_QT = (out_TQD.to(lse_QT.dtype) * d_out_TQD).sum(-1).T
     return -(torch.sigmoid(margin_QT) * torch.sigmoid(-margin_QT) * products_QT).sum(-1).to(sinks_Q.dtype)

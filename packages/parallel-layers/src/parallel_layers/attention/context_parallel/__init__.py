@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a pack sharded over a group, and the two attentions that work on the shards."""
+"""Context parallelism: split a pack's tokens over a group, and attend by Ulysses or ring attention."""
 
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.sequence_layout import Layout, gather_sequence, split_sequence

@@ -1,13 +1,13 @@
-"""Ring attention: every rank keeps its queries, and sees one rank's keys and values after another's.
+"""Ring attention: each rank keeps its queries and receives the keys and values of one rank after another.
 
 https://arxiv.org/abs/2310.01889, with the zigzag layout that gives every rank the same share of a causal mask. In step
-s a rank sees the keys of the rank s places before it. They come straight from there, as their gradients go straight
-back, and not by the ranks between: so only what is seen is sent, in the dtype that the kernel has, once.
+s a rank attends to the keys of the rank s places before it. Keys and values go straight to the ranks that need them,
+and their gradients straight back; nothing is relayed.
 
-The pack is 2n chunks; rank r holds chunks r and 2n-1-r. Segments may cross any chunk. Between two different chunks at
-most one segment is shared, the one that runs through the later chunk's first token: its queries are a prefix of that
-chunk and, because it covers everything in between, its keys are a suffix of what another rank holds before it. So every
-step is one packed call with boundaries computed on the device, and no host synchronisation is needed.
+The pack is 2n chunks; rank r holds chunks r and 2n-1-r. Two different chunks share at most one segment: the segment at
+the later chunk's first token. Its queries are a prefix of the later chunk, and its keys are a suffix of the other
+rank's earlier tokens. So every step is one packed call with boundaries computed on the device, without host
+synchronisation.
 
 Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks, Q query heads, K key-value heads,
 D head size, S segments.
@@ -47,47 +47,47 @@ def ring_attention(
     group: ProcessGroup | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Causal `packed_attention` over tokens that are sharded in the zigzag layout of `split_sequence`.
+    """Causal `packed_attention` over tokens sharded in the zigzag layout of `split_sequence`.
 
-    Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half of that from an earlier one,
-    each behind the products of the step before. Backward: n-1 of the same, and n-1 of their gradients. With a window
-    shorter than the longest segment only what it reaches is sent: see `window`.
+    Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half of that from an earlier rank,
+    each overlapped with the previous step. Backward: n-1 exchanges of keys and values, and n-1 of their gradients. A
+    window shorter than the longest segment sends only the chunks within the window; see `window`.
 
     Args:
-        q_TQD: `[T/n, Q, D]`, after rotation by the tokens' own positions.
-        k_TKD: `[T/n, K, D]`.
+        q_TQD: `[T/n, Q, D]`, rotated by the tokens' positions.
+        k_TKD: `[T/n, K, D]`, rotated.
         v_TKD: `[T/n, K, D']`.
-        cu_seqlens: `[S+1]` int32 boundaries in the whole pack, from 0 to its end. Tokens behind the last one belong to
-            no segment, and what they get is not defined.
-        max_seqlen: At least the longest segment.
+        cu_seqlens: `[S+1]` int32 boundaries in the whole pack, starting at 0. The outputs of tokens after the last
+            boundary are undefined.
+        max_seqlen: Upper bound of a segment's length.
         group: The context-parallel group; None or one rank: plain `packed_attention`.
-        **options: `window`, `scale`, `softcap`, `sinks`, `backend` of `packed_attention`; without a window the backend
-            must give a log-sum-exp. The gradient of `sinks [Q]` is this rank's share: that of its tokens.
+        **options: `window`, `scale`, `softcap`, `sinks`, `backend` of `packed_attention`. Without a window the backend
+            must return a log-sum-exp. The gradient of `sinks [Q]` is the share of this rank's tokens.
 
     Returns:
         `[T/n, Q, D']`.
 
     Raises:
-        ValueError: No causal mask, or other keys than the queries' (use `ulysses_attention`); an odd number of tokens;
-            what `packed_attention` raises. Before anything is sent.
+        ValueError: The options have no causal mask or separate keys (use `ulysses_attention`), the number of tokens is
+            odd, or `packed_attention` raises. All checks precede the first exchange.
     """
     if group is None or group.size() == 1:
         return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
     other_keys = any(options.get(name) is not None for name in ("cu_seqlens_k", "max_seqlen_k", "used_k"))
     if not options.get("causal", True) or other_keys:
         raise ValueError(
-            f"ring_attention is causal, over the queries' own keys, got {sorted(options)}; use ulysses_attention, "
-            "which takes every option"
+            f"ring_attention supports only causal self-attention, got the options {sorted(options)}; use "
+            "ulysses_attention, which takes every option"
         )
-    # All of it before the first rank sends: the others would wait.
+    # Check before the first exchange: if one rank raised later, the others would wait.
     check_heads(q_TQD, k_TKD, v_TKD, options.get("sinks"))
     check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, options.get("window"))
     check_longest(Segments(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen))
     if q_TQD.shape[0] % 2:
         raise ValueError(
-            f"{q_TQD.shape[0]} tokens of a rank are not two chunks; use split_sequence(..., layout='zigzag')"
+            f"{q_TQD.shape[0]} tokens on a rank do not divide into two chunks; use split_sequence(..., layout='zigzag')"
         )
-    if not len(q_TQD):  # nor has another rank a token
+    if not len(q_TQD):  # every rank is without tokens
         return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
     window = options.get("window")
     if window is not None and window < max_seqlen:
@@ -101,13 +101,13 @@ def ring_attention(
     )
     kernel = BACKENDS[name].kernel
     kv = torch.stack((widened(k_TKD, size), widened(v_TKD, size)))
-    with torch.autocast(q_TQD.device.type, enabled=False):  # as `packed_attention`
+    with torch.autocast(q_TQD.device.type, enabled=False):  # as in `packed_attention`
         out: Tensor = _Ring.apply(widened(q_TQD, size), kv, sinks, cu_seqlens, max_seqlen, group, scoring, kernel)
     return out[..., :value_dim]
 
 
 class _Step(NamedTuple):
-    """One packed call: this rank's queries in `rows`, over the keys in `keys` of those that another rank has sent."""
+    """One packed call: this rank's queries in `rows` attend to the received keys in `keys`."""
 
     rows: slice
     keys: slice
@@ -116,7 +116,7 @@ class _Step(NamedTuple):
 
 
 class _Plan:
-    """Who sees what in every step, on one rank: `steps`, the first over its own keys; the same for the backward."""
+    """The packed calls of all steps on one rank; the first step is over its own keys."""
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup) -> None:
         self.cu_seqlens, self.max_seqlen, self.group = cu_seqlens, max_seqlen, group
@@ -126,11 +126,11 @@ class _Plan:
         self.steps = [self._step((self.rank - step) % self.size) for step in range(self.size)]
 
     def seen(self, owner: int, rank: int) -> slice:
-        """Of the tokens of rank `owner`, those whose keys rank `rank` sees any of: its first chunk, or both."""
+        """Return the tokens of rank `owner` whose keys rank `rank` needs: the first chunk, or both chunks."""
         return slice(0, self.chunk if owner < rank else 2 * self.chunk)
 
     def _step(self, owner: int) -> _Step:
-        """What this rank computes with the keys of rank `owner`."""
+        """Return the packed call over the keys of rank `owner`."""
         first, second, both = slice(0, self.chunk), slice(self.chunk, 2 * self.chunk), slice(0, 2 * self.chunk)
         if owner == self.rank:
             return _Step(both, both, self._own(), causal=True)
@@ -139,49 +139,50 @@ class _Plan:
         return _Step(second, both, self._later(owner), causal=False)
 
     def _own(self) -> Segments:
-        """The two chunks end to end; a segment that covers all in between is one segment of both."""
+        """Return the segments of the two chunks end to end; a segment that spans both chunks is one segment."""
         first, second = self._inside(self.rank), self._inside(self.late) + self.chunk
         begin, end = self._segments[self.late]
         start = (begin - self.rank * self.chunk).clamp(max=self.chunk)
-        start = torch.where(end > self.late * self.chunk, start, self.chunk)  # else it has ended before
+        start = torch.where(end > self.late * self.chunk, start, self.chunk)  # otherwise the segment ended before
         bounds = torch.cat((first, second))
         bounds = torch.where(bounds == self.chunk, start.clamp(min=0), bounds)
         longest = min(self.max_seqlen, 2 * self.chunk)
         return Segments(bounds, bounds, None, longest, longest)
 
     def _earlier(self, owner: int) -> Segments:
-        """Both chunks' queries over the first chunk of an earlier rank.
+        """Return the segments of both chunks' queries over the first chunk of an earlier rank.
 
-        A segment of the second chunk that reaches so far has all of the first chunk in it: together a prefix again.
+        A segment that reaches from the second chunk to the earlier rank contains the whole first chunk, so its queries
+        are a prefix of both chunks together.
         """
         reaches = self._segments[self.late][0] < (owner + 1) * self.chunk
         queries = self._prefix(self.rank) + torch.where(reaches, self._prefix(self.late), 0)
         return self._shared(queries, 2 * self.chunk, self.rank, [owner])
 
     def _later(self, owner: int) -> Segments:
-        """The second chunk's queries over both chunks of a later rank, laid end to end."""
+        """Return the segments of the second chunk's queries over both chunks of a later rank, end to end."""
         return self._shared(self._prefix(self.late), self.chunk, self.late, [owner, 2 * self.size - 1 - owner])
 
     def _inside(self, chunk: int) -> Tensor:
-        """Boundaries of the segments' parts in a chunk, from its first token."""
+        """Return the segments' boundaries in a chunk, counted from its first token."""
         return self.cu_seqlens.clamp(chunk * self.chunk, (chunk + 1) * self.chunk) - chunk * self.chunk
 
     def _segment_at(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Boundaries of the segment that a chunk's first token is in; of the last one where all have ended before."""
+        """Return the boundaries of the segment at a chunk's first token; of the last segment if all ended before."""
         start = self.cu_seqlens.new_full((1,), chunk * self.chunk)
         at = torch.searchsorted(self.cu_seqlens[:-1], start, right=True)
         return self.cu_seqlens[at - 1], self.cu_seqlens[at]
 
     def _prefix(self, chunk: int) -> Tensor:
-        """How many tokens of a chunk are in the segment that its first token is in."""
+        """Return the number of tokens of a chunk in the segment of its first token."""
         start = chunk * self.chunk
         return self._segments[chunk][1].clamp(start, start + self.chunk) - start
 
     def _shared(self, queries: Tensor, rows: int, later: int, earlier: list[int]) -> Segments:
-        """The segment at the first token of chunk `later`: so many of `rows` queries, its keys in the chunks `earlier`.
+        """Return the segment at the first token of chunk `later`: `queries` of `rows` queries, keys in `earlier`.
 
-        The queries and keys that are not of this segment form two more segments: one without queries before it, one
-        without keys after it. Where the segments have ended before, the first and the last are all there is.
+        Two more segments hold the rest: earlier keys without queries, and later queries without keys. If all segments
+        ended before, the middle segment is empty.
         """
         begin, _ = self._segments[later]
         skipped = sum((begin - c * self.chunk).clamp(0, self.chunk) for c in earlier)
@@ -194,7 +195,7 @@ class _Plan:
 
 
 class _Exchange:
-    """A tensor on its way to one rank, and one of `rows` rows on its way here from another; `[2, rows, K, D]`."""
+    """A send to one rank and a receive of `[2, rows, K, D]` from another rank, in flight."""
 
     def __init__(self, x: Tensor, to: int, source: int, rows: int, group: ProcessGroup) -> None:
         self._sent, self._received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
@@ -206,28 +207,28 @@ class _Exchange:
         )
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Wait, and return the received tensor."""
         for request in self._requests:
             request.wait()
         return self._received
 
 
 def _fetch(plan: _Plan, kv: Tensor, step: int) -> _Exchange:
-    """The keys and values for a step, from their rank; this rank's to the one that sees them in that step."""
+    """Start to receive the keys and values of a step, and to send this rank's to the rank that needs them."""
     rank, size = plan.rank, plan.size
     to, owner = (rank + step) % size, (rank - step) % size
     return _Exchange(kv[:, plan.seen(rank, to)], to, owner, plan.seen(owner, rank).stop, plan.group)
 
 
 def _give_back(plan: _Plan, d_kv: Tensor, step: int) -> _Exchange:
-    """The gradients of a step's keys and values, to their rank; those of this rank's from the one that saw them."""
+    """Start to send the gradients of a step's keys and values to their rank, and to receive this rank's."""
     rank, size = plan.rank, plan.size
     owner, seer = (rank - step) % size, (rank + step) % size
     return _Exchange(d_kv, owner, seer, plan.seen(rank, seer).stop, plan.group)
 
 
 class _Ring(torch.autograd.Function):
-    """The two loops over the steps; `Kernel.backward` needs only the merged output and log-sum-exp for each step."""
+    """The loops over the steps. `Kernel.backward` gets the merged output and log-sum-exp in each step."""
 
     @staticmethod
     def forward(
@@ -296,5 +297,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _add_rows(total: Tensor, part: Tensor) -> None:
-    """Add to the first tokens, in place: `[2, T', K, D]` and fewer tokens of the same."""
+    """Add `part` to the first tokens of `total [2, T', K, D]`, in place."""
     total[:, : part.shape[1]] += part

@@ -1,4 +1,4 @@
-"""Which tokens of a pack a rank of the context-parallel group holds.
+"""The distribution of a pack's tokens over the context-parallel group.
 
 Shape legend: T tokens of the whole pack, n ranks, r this rank.
 """
@@ -15,35 +15,35 @@ Layout = Literal["contiguous", "zigzag"]
 
 
 def chunks_per_rank(layout: Layout) -> int:
-    """How many stretches of consecutive tokens a rank holds; raises ValueError for an unknown layout."""
+    """Return the number of chunks of consecutive tokens per rank; raise ValueError for an unknown layout."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(get_args(Layout))}")
     return 2 if layout == "zigzag" else 1
 
 
 def chunk_order(layout: Layout, size: int) -> list[int]:
-    """The chunks of the pack in the order in which the ranks hold them: rank 0's, rank 1's, ..."""
+    """Return the chunk numbers in rank order: the chunks of rank 0, of rank 1, ..."""
     if chunks_per_rank(layout) == 1:
         return list(range(size))
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
-    """Keep this rank's tokens of what all ranks hold: ids, positions, labels, hidden states.
+    """Keep this rank's tokens of a tensor that all ranks hold: ids, positions, labels, hidden states.
 
     contiguous (for `ulysses_attention`): tokens [r T/n, (r+1) T/n). zigzag (for `ring_attention`): chunks r and
-    2n-1-r of 2n, so that every rank has the same work under a causal mask. Segments may begin and end anywhere.
+    2n-1-r of 2n, so that every rank has the same work under a causal mask. Segments can cross chunks.
 
     Forward: no communication. Backward: all-gather.
 
     Args:
-        x: T along `dim`.
-        group: None: x itself.
-        layout: Which tokens.
+        x: T tokens along `dim`.
+        group: Context-parallel group; None: return x.
+        layout: "contiguous" or "zigzag".
         dim: The dim of tokens.
 
     Returns:
-        T/n along `dim`.
+        T/n tokens along `dim`.
 
     Raises:
         ValueError: T does not divide into equal chunks; pack with `multiple_of`.
@@ -62,18 +62,18 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "c
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
-    """Put the ranks' tokens together again: the inverse of `split_sequence`, the same on every rank.
+    """Gather the ranks' tokens on every rank: the inverse of `split_sequence`.
 
-    Forward: all-gather. Backward: split, for ranks that all go on with the same computation.
+    Forward: all-gather. Backward: split; all ranks must continue with the same computation.
 
     Args:
-        x: T/n along `dim`.
-        group: None: x itself.
-        layout: As it was split.
+        x: T/n tokens along `dim`.
+        group: Context-parallel group; None: return x.
+        layout: The layout of the split.
         dim: The dim of tokens.
 
     Returns:
-        T along `dim`.
+        T tokens along `dim`.
     """
     if group is None or group.size() == 1:
         return x

@@ -1,9 +1,8 @@
-"""Sliding-window attention in the zigzag layout: each chunk fetches the few chunks before it that its window reaches.
+"""Sliding-window attention in the zigzag layout: each chunk fetches the chunks before it within the window.
 
-A trip around the ring would carry keys to ranks none of whose queries see them. A window of w tokens reaches
-h = ceil((w - 1) / C) chunks back from a chunk, and only those are sent, straight to where they are needed. The fetched
-chunks and the chunk itself are one run of keys that ends where the queries end, so a causal window is what it always is
-and every backend and every option will do.
+A window of w tokens reaches h = ceil((w - 1) / C) chunks back. Only these chunks are sent, straight to the ranks that
+need them. The fetched chunks and the chunk itself are consecutive keys that end with the queries, so every backend and
+every option of `packed_attention` works.
 
 Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks, Q query heads, K key-value heads,
 D head size, D' size of a value head, S segments.
@@ -27,9 +26,9 @@ def halo_attention(
     window: int,
     options: AttentionOptions,
 ) -> Tensor:
-    """Causal `packed_attention` within `window` tokens, `[T', Q, D']`; arguments as those of `ring_attention`.
+    """Causal `packed_attention` within `window` tokens, `[T', Q, D']`; arguments as in `ring_attention`.
 
-    Forward: one all-to-all of the chunks `[C, K, D + D']` that other ranks need. Backward: the same of their gradients.
+    Forward: one all-to-all of chunks `[C, K, D + D']`. Backward: one all-to-all of their gradients.
     """
     rank, size, chunk = group.rank(), group.size(), q_TQD.shape[0] // 2
     reach = -(-(window - 1) // chunk) if chunk else 0
@@ -44,7 +43,7 @@ def halo_attention(
         bounds_k.append(cu_seqlens.clamp(first * chunk, stop) - first * chunk + longest)
         longest += stop - first * chunk
     k, v = torch.cat(keys).split([head_dim, v_TKD.shape[2]], dim=-1)
-    # Between the two chunks' segments stands one without queries or keys.
+    # An empty segment separates the segments of the two chunks.
     within: AttentionOptions = {
         **options,
         "window": window,
@@ -55,7 +54,7 @@ def halo_attention(
 
 
 def _fetch(x: Tensor, reach: int, group: ProcessGroup) -> dict[int, Tensor]:
-    """This rank's chunks and the `reach` chunks before each of them, by their numbers in the pack: `[C, ...]` each."""
+    """Return this rank's chunks and the `reach` chunks before each, `[C, ...]`, by their numbers in the pack."""
     rank, size = group.rank(), group.size()
     needs = [_missing(other, size, reach) for other in range(size)]
     own = dict(zip(_chunks_of(rank, size), x.chunk(2), strict=True))
@@ -76,6 +75,6 @@ def _chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def _missing(rank: int, size: int, reach: int) -> list[int]:
-    """The chunks that a rank's windows reach and that it does not hold."""
+    """Return the chunks within a rank's windows that the rank does not hold."""
     own = _chunks_of(rank, size)
     return sorted({c for last in own for c in range(max(0, last - reach), last)} - set(own))
