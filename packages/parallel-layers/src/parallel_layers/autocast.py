@@ -1,4 +1,4 @@
-"""torch.autocast and the functions that choose the dtypes of their products themselves."""
+"""torch.autocast for functions that choose the dtypes of their GEMMs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def as_operand(x: Tensor) -> Tensor:
-    """`x` as torch.autocast gives it to a product: in its dtype, but for fp64 and integers; outside of it as it is."""
+    """Cast `x` as torch.autocast casts an operand of a GEMM; fp64 and integers stay as they are."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64 or not x.is_floating_point():
         return x
@@ -22,9 +22,9 @@ def as_operand(x: Tensor) -> Tensor:
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` as it is outside of torch.autocast on the device of its first tensor.
+    """Decorate `function` to run with torch.autocast off on the device of its first tensor.
 
-    For the bodies of operators and for backwards, whose products have the dtypes of their forwards' wherever they run.
+    Bodies of operators and backwards use it, so that their GEMMs have the dtypes of the forward.
     """
 
     @wraps(function)

@@ -1,6 +1,6 @@
-"""`DecoderLayer`: one layer for every decoder, told apart by a config.
+"""`DecoderLayer`: the layer of every decoder, described by a `DecoderConfig`.
 
-Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (T without), H hidden,
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (else T), H hidden,
 D rotary dims, S segments.
 """
 
@@ -22,7 +22,7 @@ NormPlacement = Literal["pre", "post", "sandwich"]
 
 
 class _Norms(NamedTuple):
-    """Names of the norms before and after attention and before and after the MLP; None where there is none."""
+    """Names of the norms before and after attention and before and after the MLP; None: no norm."""
 
     attention_in: str | None
     attention_out: str | None
@@ -30,8 +30,8 @@ class _Norms(NamedTuple):
     mlp_out: str | None
 
 
-# By the names of Hugging Face's modules. `post_attention_layernorm` comes after attention in every one of them, but for
-# "pre" that is on the way into the MLP, and for the others on the way out of attention, before the residual is added.
+# The names are those of Hugging Face's modules. `post_attention_layernorm` norms the input of the MLP for "pre", and
+# the output of attention before the residual addition for "post" and "sandwich".
 NORM_PLACEMENTS: dict[str, _Norms] = {
     "pre": _Norms("input_layernorm", None, "post_attention_layernorm", None),
     "post": _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -43,34 +43,34 @@ NORM_PLACEMENTS: dict[str, _Norms] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What tells one decoder layer from another. The defaults are Llama's.
+    """The sizes and variants of a decoder layer. The defaults are Llama's.
 
     Attributes:
         hidden_size: H.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides num_heads. With `latent`, num_heads.
-        head_dim: Size of a head; None: hidden_size // num_heads, or with `latent` what that says.
-        intermediate_size: Of the MLP.
+        num_kv_heads: Key-value heads; divides num_heads. Equal to num_heads with `latent`.
+        head_dim: Size of a head; None: hidden_size // num_heads, or the size that `latent` gives.
+        intermediate_size: Intermediate size of the MLP.
         activation: See `ParallelMLP`.
-        gated_mlp: act(gate) · up (SwiGLU, GeGLU), or act(up) alone.
-        mlp_bias: Biases in the MLP.
-        latent: Multi-head latent attention (DeepSeek) in the place of the ordinary, with its own sizes; None: ordinary.
-        attention_bias: Bias of the query, key and value projections (Qwen2), or of those to the latents.
-        output_bias: Bias of the attention's output projection.
+        gated_mlp: True: act(gate) · up (SwiGLU, GeGLU). False: act(up).
+        mlp_bias: The MLP's projections have biases.
+        latent: Sizes of multi-head latent attention (DeepSeek); None: ordinary attention.
+        attention_bias: The projections of queries, keys and values (Qwen2) or to the latents have biases.
+        output_bias: The attention's output projection has a bias.
         qk_norm: "head" (Qwen3), "full" (OLMo-2) or None.
-        window: Sliding window in tokens; None: all. Models that alternate give their layers different configs.
+        window: Sliding window in tokens; None: no window. Layers of one model can have different configs.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim).
-        attention_softcap: Bound of the scores (Gemma 2); None: no bound.
-        attention_sinks: Learned sink scores (gpt-oss).
+        attention_softcap: Soft-cap of the scores (Gemma 2); None: no cap.
+        attention_sinks: Attention has learned sinks (gpt-oss).
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
-        context_parallel: "ulysses" or "ring", when the layer is given a context-parallel group.
-        moe: A mixture of experts in the place of the MLP, with its own sizes and activation; None: the MLP.
-        norm_eps: Of every RMSNorm.
+        context_parallel: "ulysses" or "ring"; used with a context-parallel group.
+        moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
+        norm_eps: Epsilon of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
-        norm_backend: Of the norms of hidden states; see `RMSNorm`.
-        norm_placement: "pre" before attention and MLP (Llama), "post" after each, before the residual is added
-            (OLMo-2), "sandwich" both (Gemma 2).
+        norm_backend: Backend of the norms of hidden states; see `RMSNorm`.
+        norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
+            (OLMo-2). "sandwich": both (Gemma 2).
     """
 
     hidden_size: int
@@ -99,7 +99,7 @@ class DecoderConfig:
     norm_placement: NormPlacement = "pre"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for sizes that do not fit, naming them."""
+        """Raise ValueError for inconsistent sizes."""
         if self.latent is not None:
             self._check_latent(self.latent)
             object.__setattr__(self, "head_dim", self.latent.qk_head_dim)
@@ -111,8 +111,8 @@ class DecoderConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; every key-value "
-                "head is read by the same number of query heads"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use a divisor of "
+                "num_heads"
             )
         if self.norm_placement not in NORM_PLACEMENTS:
             raise ValueError(
@@ -120,7 +120,7 @@ class DecoderConfig:
             )
 
     def _check_latent(self, latent: LatentConfig) -> None:
-        """Raise ValueError for what multi-head latent attention does not have."""
+        """Raise ValueError for options that multi-head latent attention does not support."""
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads}, but latent attention makes keys and values for each of "
@@ -144,23 +144,21 @@ class DecoderLayer(nn.Module):
         h = x + norm_out(attention(norm_in(x)))
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
 
-    Submodules: `self_attn` (`qkv_proj`, `o_proj`, with QK-norm `q_norm` and `k_norm`; with `latent` those of
-    `ParallelLatentAttention`), `mlp` (`gate_up_proj` or `up_proj`, `down_proj`; as a mixture of experts `gate`,
-    `experts`, `shared_experts`) and the norms by Hugging Face's names: `input_layernorm`, `post_attention_layernorm`,
-    `pre_feedforward_layernorm`, `post_feedforward_layernorm`. Communication: that of `ParallelAttention` (or
-    `ParallelLatentAttention`) and of `ParallelMLP` or `MoE`, and in the backward under sequence parallelism one
-    all-reduce of each norm weight's gradient.
+    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
+    norms with Hugging Face's names: `input_layernorm`, `post_attention_layernorm`, `pre_feedforward_layernorm`,
+    `post_feedforward_layernorm`. Communication: that of the submodules; sequence parallelism adds an all-reduce of each
+    norm weight's gradient in the backward.
 
     Args:
-        config: What the layer is.
-        placement: Where the parts of the layer are. Under sequence parallelism hidden states are `[T/tp, H]`.
-        execution: How the linear layers compute and communicate.
-        context_group: Context-parallel group, over which the pack's tokens are sharded; None: all tokens are here.
-        layer_number: The layer's number in the model, by which a `RoutingContext` knows it.
-        expert_group: The ranks that share the experts of a mixture of experts; None: all are here. See `MoE`.
-        expert_tensor_parallel: Every expert is divided over the placement's group. See `MoE`.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        config: The description of the layer.
+        placement: The groups of the layer and its tokens. Under sequence parallelism hidden states are `[T/tp, H]`.
+        execution: The execution of the linear layers.
+        context_group: Context-parallel group; None: this rank has all tokens.
+        layer_number: The layer's number in the model, the key in a `RoutingContext`.
+        expert_group: Ranks that divide the experts; None: this rank has all experts. See `MoE`.
+        expert_tensor_parallel: Divide every expert over the placement's group. See `MoE`.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
     """
 
     def __init__(
@@ -235,14 +233,13 @@ class DecoderLayer(nn.Module):
         cache: AttentionCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """One layer.
+        """Compute the layer.
 
         Args:
             hidden: `[T', H]`.
-            rotary: (cos, sin) `[T, D]` for all T tokens, from `RotaryEmbedding` (with `latent` one of
-                `qk_rope_head_dim` dims); None: no rotation.
+            rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
-            max_seqlen: At least the longest segment.
+            max_seqlen: Upper bound of a segment's length.
             cache: `KVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
 

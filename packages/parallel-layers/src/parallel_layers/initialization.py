@@ -1,9 +1,8 @@
-"""Parameters drawn as functions of (seed, name) over the full tensor's coordinates.
+"""Initial weights as functions of the seed and the parameter's name, the same on every parallel grid.
 
-A rank draws exactly its part of the full tensor, so gathered parameters are bitwise equal whatever the parallel grid.
-The last two dims of the full tensor are cut into fixed tiles; a tile is drawn by a CPU generator that is seeded with a
-hash of (seed, name, tile), always as a whole. A rank draws the tiles that its part touches, a few kilobytes more than
-it needs. CUDA parameters are drawn on the CPU too: the numbers do not depend on the device.
+The last two dims of the full tensor are cut into fixed tiles. A CPU generator seeded with a hash of (seed, name, tile)
+draws each tile as a whole. A rank draws the tiles that overlap its part. CUDA parameters are drawn on the CPU, too, so
+the values do not depend on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Drawn(TypedDict):
     device: str
 
 
-# Large enough that Python's part in drawing a tile does not matter, small enough that a shard wastes little.
+# Large enough to hide Python's overhead, small enough that a shard draws few unused numbers.
 _TILE = (128, 1024)
 _DRAWN: _Drawn = {"dtype": torch.float32, "device": "cpu"}
 
@@ -35,11 +34,11 @@ Range = tuple[int, int]
 
 
 def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str = "") -> None:
-    """Fill a model in place: matrices from N(0, std^2), biases with 0; the rest (norms, sinks) as their modules begin.
+    """Fill a model in place: matrices from N(0, std^2), biases with 0, the rest (norms, sinks) by `reset_parameters`.
 
-    A parameter's numbers depend on `seed`, on `prefix` + its name and on its full shape alone. Give each pipeline stage
-    the `prefix` that makes its names the whole model's. Parameters on the meta device are left; after `to_empty` they
-    become what they would have been.
+    A parameter's values depend only on `seed`, `prefix` + its name, and its full shape. Give each pipeline stage the
+    `prefix` that completes its names to those of the whole model. Parameters on the meta device are skipped; call this
+    after `to_empty`.
 
     Raises:
         ValueError: A parameter is already sharded by FSDP2; initialise before `fully_shard`.
@@ -52,18 +51,18 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 continue
             seen.add(id(parameter))
             canonical = prefix + (f"{path}.{name}" if path else name)
-            if name.endswith("bias"):  # experts' are matrices, too
+            if name.endswith("bias"):  # experts' biases are matrices, too
                 fill_parameter_(owner, name, seed, zeros, canonical=canonical)
             elif parameter.dim() >= 2:
                 fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
 
 
 def _reset_the_rest(owner: nn.Module) -> None:
-    """Let a module set anew what is neither a matrix nor a bias: its vectors and buffers, which `to_empty` spoils."""
+    """Reset a module's vectors and buffers, which `to_empty` leaves undefined."""
     vectors = (p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias"))
     reset = getattr(owner, "reset_parameters", None)
     if reset is not None and any(True for _ in itertools.chain(vectors, owner.buffers(recurse=False))):
-        with torch.random.fork_rng(devices=[]):  # what it draws besides is drawn again
+        with torch.random.fork_rng(devices=[]):  # matrices that it draws here are drawn again later
             reset()
 
 
@@ -74,8 +73,8 @@ def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, cano
         module: The module that owns the parameter.
         name: The parameter's name in it.
         seed: The seed.
-        fill: `normal(std)`, `uniform(bound)`, `zeros`, or anything that fills a tensor from a generator.
-        canonical: The name that goes into the hash; default `name`.
+        fill: `normal(std)`, `uniform(bound)`, `zeros`, or another function that fills a tensor from a generator.
+        canonical: The name in the hash (default: `name`).
 
     Raises:
         ValueError: The parameter is already sharded by FSDP2.
@@ -93,15 +92,15 @@ def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, cano
 
 
 def draw(shape: Sequence[int], ranges: Sequence[Range], seed: int, name: str, fill: Fill) -> Tensor:
-    """The rectangle `ranges` (a start and a stop for each dim) of the full tensor `name`, as fp32 on the CPU.
+    """Draw the rectangle `ranges` (start and stop of each dim) of the full tensor `name`, as fp32 on the CPU.
 
-    The tensor is a function of (seed, name, shape) alone; any two rectangles agree where they overlap.
+    The full tensor depends only on (seed, name, shape), so overlapping rectangles agree.
     """
     if len(shape) < 2:
         missing = 2 - len(shape)
         matrix = draw([1] * missing + list(shape), [(0, 1)] * missing + list(ranges), seed, name, fill)
         return matrix.reshape([stop - start for start, stop in ranges])
-    # Whatever default dtype and device the model is built with.
+    # Independent of torch's default dtype and device.
     out = torch.empty([stop - start for start, stop in ranges], **_DRAWN)
     generator = torch.Generator()
     *leading, rows, columns = ranges
@@ -133,12 +132,12 @@ def zeros(tile: Tensor, generator: torch.Generator) -> None:
 
 
 def shared_seed() -> int:
-    """A seed from torch's default CPU generator: ranks that were seeded alike and have drawn alike agree on it."""
+    """Draw a seed from torch's default CPU generator; ranks with the same generator state get the same seed."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def linear_bound(in_features: int) -> float:
-    """The bound of torch's default initialisation of a linear layer: 1 / sqrt(in_features)."""
+    """Return 1 / sqrt(in_features), the bound of torch's default initialisation of a linear layer."""
     return 1 / math.sqrt(max(in_features, 1))
 
 
@@ -156,7 +155,7 @@ def _tiles(extent: Range, size: int) -> range:
 
 
 def _overlap(extent: Range, tile_start: int, tile_size: int) -> tuple[slice, slice]:
-    """Where a tile and a range meet: as a slice of the tile, and as a slice of the range."""
+    """Return the intersection of a tile and a range, as a slice of the tile and as a slice of the range."""
     start, stop = max(extent[0], tile_start), min(extent[1], tile_start + tile_size)
     return slice(start - tile_start, stop - tile_start), slice(start - extent[0], stop - extent[0])
 

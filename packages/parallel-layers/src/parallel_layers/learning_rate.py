@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# The forms of the final decay of "wsd": progress from 0 to 1 -> from 1 to 0 (Hägele et al. 2024, arXiv:2405.18392).
+# Forms of the final decay of "wsd": functions of the progress from 0 to 1 that fall from 1 to 0 (Hägele et al. 2024,
+# arXiv:2405.18392).
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda y: 1 - y,
     "cosine": lambda y: (1 + math.cos(math.pi * y)) / 2,
@@ -29,19 +30,19 @@ class Schedule:
                         stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4.2)
         inverse-sqrt    max(m, sqrt(max(w, 1) / (step + 1)))    (Vaswani et al. 2017, arXiv:1706.03762, eq. 3)
 
-    After `total_steps` the last value stays.
+    The factor is constant after `total_steps`.
 
     Attributes:
         kind: One of `SCHEDULES`.
-        warmup_steps: The length of the warm-up; 0: none.
-        total_steps: The steps of the run, warm-up included; linear, cosine and wsd need it.
-        decay_steps: The length of the final decay of wsd, which needs it.
+        warmup_steps: Steps of the warm-up; 0: no warm-up.
+        total_steps: Steps of the run, including the warm-up; required by linear, cosine and wsd.
+        decay_steps: Steps of the final decay; required by wsd.
         min_ratio: The factor at the end.
-        start_ratio: The factor from which the warm-up rises.
+        start_ratio: The factor at the start of the warm-up.
         decay: The form of the final decay of wsd, one of `DECAYS`.
 
     Raises:
-        ValueError: A kind or form is unknown; a number that the kind needs is missing, no number, or out of range.
+        ValueError: A kind or form is unknown, or a number is missing, of the wrong type or out of range.
     """
 
     kind: str = "constant"
@@ -87,7 +88,7 @@ class Schedule:
         return SCHEDULES[self.kind](self, step)
 
     def _decayed(self, form: str, step: int, first: int) -> float:
-        """A decay from 1 at step `first` to `min_ratio` at `total_steps`."""
+        """Return the decay from 1 at step `first` to `min_ratio` at `total_steps`."""
         assert self.total_steps is not None
         progress = min(max(step - first, 0) / (self.total_steps - first), 1.0)
         return self.min_ratio + (1 - self.min_ratio) * DECAYS[form](progress)

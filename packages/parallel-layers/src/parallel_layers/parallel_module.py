@@ -1,4 +1,4 @@
-"""What the layers have in common: a copy of a layer works over the groups of the original."""
+"""`ParallelModule`: the base of the layers; copies share the process groups of the original."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import nn
 
 
 class ParallelModule(nn.Module):
-    """A module that may hold process groups, which `copy.deepcopy` shares with the copy: they cannot be copied.
+    """A module whose `copy.deepcopy` shares the process groups, such as for a reference policy.
 
-    So a reference policy or a moving average is `copy.deepcopy(model)`, as of any model. (A module with groups cannot
-    be pickled; its `state_dict` can.)
+    A module with groups cannot be pickled; pickle its `state_dict` instead.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

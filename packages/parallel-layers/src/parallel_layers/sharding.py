@@ -1,8 +1,8 @@
-"""How a parameter is divided over a group, as data that its module keeps.
+"""The division of a parameter over a group, stored in its module.
 
-Initialisation reads from it which part of the full tensor to draw, gradient norms read what to count. The module keeps
-it under the parameter's name, because the parameter object itself is replaced by FSDP2, by `to_empty`, by a deep copy.
-A parameter without an entry is whole: every rank of every group holds all of it.
+Initialisation uses it to draw this rank's part, and gradient norms use it to count each element once. The module stores
+it under the parameter's name, because FSDP2, `to_empty` and deep copies replace the parameter object. A parameter
+without an entry is whole on every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """The units `start .. stop - 1` of a dim of the full tensor; `counted` on one of the ranks that hold them."""
+    """The units `start` to `stop - 1` of a dim of the full tensor; `counted` on exactly one rank that holds them."""
 
     start: int
     stop: int
@@ -38,10 +38,10 @@ class Sharding:
     """This rank's part of a parameter that is divided along one dim.
 
     Args:
-        group: The ranks that share the parameter; None when it is whole here, for blocks that are not `counted`.
+        group: The ranks that divide the parameter; None: it is whole, with blocks that are not `counted`.
         dim: The divided dim.
-        full_size: The size of that dim in the full tensor.
-        blocks: What this rank holds of it, in local order. Local units beyond the blocks are padding.
+        full_size: The size of this dim in the full tensor.
+        blocks: The blocks of this rank, in local order. Local units after the blocks are padding.
     """
 
     group: ProcessGroup | None
@@ -50,7 +50,7 @@ class Sharding:
     blocks: tuple[Block, ...]
 
     def local_ranges(self) -> Iterator[tuple[int, Block]]:
-        """Each block with the local index of its first unit."""
+        """Yield each block with the local index of its first unit."""
         offset = 0
         for block in self.blocks:
             yield offset, block
@@ -58,10 +58,10 @@ class Sharding:
 
 
 def shard_evenly(sizes: Sequence[int], group: ProcessGroup, dim: int, name: str) -> Sharding:
-    """Parts laid end to end along a dim, each divided evenly over the group.
+    """Divide consecutive parts of a dim, each evenly over the group.
 
     Raises:
-        ValueError: A size does not divide by the group's size; the message calls it `name`.
+        ValueError: The group's size does not divide a size, which the message calls `name`.
     """
     rank, tp = group.rank(), group.size()
     blocks = []
@@ -74,7 +74,7 @@ def shard_evenly(sizes: Sequence[int], group: ProcessGroup, dim: int, name: str)
 
 
 def divide(size: int, tp: int, name: str) -> int:
-    """`size / tp`, or a ValueError that names the sizes that would do."""
+    """Return `size / tp`; raise ValueError with the usable values of tp if tp does not divide the size."""
     if size % tp:
         usable = ", ".join(str(n) for n in divisors(size))
         raise ValueError(f"{name}={size} is not divisible by tp={tp}; use tp in {{{usable}}}")
@@ -82,7 +82,7 @@ def divide(size: int, tp: int, name: str) -> int:
 
 
 def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
-    """Record how `module`'s own parameter `name` is divided: one `Sharding` for each divided dim."""
+    """Record the division of `module`'s own parameter `name`: one `Sharding` per divided dim."""
     if "_shardings" not in module.__dict__:
         module.register_state_dict_post_hook(guard_state_dict)
         module.register_load_state_dict_pre_hook(unguard_state_dict)
@@ -90,13 +90,13 @@ def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
 
 
 def get_sharding(module: nn.Module, name: str) -> tuple[Sharding, ...]:
-    """How `module`'s own parameter `name` is divided; empty when it is whole."""
+    """Return the division of `module`'s own parameter `name`; empty for a whole parameter."""
     shardings: tuple[Sharding, ...] = module.__dict__.get("_shardings", {}).get(name, ())
     return shardings
 
 
 def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The rectangles of `module`'s own parameter or buffer `name`: where in the local tensor, where in the full one."""
+    """Yield the rectangles of `module`'s own parameter or buffer `name`, in the local and in the full tensor."""
     shardings = {sharding.dim: sharding for sharding in get_sharding(module, name)}
     per_dim = [
         [
@@ -112,7 +112,7 @@ def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...],
 
 
 def full_shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    """The shape of the full tensor of which `module`'s own parameter or buffer `name` is a part."""
+    """Return the shape of the full tensor of `module`'s own parameter or buffer `name`."""
     shape = list(getattr(module, name).shape)
     for sharding in get_sharding(module, name):
         shape[sharding.dim] = sharding.full_size
@@ -120,7 +120,7 @@ def full_shape(module: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether `x` is a DTensor, without importing them: that takes seconds, and who has one has imported them."""
+    """Return True if `x` is a DTensor. DTensor is not imported here, because the import takes seconds."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -142,13 +142,12 @@ def first_row(x: Tensor) -> int:
 
 @torch.no_grad()
 def load_full_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy this rank's parts of full tensors into the parameters they are named after; padding becomes 0.
+    """Copy this rank's parts of full tensors, by name, into a model's parameters and buffers; padding becomes 0.
 
-    Buffers are whole on every rank and are copied as they are, so that a `state_dict()` of the undivided model will do.
+    `tensors` can be the `state_dict()` of the undivided model.
 
     Raises:
-        ValueError: A tensor has the name of no parameter or buffer, or another shape than the full one. Nothing has
-            been copied then.
+        ValueError: A name is unknown, or a shape differs from the full shape. All checks precede the first copy.
     """
     places = {
         f"{path}.{name}" if path else name: (owner, name)

@@ -1,4 +1,4 @@
-"""Views of a model: the same parameters, other code in some of its modules."""
+"""Views of a model, which share its parameters and replace the code of some modules."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -9,19 +9,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Model:
-    """A shallow copy of every module of `model`, put together as `model` is.
+    """Return a model of shallow copies of all modules of `model`.
 
-    Parameters, buffers and hooks are the very ones of `model`, also those that it gets later (an optimizer's step,
-    loading, FSDP2's gathering); `model` is not changed. A module that refers to another one by more than being its
-    parent still refers to the one of `model`.
+    The view shares parameters, buffers and hooks with `model`, also after later changes (an optimizer step, loading,
+    FSDP2's gathering); `model` stays unchanged. References other than parent-child still point to the original.
 
     Args:
         model: Any module.
-        change: Called with each module and its copy, to whose `__dict__` it adds what is to be different: a `forward`,
-            or attributes.
+        change: Called with each module and its copy; adds a `forward` or attributes to the copy's `__dict__`.
 
     Returns:
-        The copy of `model`.
+        The view.
     """
     return cast(Model, _view(model, change, {}))
 
@@ -31,9 +29,9 @@ def _view(
 ) -> nn.Module:
     if module in views:  # a child of several modules
         return views[module]
-    # Not the class's own __new__: that of a module that FSDP2 shards makes a new one of the class before.
+    # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
     view = views[module] = object.__new__(type(module))
-    # Around __setattr__: the dicts of parameters, buffers and hooks are to stay shared.
+    # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
     view.__dict__.update(module.__dict__)
     view.__dict__["_modules"] = {
         name: None if child is None else _view(child, change, views) for name, child in module._modules.items()

@@ -185,7 +185,7 @@ def test_xielu_in_fp64() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"activation='xielu' has parameters and goes with gated=False"):
+    with pytest.raises(ValueError, match=r"activation='xielu' has parameters and needs gated=False"):
         ParallelMLP(HIDDEN, INTERMEDIATE, activation="xielu")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, gelu_pytorch_tanh"):
         ParallelMLP(HIDDEN, INTERMEDIATE, activation="mish")

@@ -106,7 +106,7 @@ def test_layers_of_one_number_are_refused() -> None:
 
 def test_other_mistakes() -> None:
     experts = torch.tensor([[0, 1], [2, 3]])
-    with pytest.raises(ValueError, match="num_experts is needed"):
+    with pytest.raises(ValueError, match="a replay needs num_experts"):
         RouterReplay({4: experts})
     with pytest.raises(ValueError, match=r"must be \[T, k\] integers, not torch.float32"):
         RouterReplay({4: experts.float()}, num_experts=6)

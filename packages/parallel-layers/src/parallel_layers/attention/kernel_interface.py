@@ -90,7 +90,7 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return d_q, d_k, d_v in the shapes and dtypes of q, k, v.
 
-        The backward uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). A caller that has
-        merged further keys into both (attention sinks, ring attention) gets the gradients' share of this call's keys.
+        It uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). If the
+        caller has merged further keys into both (sinks, ring attention), the result is the share of this call's keys.
         """
         ...

@@ -1,4 +1,4 @@
-"""Forwards with the same bits at every tensor-parallel size and in every batch, that can still be trained."""
+"""Trainable forwards with the same bits at every tensor-parallel size and in every batch."""
 
 from parallel_layers.invariant.attention import INVARIANT_BACKENDS
 from parallel_layers.invariant.blocks import BLOCKS

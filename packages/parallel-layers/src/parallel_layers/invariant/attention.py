@@ -1,8 +1,8 @@
-"""Which attention keeps a segment's and a head's bits apart from the rest of the pack.
+"""Attention backends in which the bits of a segment and head do not depend on the rest of the pack.
 
-The flash kernels compute each block of queries of one segment and head in a program of its own, which walks the keys in
-a fixed order: their forwards are so by construction. "sdpa" and "reference" pad segments to a common length and leave
-them to BLAS, whose bits depend on the shapes; "exact" takes their place, on a CPU and for fp32.
+The flash kernels are invariant: one program computes a block of queries of one segment and head, and walks the keys in
+a fixed order. "sdpa" and "reference" pad segments and call BLAS, whose bits depend on the shapes; "exact" replaces them
+on a CPU and for fp32.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from parallel_layers.attention.backends import BACKENDS, Needs, why_not
 
-# In the order of preference of "auto".
+# "auto" prefers earlier names.
 INVARIANT_BACKENDS = ("flash-attn-4", "flash-attn", "varlen", "exact")
 
 
 def attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """`packed_attention`, or what does its work under context parallelism, on an invariant backend."""
+    """Call `packed_attention` or its context-parallel form on an invariant backend."""
     if options["backend"] == "auto":
         size = max(q.shape[-1], v.shape[-1])
         sinks = options.get("sinks") is not None
@@ -31,7 +31,7 @@ def attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest
 
 
 def check_attention_backend(name: str) -> None:
-    """Raise ValueError for a backend whose results depend on the rest of the pack."""
+    """Raise ValueError for a backend that is not invariant."""
     if name in BACKENDS and name not in INVARIANT_BACKENDS:
         raise ValueError(
             f"attention backend={name!r} depends on the rest of the pack; use 'auto' or one of "

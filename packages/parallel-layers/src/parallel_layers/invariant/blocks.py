@@ -1,7 +1,7 @@
-"""Into how many blocks sums over the ranks are cut, so that every number of ranks holds whole blocks."""
+"""The number of blocks in sums over ranks; every rank holds whole blocks."""
 
 BLOCKS = 4
-"""By default: for groups of 1, 2 and 4 ranks."""
+"""The default, for groups of 1, 2 and 4 ranks."""
 
 
 def check_blocks(blocks: int, tp: int) -> None:

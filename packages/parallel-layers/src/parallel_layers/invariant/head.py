@@ -1,4 +1,4 @@
-"""Log-probabilities whose bits are the same at every size of the tensor-parallel group, and in every pack.
+"""Log-probs with the same bits at every tensor-parallel size and in every pack.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
@@ -32,7 +32,7 @@ from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_su
 from parallel_layers.kernels.exact_matmul import exact_product
 
 _TILE_LOGITS = 1 << 22
-# Triton lays a tile out by whether the number of tokens is a multiple of 16, and the layout orders a sum.
+# Triton's layout of a tile, and so the order of sums, depends on whether the number of tokens is a multiple of 16.
 _TOKENS_MULTIPLE = 16
 
 
@@ -52,19 +52,19 @@ def linear_log_probs(
     check_labels: bool = True,
     blocks: int = BLOCKS,
 ) -> LogProbs:
-    """As `parallel_layers.linear_log_probs`: a token's results depend on its own hidden state and the head alone.
+    """Compute `parallel_layers.linear_log_probs` so that a token's bits depend only on its hidden state and the head.
 
-    The vocabulary is cut where a rank of any group of 1, 2, 4, ... up to `blocks` ranks begins: into `blocks` parts,
-    some more where it does not divide. The statistics of a part (`head.softmax_statistics`) are computed in one order
-    by the rank that has it; after one all-gather of `[parts of a rank, 4, T]` every rank merges those of all parts,
-    first to last. The gradients are those of the ordinary function, which need not be invariant.
+    The vocabulary is cut at the first entry of every rank in groups of 1, 2, 4, ... `blocks` ranks. A part's statistics
+    (`head.softmax_statistics`) are computed in a fixed order by the rank that holds the part. After one all-gather of
+    `[parts of a rank, 4, T]` every rank merges all parts in order. Gradients are those of the ordinary function and not
+    invariant.
 
-    Args as for `parallel_layers.linear_log_probs`, and:
-        blocks: A power of two that the group's size divides.
+    Arguments are those of `parallel_layers.linear_log_probs`, and:
+        blocks: A power of two; a multiple of the group's size.
 
     Raises:
-        ValueError: What the ordinary function raises; a group whose size does not divide `blocks`; ranks that hold
-            other rows than `ceil(vocab_size / tp)` each, so that they begin elsewhere; fp64.
+        ValueError: The ordinary function raises, the group's size does not divide `blocks`, ranks do not hold
+            `ceil(vocab_size / tp)` rows each, or the dtype is fp64.
     """
     tp = 1 if group is None else group.size()
     check_blocks(blocks, tp)
@@ -103,9 +103,9 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Takes the arguments of `linear_operators.linear_log_probs_op`, whose backward it has, and two of its own.
+    """The invariant forward with the backward of the ordinary operator.
 
-    These are the group, and where the vocabulary is cut.
+    Arguments are those of the operator, the group, and the cuts of the vocabulary.
     """
 
     @staticmethod
@@ -148,7 +148,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _cuts(vocab_size: int, blocks: int) -> list[int]:
-    """Where a rank begins in a group of 1, 2, 4, ... `blocks` ranks; and the end."""
+    """Return the first entries of all ranks in groups of 1, 2, 4, ... `blocks` ranks, and the vocabulary size."""
     sizes = [1 << n for n in range(blocks.bit_length())]
     begins = {min(r * -(-vocab_size // tp), vocab_size) for tp in sizes for r in range(tp)}
     return sorted(begins | {vocab_size})
@@ -157,7 +157,7 @@ def _cuts(vocab_size: int, blocks: int) -> list[int]:
 def _parts_of_all_ranks(
     parts_4T: list[Tensor], hidden_TH: Tensor, rows: int, cuts: list[int], group: ProcessGroup | None
 ) -> list[Tensor]:
-    """The statistics `[4, T]` of every part of the vocabulary, first to last."""
+    """Return the statistics `[4, T]` of all parts of the vocabulary, in order."""
     if group is None or not async_collectives.is_sharded(group):
         return parts_4T
     counts = [sum(r * rows <= first < (r + 1) * rows for first in cuts[:-1]) for r in range(group.size())]
@@ -170,7 +170,7 @@ def _parts_of_all_ranks(
 def _part_statistics(
     hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform, first: int, last: int
 ) -> Tensor:
-    """Statistics `[4, T]` of the rows from `first` up to `last`; the labels count from row 0."""
+    """Return the statistics `[4, T]` of rows `first` to `last - 1`; labels count from row 0."""
     weight_VH, labels_T = weight_VH[first:last], labels_T - first
     if fused.supports(hidden_TH, weight_VH):
         num_tokens = len(hidden_TH)
@@ -198,7 +198,7 @@ def _logits(raw_TV: Tensor, transform: LogitTransform, tokens: slice) -> Tensor:
 
 
 def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """As `head.softmax_statistics.tile_statistics`, in one order."""
+    """Compute `head.softmax_statistics.tile_statistics` in a fixed order."""
     maximum = logits_TV.amax(dim=-1)
     shifted = logits_TV - maximum[:, None]
     weights = exp(shifted)
@@ -209,7 +209,7 @@ def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _merge(left_4T: Tensor, right_4T: Tensor) -> Tensor:
-    """The statistics of two disjoint parts, neither of them empty."""
+    """Merge the statistics `[4, T]` of two disjoint, non-empty parts."""
     maximum = torch.maximum(left_4T[0], right_4T[0])
     merged = []
     for part_maximum, total, moment, _ in (left_4T, right_4T):

@@ -1,4 +1,4 @@
-"""The values of one function with the gradient of another."""
+"""Combine the value of one function with the gradient of another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 
 
 def with_gradient_of(ordinary: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`value(*tensors)`, differentiated as `ordinary(*tensors)`, which is the same but for rounding.
+    """Return `value(*tensors)` with the gradient of `ordinary(*tensors)`, which differs only by rounding.
 
-    The backward computes the ordinary function again.
+    The backward recomputes the ordinary function.
     """
     result: Tensor = _WithGradientOf.apply(ordinary, value, *tensors)
     return result

@@ -1,4 +1,4 @@
-"""`tp_invariant`: a model whose forward has the same bits at every size of the tensor-parallel group, in every pack."""
+"""`tp_invariant`: a model whose forward has the same bits at every tensor-parallel size and in every pack."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,38 +29,38 @@ from parallel_layers.shared_weights import Model, view_of
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
-    """The same model with a forward whose bits do not depend on the number of ranks or on the rest of the batch.
+    """Return the model with a forward whose bits depend neither on the number of ranks nor on the rest of the batch.
 
-    Bitwise equal, at tp 1, 2, ... up to `blocks`, with and without sequence parallelism: hidden states of a token, and
-    its log-prob and entropy by `invariant.linear_log_probs`. They depend on the tokens of its own sequence up to its
-    own, not on other sequences, their order, the padding, or how a batch is cut into micro-batches.
+    A token's hidden states, and its log-prob and entropy by `invariant.linear_log_probs`, are bitwise equal at tp 1, 2,
+    ... `blocks`, with and without sequence parallelism. They depend only on the tokens of the same sequence up to the
+    token: other sequences, padding and micro-batches change no bit.
 
-    Row-parallel products are cut into `blocks` parts of the contraction, summed in fp32 each by itself and added as a
-    binary tree, whose lower levels are a rank's own and whose upper ones go over the ranks. Column-parallel products,
-    norms, rotary embedding, activations and attention are computed by code in which a row (a column, a head, a segment)
-    depends on nothing else; see `linear.invariant`, `elementary` and `invariant.attention`.
+    Row-parallel GEMMs are cut into `blocks` parts of the contraction, which are summed in fp32 and added as a binary
+    tree over the ranks. In column-parallel GEMMs, norms, rotary embedding, activations and attention each row (column,
+    head, segment) is computed independently; see `linear.invariant`, `kernels.elementary_functions` and
+    `invariant.attention`.
 
-    The result is a view (`shared_weights.view_of`) with the very parameters of `model`, which is not changed. It can be
-    trained: gradients are those of the ordinary layers within rounding; they are not invariant. Decoding with a cache
-    attends as the ordinary layers do.
+    The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
+    view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
+    with a cache uses the ordinary attention.
 
-    Equal bits are those of one kind of device and dtype: bf16 on Hopper GPUs and later runs on Triton kernels, all else
-    (a CPU, fp32) on exact fp64 products, which are slow and meant for tests.
+    Bits are equal on the same kind of device and dtype. bf16 on Hopper GPUs and newer uses Triton kernels. Everything
+    else (a CPU, fp32) uses exact fp64 GEMMs, which are slow and meant for tests.
 
-    Communication: as the model's own, but a row-parallel layer's reduce-scatter is an all-to-all, and its all-reduce an
-    all-to-all and an all-gather; see `linear.transports`.
+    Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
+    all-to-all and an all-gather instead of its all-reduce; see `linear.transports`.
 
     Args:
-        model: Layers of this package, or a module that has them.
-        blocks: A power of two; every group's size must divide it.
+        model: A layer of this package, or a module with such layers.
+        blocks: A power of two; a multiple of every group's size.
 
     Returns:
         A view of the model.
 
     Raises:
-        ValueError: A group whose size does not divide `blocks`, a row-parallel layer whose inputs do not divide by it,
-            or a layer that has no invariant form: mixtures of experts, norms over the heads of all ranks, Transformer
-            Engine's norm, ring attention, and the attention backends "sdpa" and "reference".
+        ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or
+            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, Transformer Engine's
+            norm, ring attention, and the attention backends "sdpa" and "reference".
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
@@ -84,15 +84,17 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
 
 def _check(name: str, module: nn.Module, blocks: int) -> None:
-    """Raise ValueError for a layer that cannot be computed invariantly."""
+    """Raise ValueError for a layer without an invariant form."""
     group = getattr(module, "group", None)
     check_blocks(blocks, group.size() if isinstance(group, ProcessGroup) else 1)
     if isinstance(module, RowParallelLinear) and module.in_features % blocks:
         raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
     if isinstance(module, MoE):
-        raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; leave it ordinary")
+        raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; use the ordinary model")
     if isinstance(module, HeadShardedRMSNorm):
-        raise ValueError(f"{name}: a norm over all ranks' heads (qk_norm='full') has no invariant form")
+        raise ValueError(
+            f"{name}: a norm over all ranks' heads has no invariant form; use a model without qk_norm='full'"
+        )
     if isinstance(module, RMSNorm) and module.backend == "te":
         raise ValueError(f"{name}: backend='te' is not known to be invariant; use 'auto'")
     if isinstance(module, ParallelAttention | ParallelLatentAttention):
@@ -102,7 +104,7 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
 
 
 def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
-    """`RMSNorm.forward`: the Triton kernel reduces each row in one order; elsewhere sums are trees."""
+    """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or by tree sums."""
     if supports_rms_norm(x, layer.weight):
         return RMSNorm.forward(layer, x)
     ordinary = partial(rms_norm, eps=layer.eps, unit_offset=layer.unit_offset, backend="torch")
@@ -124,7 +126,7 @@ def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`RotaryEmbedding.forward`."""
+    """Compute `RotaryEmbedding.forward`."""
     if layer.rope_type is ROPE_TYPES["dynamic"] and not positions_T.is_cuda:
         raise ValueError("rope_type='dynamic' takes powers, which have no invariant form on a CPU; use a GPU")
     angles = layer.angles(positions_T, cu_seqlens)
@@ -132,12 +134,12 @@ def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | No
 
 
 def _mlp(layer: ParallelMLP, hidden: Tensor) -> Tensor:
-    """`ParallelMLP.forward`: CUDA computes activations element by element; on a CPU they are made of `elementary`."""
+    """Compute `ParallelMLP.forward`, on a CPU with the activations of `kernels.elementary_functions`."""
     if hidden.is_cuda:
         return ParallelMLP.forward(layer, hidden)
     if layer.act_fn is not None or layer.activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation={layer.activation!r} has no invariant form on a CPU; those that have are "
+            f"activation={layer.activation!r} has no invariant form on a CPU; use a GPU or one of "
             f"{', '.join(ACTIVATIONS)}"
         )
     activation = ACTIVATIONS[layer.activation]

@@ -1,4 +1,4 @@
-"""Activations that are more than a function: with learned parameters, or with constants from a config.
+"""Activations with learned parameters or with constants from a config.
 
 Shape legend: T tokens, I intermediate, n ranks.
 """
@@ -20,21 +20,20 @@ _INITIAL = 0.8
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gpt-oss's gated activation (https://arxiv.org/abs/2508.10925): a SwiGLU of bounded inputs, its second factor
-    shifted by one.
+    """The gated activation of gpt-oss (https://arxiv.org/abs/2508.10925): SwiGLU with clamped inputs and up + 1.
 
         f(gate, up) = g · sigmoid(alpha · g) · (u + 1),   g = min(gate, limit),   u = min(max(up, -limit), limit)
 
     Attributes:
         alpha: Gain of the sigmoid (`swiglu_alpha`).
-        limit: Bound of the inputs (`swiglu_limit`); beyond it their gradient is zero.
+        limit: Bound of the inputs (`swiglu_limit`); clamped inputs have a gradient of zero.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Two tensors of one shape -> that shape, in their dtype."""
+        """Return the activation of two tensors of equal shape, in the same shape and dtype."""
         gate = gate.clamp(max=self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
 
@@ -45,14 +44,13 @@ class XIELU(ParallelModule):
         f(x) = a_p x² + βx  for x > 0,   a_n (e^min(x, ε) - 1 - x) + βx  otherwise,
         a_p = softplus(alpha_p),   a_n = β + softplus(alpha_n)
 
-    Parameters: `alpha_p [1]`, `alpha_n [1]`, the same on every rank; buffers: the constants `beta` (β) and `eps` (ε),
-    which Hugging Face's checkpoints hold. No communication forward; backward one all-reduce of each parameter's
-    gradient, since every rank sees other channels.
+    Replicated parameters: `alpha_p [1]` and `alpha_n [1]`. Buffers: the constants `beta` (β) and `eps` (ε), which
+    Hugging Face's checkpoints contain. Communication: in the backward one all-reduce of each parameter's gradient.
 
     Args:
-        group: Over which the channels are sharded; None when they are not.
-        dtype: Of the parameters and constants.
-        device: Of both.
+        group: Group over which the channels are sharded; None: the channels are whole.
+        dtype: dtype of the parameters and constants.
+        device: Device of the parameters and constants.
     """
 
     beta: Tensor
@@ -75,14 +73,14 @@ class XIELU(ParallelModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The constants, and parameters such that a_p = a_n = 0.8."""
+        """Set the constants, and the parameters to a_p = a_n = 0.8."""
         self.beta.fill_(0.5)
         self.eps.fill_(-1e-6)
         self.alpha_p.fill_(math.log(math.expm1(_INITIAL)))
         self.alpha_n.fill_(math.log(math.expm1(_INITIAL - 0.5)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, I/n]` -> `[T, I/n]`, in x's dtype."""
+        """Apply the activation, `[T, I/n]` -> `[T, I/n]`, in x's dtype."""
         alpha_p, alpha_n = (copy_to_tensor_parallel(alpha, self.group) for alpha in (self.alpha_p, self.alpha_n))
         beta = self.beta.to(x.dtype)
         a_p = F.softplus(_widened(alpha_p)).to(x.dtype)

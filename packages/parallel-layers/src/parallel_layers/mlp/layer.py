@@ -1,6 +1,6 @@
-"""`ParallelMLP`: gated (SwiGLU, GeGLU) or plain, the intermediate dim sharded over the group.
+"""`ParallelMLP`: a gated (SwiGLU, GeGLU) or plain MLP with the intermediate dim sharded over the group.
 
-Shape legend: T' tokens of this rank, H hidden, I intermediate, n ranks.
+Shape legend: T' tokens of this rank, H hidden, I intermediate.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# By the names of Hugging Face configs (`hidden_act`).
+# Keys are the names of Hugging Face configs (`hidden_act`).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -37,30 +37,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _relu_squared,
 }
 
-# Those with parameters of their own, for an MLP without a gate.
+# Activations with parameters, for an MLP without a gate.
 LEARNED_ACTIVATIONS: dict[str, type[XIELU]] = {"xielu": XIELU}
 
-# What a gated MLP takes: a name of `ACTIVATIONS`, or a function of gate and up together.
+# The activation of a gated MLP: a name of `ACTIVATIONS`, or a function of gate and up.
 GatedActivation = str | ClampedSwiGLU
 
 
 def activation_named(name: GatedActivation) -> Callable[[Tensor], Tensor]:
-    """The activation of one tensor called `name`; raises ValueError that lists the known ones."""
+    """Return the activation function `name`; raise ValueError for an unknown name."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
 def check_gated(activation: GatedActivation) -> None:
-    """Raise ValueError for an activation that `gated` does not take."""
+    """Raise ValueError for an activation that `gated` does not support."""
     if activation in LEARNED_ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} has parameters and goes with gated=False alone")
+        raise ValueError(f"activation={activation!r} has parameters and needs gated=False")
     if not isinstance(activation, ClampedSwiGLU):
         activation_named(activation)
 
 
 def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
-    """act(gate) · up, or for `ClampedSwiGLU` what that says, of `[..., 2I]` (gate, then up): `[..., I]`.
+    """Return act(gate) · up, or the `ClampedSwiGLU`, of `[..., 2I]` (gate, then up): `[..., I]`.
 
     SwiGLU on CUDA is one kernel each way.
     """
@@ -72,29 +72,29 @@ def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
 
 
 class ParallelMLP(nn.Module):
-    """down(act(gate(x)) · up(x)) when gated, down(act(up(x))) when plain.
+    """Compute down(act(gate(x)) · up(x)) when gated, and down(act(up(x))) when plain.
 
     SwiGLU is gated "silu", GeGLU gated "gelu" (https://arxiv.org/abs/2002.05202). Rank r holds rows
-    [r I/n, (r+1) I/n) of gate and up and those columns of down. Submodules: `gate_up_proj` (gated) or `up_proj`,
-    `down_proj`, and `act_fn` where the activation has parameters.
+    [r I/tp, (r+1) I/tp) of gate and up and the same columns of down. Submodules: `gate_up_proj` (gated) or `up_proj`,
+    `down_proj`, and `act_fn` for an activation with parameters.
 
-    Communication, forward / backward: all-reduce `[T, H]` / all-reduce; with sequence parallelism all-gather and
-    reduce-scatter / the same pair in reverse, and the input is gathered once more.
+    Communication, forward / backward: all-reduce `[T, H]` / all-reduce. With sequence parallelism: all-gather and
+    reduce-scatter / the same pair in reverse, and one more all-gather of the input.
 
     Args:
         hidden_size: H.
         intermediate_size: I; divisible by the group's size.
-        activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without one a name of
+        activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without a gate also a name of
             `LEARNED_ACTIVATIONS`.
-        gated: With a gate.
-        bias: Biases of all projections.
-        placement: Where the parts of the layer and of its tokens are.
-        execution: How the linear layers compute and communicate.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        gated: The MLP has a gate.
+        bias: All projections have biases.
+        placement: The groups of the layer and its tokens.
+        execution: The execution of the linear layers.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: An unknown activation, or I does not divide.
+        ValueError: The activation is unknown, or the group's size does not divide I.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ParallelMLP(nn.Module):
         elif isinstance(activation, str) and activation in LEARNED_ACTIVATIONS:
             self.act_fn = LEARNED_ACTIVATIONS[activation](group=placement.group, dtype=dtype, device=device)
         else:
-            activation_named(activation)  # an unknown name is an error now
+            activation_named(activation)  # raise for an unknown name at construction
         options: LinearOptions = {
             "bias": bias, "placement": placement, "execution": execution, "dtype": dtype, "device": device,
         }  # fmt: skip
@@ -132,7 +132,7 @@ class ParallelMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[T', H]` -> `[T', H]`."""
+        """Apply the MLP, `[T', H]` -> `[T', H]`."""
         if self.gated:
             return self.down_proj(gated(self.activation, self.gate_up_proj(hidden)))
         activation = activation_named(self.activation) if self.act_fn is None else self.act_fn

@@ -1,4 +1,4 @@
-"""`MoEConfig`: what tells one mixture of experts from another."""
+"""`MoEConfig`: the sizes and rules of a mixture of experts."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,32 +11,32 @@ GroupScore = Literal["top2_sum", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Routed experts, their router, and shared experts. The defaults are Mixtral's and Qwen3-MoE's.
+    """Routed experts, their router, and shared experts. The defaults are those of Mixtral and Qwen3-MoE.
 
     Attributes:
-        num_experts: E, routed experts.
-        top_k: k, experts a token goes to.
-        intermediate_size: I, of one routed expert.
-        scoring: How logits become scores: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3).
+        num_experts: E, the number of routed experts.
+        top_k: k, the experts per token.
+        intermediate_size: I, the intermediate size of a routed expert.
+        scoring: Function of the logits: "softmax" over the experts, or "sigmoid" of each logit (DeepSeek-V3).
         normalize_top_k: Divide a token's k scores by their sum (`norm_topk_prob`).
-        routed_scaling_factor: What the weights are multiplied by afterwards.
-        correction_bias: Choose by score + bias, weigh by score alone: the router then has `e_score_correction_bias`
+        routed_scaling_factor: Factor of the weights after normalisation.
+        correction_bias: Choose experts by score + `e_score_correction_bias`, and take weights from the score
             (https://arxiv.org/abs/2408.15664).
-        router_bias: A learned bias of the logits (gpt-oss).
-        num_groups: Equal groups of neighbouring experts (`n_group`); 1: no groups.
-        top_k_groups: Groups whose experts a token may go to (`topk_group`).
-        group_score: What a group is chosen by: the sum of its two best scores (DeepSeek-V3) or its best (V2).
-        shared_intermediate_size: Of the shared experts together, an MLP that every token goes through; 0: none.
-        shared_expert_gate: Multiply the shared experts' output by a sigmoid of one more projection (Qwen2-MoE).
-        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, experts are gated, act(gate) · up;
-            or a `ClampedSwiGLU` (gpt-oss).
-        expert_bias: Biases of both projections of every routed expert (gpt-oss).
+        router_bias: The logits have a learned bias (gpt-oss).
+        num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups.
+        top_k_groups: Groups per token (`topk_group`).
+        group_score: Score of a group: the sum of its two best scores (DeepSeek-V3) or its best score (V2).
+        shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
+        shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
+        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
+            (gpt-oss).
+        expert_bias: Both projections of the routed experts have biases (gpt-oss).
         balance_loss: Weight of `load_balancing_loss` (Switch; `router_aux_loss_coef`).
         sequence_balance_loss: Weight of `sequence_balance_loss` (DeepSeek-V3).
         z_loss: Weight of `router_z_loss` (ST-MoE).
 
     Raises:
-        ValueError: Sizes that do not fit, or an unknown scoring or group score.
+        ValueError: Sizes are inconsistent, or `scoring` or `group_score` is unknown.
     """
 
     num_experts: int

@@ -1,4 +1,4 @@
-"""`RoutingContext`: what the routers of one forward pass are told, and what they report."""
+"""`RoutingContext`: the inputs and reports of the routers in one forward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from parallel_layers.moe.replay import RouterReplay
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTotals:
-    """Sums over a whole batch that the auxiliary losses of its parts need: of micro-batches, and of each rank's tokens.
+    """Sums over a whole batch, for the auxiliary losses of micro-batches and of sharded tokens.
 
     Attributes:
-        num_tokens: 0-dim, without padding.
-        num_sequences: 0-dim, those with a token.
-        loads: Layer number -> tokens that chose each expert, `[E]` fp32; for `load_balancing_loss` alone.
-        context_group: The ranks that hold a pack's other tokens (context parallelism); None: each has whole packs.
+        num_tokens: Tokens without padding, 0-dim.
+        num_sequences: Sequences with at least one token, 0-dim.
+        loads: Tokens per expert `[E]` fp32 by layer number; used by `load_balancing_loss`.
+        context_group: Context-parallel group; None: each rank has whole packs.
     """
 
     num_tokens: Tensor
@@ -30,14 +30,10 @@ class BatchTotals:
     context_group: ProcessGroup | None = None
 
     def load(self, layer: int) -> Tensor:
-        """The loads of one layer.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Return the loads of one layer; raise ValueError if there are none."""
         if layer not in self.loads:
             raise ValueError(
-                f"the totals have no loads of layer {layer}, which its balance_loss needs; there are some for "
+                f"the totals have no loads of layer {layer}, which its balance_loss needs; they have loads of "
                 f"{sorted(self.loads)}"
             )
         return self.loads[layer]
@@ -45,23 +41,21 @@ class BatchTotals:
 
 @dataclass(kw_only=True)
 class RoutingContext:
-    """Handed to the MoE layers of one batch as an argument, so recomputation and interleaved batches see their own.
+    """Argument of the MoE layers for one pack. A context per pack keeps recomputation and interleaved packs apart.
 
     Attributes:
-        segments: `[T]` int64, the sequence that each token of the pack belongs to (under context parallelism: of this
-            rank's tokens), -1 for padding; None: one sequence, no padding.
-        num_segments: How many sequences there are.
-        replay: Records the choice of experts, or replays one; None: neither.
-        loss_scale: What the gradients of the auxiliary losses are multiplied by: 1 / micro-batches, and the loss scale
-            where there is one.
-        totals: Of the batch of which this pack is a part: the losses are then the pack's shares, which add up to the
-            batch's. None: the pack is the batch.
-        loads: Filled by the forward: layer number -> tokens that chose each expert, `[E]` fp32, of the whole pack
-            (under context parallelism: of this rank's tokens).
-        losses: Filled by a forward with gradients (under recomputation by the second): layer number -> the auxiliary
-            losses with a weight in the config, by their config names, unweighted and detached. Their gradients need no
-            further step.
-        routers: Filled by the forward: layer number -> `id` of the router that has this number.
+        segments: Sequence of each token, `[T]` int64 (under context parallelism of this rank's tokens), -1 for padding;
+            None: one sequence without padding.
+        num_segments: The number of sequences.
+        replay: Recorder or replay of the chosen experts; None: neither.
+        loss_scale: Factor of the auxiliary losses' gradients: 1 / micro-batches, times a loss scale if any.
+        totals: Sums over the batch of this pack; the losses are then the pack's shares of the batch's losses. None: the
+            pack is the batch.
+        loads: Output: tokens per expert `[E]` fp32 by layer number, of the whole pack (under context parallelism of
+            this rank's tokens).
+        losses: Output of a forward with gradients: by layer number the unweighted, detached losses by config name. The
+            backward adds their gradients without a further call.
+        routers: Output: `id` of the router by layer number.
     """
 
     segments: Tensor | None = None
@@ -74,10 +68,10 @@ class RoutingContext:
     routers: dict[int, int] = field(default_factory=dict, repr=False)
 
     def enter(self, layer: int, router: nn.Module) -> None:
-        """A layer's router begins, in the first run or in a recomputation.
+        """Register a layer's router at the start of its forward or recomputation.
 
         Raises:
-            ValueError: Another router has the same number: it would overwrite what this one records and reports.
+            ValueError: Another router has the same layer number.
         """
         if self.routers.setdefault(layer, id(router)) != id(router):
             raise ValueError(
@@ -94,7 +88,7 @@ class RoutingContext:
         loss_scale: float = 1.0,
         totals: BatchTotals | None = None,
     ) -> RoutingContext:
-        """The context of a packed batch; its padding segment does not count."""
+        """Return the context of a packed batch, without its padding segment."""
         tokens = torch.arange(packed.num_tokens, device=packed.cu_seqlens.device, dtype=packed.cu_seqlens.dtype)
         segments = torch.searchsorted(packed.cu_seqlens, tokens, right=True) - 1
         segments = torch.where(segments < packed.num_sequences, segments, -1)

@@ -1,7 +1,7 @@
-"""The way of tokens to their experts and back: sorting by expert, and the exchange with the other ranks' experts.
+"""Dispatch of tokens to experts and back: sorting by expert, and the exchange between the expert group's ranks.
 
-Shape suffixes: T tokens, k experts a token goes to, M = T · k rows (at the experts: as many as arrived), E experts,
-e = E / ranks experts of this rank, H hidden.
+Shape suffixes: T tokens, k experts per token, M = T · k rows (at the experts: the received rows), E experts,
+e = E / ep experts of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel_layers.distributed.collectives import all_to_all
 
 
 class _Spread(torch.autograd.Function):
-    """`[T, H]` -> `[M, H]`: row i is token order[i] // k. Its conjugate is `_Collect`."""
+    """Copy tokens to rows, `[T, H]` -> `[M, H]`: row i is token order[i] // k. The adjoint of `_Collect`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -31,7 +31,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """`[M, H]` -> `[T, H]`: the sum of each token's rows. A gather and a sum: no atomics, so repeatable to the bit."""
+    """Sum each token's rows, `[M, H]` -> `[T, H]`, by a gather and a sum: deterministic, without atomics."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -46,7 +46,7 @@ class _Collect(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Rows between ranks: how many go to and come from each rank, and how arrivals are put in order of expert."""
+    """The exchange of rows between ranks: rows sent and received per rank, and the order of received rows by expert."""
 
     group: ProcessGroup
     sent: list[int]
@@ -65,10 +65,10 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One layer's exchange of tokens with experts, made by `plan`.
+    """The dispatch of one layer's tokens, made by `plan`.
 
     Attributes:
-        counts: `[e]` int64, rows for each of this rank's experts.
+        counts: Rows of each of this rank's experts, `[e]` int64.
     """
 
     counts: Tensor
@@ -79,12 +79,12 @@ class Dispatch:
 
     @classmethod
     def plan(cls, experts_Tk: Tensor, num_experts: int, group: ProcessGroup | None) -> Dispatch:
-        """Decide which row goes where.
+        """Plan the dispatch.
 
         Args:
             experts_Tk: The experts of this rank's tokens.
             num_experts: E.
-            group: Rank r has experts r · e .. (r + 1) · e - 1; None: all are here.
+            group: Expert group; rank r has experts r · e to (r + 1) · e - 1. None: this rank has all experts.
 
         Communication: with a group, one all-to-all of `[E]` counts, and a host synchronisation to learn them.
         """
@@ -107,10 +107,7 @@ class Dispatch:
         return cls(arriving.sum(0), order, inverse, top_k, exchange)
 
     def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token once for each of its experts, in order of this rank's experts: rows `[M, H]`, weights `[M]`.
-
-        Backward: a token's gradient is the sum over its rows.
-        """
+        """Send each token to its k experts; return rows `[M, H]` and weights `[M]`, ordered by this rank's experts."""
         rows = _Spread.apply(x_TH, self._order, self._inverse, self._top_k)
         weights = weights_Tk.flatten().index_select(0, self._order)
         if self._exchange is None:
@@ -118,7 +115,7 @@ class Dispatch:
         return self._exchange.go(rows), self._exchange.go(weights)
 
     def to_tokens(self, rows_MH: Tensor) -> Tensor:
-        """The sum over each token's experts: `[M, H]` -> `[T, H]`."""
+        """Send the rows back and sum over each token's experts: `[M, H]` -> `[T, H]`."""
         rows = rows_MH if self._exchange is None else self._exchange.come_back(rows_MH)
         result: Tensor = _Collect.apply(rows, self._order, self._inverse, self._top_k)
         return result

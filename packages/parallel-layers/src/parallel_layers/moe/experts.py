@@ -1,7 +1,7 @@
-"""Routed experts as stacked weights and grouped products.
+"""Routed experts as stacked weights and grouped GEMMs.
 
-Shape suffixes: T tokens, k experts a token goes to, M rows at this rank's experts, H hidden, I intermediate size of one
-expert, E experts, e = E / ranks of the expert group, n ranks of the tensor-parallel group.
+Shape suffixes: T tokens, k experts per token, M rows at this rank's experts, H hidden, I intermediate size of an
+expert, E experts, e = E / ep experts of this rank; ep and tp are the sizes of the expert and tensor-parallel groups.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
 
 class _EqualShare(torch.autograd.Function):
-    """`x / n`, of which n ranks make the sum x; the gradient of that sum, which every rank has, is that of x."""
+    """Return `x / n`, whose sum over n ranks is x; the backward passes the gradient of the sum through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
@@ -32,28 +32,28 @@ class _EqualShare(torch.autograd.Function):
 
 
 class GroupedExperts(ParallelModule):
-    """Gated experts: a rank of the expert group has E / ranks of them, a rank of the tensor-parallel group I/n of each.
+    """Gated experts: the expert group divides the E experts, the tensor-parallel group divides I of each expert.
 
-    Parameters: `gate_up_proj [e, 2 I/n, H]` (gate, then up) and `down_proj [e, H, I/n]`; with `bias` also
-    `gate_up_proj_bias [e, 2 I/n]` and `down_proj_bias [e, H]`, whole on every rank of the tensor-parallel group.
+    Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up) and `down_proj [e, H, I/tp]`; with `bias` also
+    `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
 
-    Communication: with an expert group, that of `Dispatch.plan`, and all-to-alls of rows `[M, H]` and weights `[M]` and
-    of the rows back; backward the same reversed. Over the tensor-parallel group none: the output is this rank's part of
-    a sum. An expert's gradient covers the tokens of all ranks of the expert group.
+    Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
+    of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum. An
+    expert's gradient covers the tokens of all ranks of the expert group.
 
     Args:
         hidden_size: H.
-        intermediate_size: I, of one expert.
+        intermediate_size: I.
         num_experts: E.
         activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, or a `ClampedSwiGLU`.
-        bias: Biases of both projections.
-        group: Tensor-parallel group that shares each expert; None: experts are whole.
-        expert_group: The ranks that share the experts, each with its own tokens; None: all experts are here.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        bias: Both projections have biases.
+        group: Tensor-parallel group that divides each expert; None: experts are whole.
+        expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: An unknown activation, E or I does not divide, or the two groups have more than this rank in common.
+        ValueError: The activation is unknown, E or I does not divide, or the groups share several ranks.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GroupedExperts(ParallelModule):
         super().__init__()
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
-        check_gated(activation)  # an unknown name is an error now
+        check_gated(activation)  # raise for an unknown name at construction
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
         _check_across(group, expert_group)
         size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")
@@ -98,7 +98,7 @@ class GroupedExperts(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every expert like a linear layer; see `ColumnParallelLinear.reset_parameters`. Biases are 0."""
+        """Draw every expert as `ColumnParallelLinear.reset_parameters` does, and set biases to 0."""
         seed = shared_seed()
         for name, fan_in in self.fan_in.items():
             fill_parameter_(self, name, seed, uniform(linear_bound(fan_in)))
@@ -106,9 +106,9 @@ class GroupedExperts(ParallelModule):
                 fill_parameter_(self, f"{name}_bias", seed, zeros)
 
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`, this rank's part of it.
+        """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`.
 
-        The weight multiplies before `down`, where rows are usually shortest.
+        The weight is applied before `down`, where rows are usually shortest.
         """
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
         rows, weights = dispatch.to_experts(x_TH, weights_Tk)
@@ -123,13 +123,13 @@ class GroupedExperts(ParallelModule):
         return dispatch.to_tokens(out)
 
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Return what `print(module)` shows."""
         here, rows, hidden = self.gate_up_proj.shape
         return f"{here} of {self.num_experts} experts, hidden {hidden}, intermediate {rows // 2}"
 
 
 def _check_across(group: ProcessGroup | None, expert_group: ProcessGroup | None) -> None:
-    """Raise ValueError where a part of an expert would be asked of ranks that hold parts of other experts."""
+    """Raise ValueError if the expert group has several ranks of the tensor-parallel group."""
     if group is None or expert_group is None:
         return
     members, exchanging = (sorted(dist.get_process_group_ranks(each)) for each in (group, expert_group))

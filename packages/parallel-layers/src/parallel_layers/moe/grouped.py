@@ -1,4 +1,4 @@
-"""Grouped products: each run of rows with the weight of its own expert.
+"""Grouped GEMMs: each run of rows times the weight of its own expert.
 
 Shape suffixes: M rows in order of expert, K input and N output features, e experts of this rank.
 """
@@ -13,18 +13,18 @@ from parallel_layers.autocast import as_operand
 
 
 def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
-    """Each run of rows times the transposed weight of its own expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
+    """Multiply each run of rows by the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
 
-    In bf16 on CUDA one kernel, without a host synchronisation; otherwise a loop over the experts, which needs their
-    counts on the host. An expert without rows is fine: its weight's gradient is zero.
+    bf16 on CUDA is one kernel without host synchronisation. Otherwise a loop over the experts copies the counts to the
+    host. The weight gradient of an expert without rows is zero.
 
     Args:
-        x_MK: Rows, in order of expert.
+        x_MK: Rows, ordered by expert.
         weight_eNK: The experts' weights.
-        counts_e: How many rows each expert has; they add up to M.
+        counts_e: Rows per expert; the sum is M.
 
     Returns:
-        `[M, N]` in x's dtype; under torch.autocast in its dtype, as a linear layer's.
+        `[M, N]` in x's dtype, or under torch.autocast in its dtype.
     """
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
     whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
@@ -34,22 +34,22 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
 
 
 def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:
-    """Each row's weight times the bias of its own expert: `[M, N]` in the bias's dtype.
+    """Return each row's weight times the bias of its expert: `[M, N]` in the bias's dtype.
 
-    As a product with an `[M, e]` matrix of one weight a row: gradients are sums of products too, in fp32 and a fixed
-    order, where a gather's would be added by atomics in the bias's dtype. No host synchronisation.
+    This is a GEMM with an `[M, e]` matrix, so gradients are summed in fp32 and in a fixed order. The backward of a
+    gather would use atomics in the bias's dtype. No host synchronisation.
 
     Args:
         bias_eN: The experts' biases.
-        counts_e: How many rows each expert has; they add up to M.
-        weights_M: What each row's bias is multiplied by.
+        counts_e: Rows per expert; the sum is M.
+        weights_M: The weight of each row.
     """
     row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
     own = (row >= ends - counts_e) & (row < ends)
     return (own * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
 
 
-# An operator of its own: to torch.compile the loop, whose bounds are data, is one call.
+# An operator, because torch.compile cannot trace a loop with data-dependent bounds.
 @torch.library.custom_op("parallel_layers::grouped_linear", mutates_args=())
 def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     y = x.new_empty(x.shape[0], weight.shape[1])
@@ -65,7 +65,7 @@ def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("parallel_layers::grouped_linear_backward", mutates_args=())
 def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """dx = dy W and dW = dyᵀ x, expert by expert."""
+    """Return dx = dy W and dW = dyᵀ x, computed expert by expert."""
     d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
     for d_rows, rows, out, one, d_one in zip(*_runs(counts, d_y, x, d_x), weight, d_weight, strict=True):
         torch.mm(d_rows, one, out=out)
@@ -79,7 +79,7 @@ def _(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, T
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Each tensor's rows, cut into the experts' runs."""
+    """Split each tensor's rows into the experts' runs."""
     sizes = counts.tolist()
     return [x.split(sizes) for x in tensors]
 

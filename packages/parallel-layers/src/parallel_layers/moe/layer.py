@@ -1,7 +1,7 @@
-"""`MoE`: a router, routed experts and shared experts in the place of an MLP.
+"""`MoE`: a router, routed experts and shared experts in place of an MLP.
 
-Shape legend: T tokens of the pack, T' this rank's tokens under sequence parallelism (T without), H hidden, k experts a
-token goes to, n ranks of the tensor-parallel group.
+Shape legend: T tokens of the pack, T' this rank's tokens under sequence parallelism (else T), H hidden, k experts per
+token, I intermediate size of an expert.
 """
 
 import torch
@@ -29,38 +29,38 @@ from parallel_layers.parallel_module import ParallelModule
 
 
 class MoE(ParallelModule):
-    """Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
+    """Return Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
 
-    Submodules by Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
+    Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
     `shared_expert_gate` with weight `[1, H]`.
 
-    Experts are divided in two ways, alone or together. Over the placement's group: every rank has I/n of each expert,
-    and the ranks work on the same tokens. Over `expert_group`: every rank has some of the experts and tokens of its
-    own, which travel. The expert group usually lies across data-parallel ranks; with `expert_tensor_parallel=False`
-    experts stay whole, and the ranks of the tensor-parallel group exchange tokens as well: the expert group contains
-    the tensor-parallel group, or is a part of it. In a part of it an expert's gradient covers the tokens of that part
-    alone: a trainer sums the gradient over the ranks that hold the same experts, as over data-parallel ranks.
+    Experts can be divided in two ways, alone or together. Over the placement's group every rank has I/tp of each
+    expert, and the ranks work on the same tokens. Over `expert_group` every rank has some experts and its own tokens,
+    which are exchanged; the group usually consists of data-parallel ranks. With `expert_tensor_parallel=False` experts
+    are whole, and the tensor-parallel ranks exchange tokens, too: the expert group contains the tensor-parallel group
+    or is a part of it. In a part of it an expert's gradient covers only the tokens of that part; sum it over the ranks
+    with the same experts, as over data-parallel ranks.
 
-    Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce; with sequence
-    parallelism all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same reversed, and an all-reduce
-    of the router's gradient. Over the expert group that of `GroupedExperts`. After backward gradients are complete for
-    the tokens of the tensor-parallel group, those of experts for the tokens of `expert_group` as well: a data-parallel
-    engine that averages over d ranks divides these by d, too, and reduces them only over the ranks that hold the same
-    experts.
+    Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce. With sequence
+    parallelism: all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same in reverse, and an
+    all-reduce of the router's gradient. Over the expert group: that of `GroupedExperts`. After the backward, gradients
+    are complete for the tokens of the tensor-parallel group, and experts' gradients also for the tokens of
+    `expert_group`. An engine that averages over d data-parallel ranks divides experts' gradients by d, too, and reduces
+    them only over the ranks with the same experts.
 
     Args:
         hidden_size: H.
         config: See `MoEConfig`.
-        layer_number: The layer's number in the model, the key of its entries in a `RoutingContext`.
-        placement: Where the parts of the layer and of its tokens are.
-        execution: How the linear layers compute and communicate.
-        expert_group: The ranks that share the experts; None: all experts are here.
+        layer_number: The layer's number in the model, the key in a `RoutingContext`.
+        placement: The groups of the layer and its tokens.
+        execution: The execution of the linear layers.
+        expert_group: Ranks that divide the experts; None: this rank has all experts.
         expert_tensor_parallel: Divide every expert over the placement's group.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: Sizes that do not divide, an unknown activation, or experts that are neither divided over the
+        ValueError: A size does not divide, the activation is unknown, or experts are neither divided over the
             placement's group nor exchanged within it.
     """
 
@@ -108,18 +108,18 @@ class MoE(ParallelModule):
 
         Args:
             hidden: `[T', H]`.
-            context: Which tokens are padding, and a replay; it is told loads and losses under this layer's number.
-                None: all tokens count, as one sequence. Recomputation must be given the same object.
+            context: Padding, replay, and the report of loads and losses. None: all tokens are one sequence.
+                Recomputation must get the same object.
 
         Raises:
-            ValueError: `hidden` has another shape; what `RoutingContext`'s parts raise.
+            ValueError: `hidden` is not `[T', H]`, or the context does not match.
         """
         if hidden.dim() != 2:
             raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")
         if self.sequence_parallel or self.expert_tensor_parallel:
             out = self._routed(hidden, self.gate(hidden, self.layer_number, context))
         else:
-            # Every rank of the group holds all tokens: each sends its part of them, and gets the others' back.
+            # Every rank of the group holds all tokens: each dispatches its part, then the results are gathered.
             mine = scatter_to_sequence_parallel(hidden, self.group)
             out = self._routed(mine, self.gate(mine, self.layer_number, context))
             out = gather_from_sequence_parallel(out, self.group, reduce_gradient=False)
@@ -132,7 +132,7 @@ class MoE(ParallelModule):
         experts, weights = routing.experts, routing.weights
         if self.group is None or not self.expert_tensor_parallel:
             return self.experts(x, experts, weights)
-        # Each rank's experts are parts, so gradients of tokens and weights are parts, too: they are summed.
+        # Each rank has parts of the experts, so the gradients of tokens and weights are partial sums.
         dtype = self.execution.reduce_dtype
         if self.sequence_parallel:
             x = gather_from_sequence_parallel(x, self.group, reduce_dtype=dtype)

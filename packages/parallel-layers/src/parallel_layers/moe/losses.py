@@ -1,14 +1,13 @@
-"""Auxiliary losses of a router, as pure functions of its scores and choices, and the update that needs no loss.
+"""Auxiliary losses of a router as pure functions, and the update of the correction bias.
 
-Each averages over tokens, so under a group whose ranks hold different tokens its sums are reduced over the group:
-forward all-reduce, backward identity. Every rank then has the loss of all tokens, and its gradient is that of its own
-tokens, complete. Padding never counts: it is masked out of every sum and every divisor.
+Losses average over tokens. If the ranks of a group hold different tokens, sums are reduced over the group: forward
+all-reduce, backward identity. Every rank then has the loss of all tokens and the complete gradient of its own tokens.
+Padding is masked out of every sum and divisor.
 
-Given the sums of a batch of which these tokens are a part (`BatchTotals`), a loss is this part's share of the batch's:
-the choices of experts are constants, so each loss is linear in what a token adds to it. Shares add up, values and
-gradients, over micro-batches, data- and context-parallel ranks, whichever way the batch was divided.
+With the sums of the whole batch (`BatchTotals`), a loss is the share of the given tokens. Shares and their gradients
+add up over micro-batches and over data- and context-parallel ranks.
 
-Shape suffixes: T tokens of this rank, E experts, k experts a token goes to, S sequences.
+Shape suffixes: T tokens of this rank, E experts, k experts per token, S sequences.
 """
 
 from typing import Any
@@ -21,7 +20,7 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 
 
 def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
-    """How many of this rank's tokens chose each expert: `[E]` fp32, without a host synchronisation."""
+    """Count this rank's tokens per expert: `[E]` fp32, without host synchronisation."""
     ones = torch.ones(experts_Tk.shape, dtype=torch.float32, device=experts_Tk.device)
     if mask_T is not None:
         ones = ones * mask_T[:, None]
@@ -30,7 +29,7 @@ def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor | None = No
 
 
 def _count(like_TE: Tensor, mask_T: Tensor | None, group: ProcessGroup | None, num_tokens: Tensor | None) -> Tensor:
-    """The number of tokens that count on all ranks, at least 1; `num_tokens` where it is known."""
+    """Return the number of unmasked tokens on all ranks, at least 1; `num_tokens` if given."""
     if num_tokens is not None:
         return num_tokens.to(like_TE.dtype).clamp(min=1)
     mine = like_TE.new_tensor(float(len(like_TE))) if mask_T is None else mask_T.sum().to(like_TE.dtype)
@@ -50,20 +49,19 @@ def load_balancing_loss(
     load_E: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """E Σ_e f_e P_e: f_e how many of its k choices a token spends on e, P_e its mean probability of e.
+    """Return E Σ_e f_e P_e, with f_e the mean number of choices of expert e per token and P_e its mean probability.
 
     Equations 4 to 6 of Switch Transformers, https://arxiv.org/abs/2101.03961, for k choices as in transformers'
-    `load_balancing_loss_func`: perfectly balanced routing gives k. The loss of small parts asks for balance within each
-    of them; with `load_E` of a large batch experts may specialise within it ("Demons in the Detail",
-    https://arxiv.org/abs/2501.11873).
+    `load_balancing_loss_func`: perfectly balanced routing gives k. With `load_E` of a large batch, experts can
+    specialise within the batch ("Demons in the Detail", https://arxiv.org/abs/2501.11873).
 
     Args:
         probs_TE: Scores that sum to one over the experts.
         experts_Tk: The chosen experts.
-        mask_T: True for tokens that count; None: all.
+        mask_T: False for tokens to leave out; None: all tokens count.
         group: Ranks that hold the other tokens.
-        load_E: Of the batch of which these tokens are a part, the tokens that chose each expert; None: of these tokens.
-        num_tokens: 0-dim, of that batch; None: of these tokens.
+        load_E: Tokens per expert in the whole batch; None: in these tokens.
+        num_tokens: Tokens of the whole batch, 0-dim; None: of these tokens.
 
     Returns:
         0-dim, differentiable in `probs_TE`.
@@ -87,25 +85,25 @@ def sequence_balance_loss(
     context_group: ProcessGroup | None = None,
     num_sequences: Tensor | None = None,
 ) -> Tensor:
-    """Mean over sequences of Σ_e f_e P_e with f_e = E / (k L) · choices of e: balanced routing of a sequence gives 1.
+    """Return the mean over sequences of Σ_e f_e P_e, with f_e = E / (k L) · choices of e; balanced routing gives 1.
 
     Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437.
 
     Args:
         probs_TE: Scores that sum to one over the experts.
         experts_Tk: The chosen experts.
-        segments_T: Which sequence each token belongs to, -1 for padding.
-        num_segments: S; sequences without a token do not count.
-        group: Ranks that hold the other tokens (a sequence may lie on several).
+        segments_T: Sequence of each token, -1 for padding.
+        num_segments: S. Empty sequences are left out.
+        group: Ranks that hold the other tokens; a sequence can lie on several ranks.
         context_group: Ranks that hold further tokens of the same sequences; the result is this rank's share. One
             all-reduce `[S, E]`.
-        num_sequences: 0-dim, sequences with a token in the batch of which these are a part; None: in these.
+        num_sequences: Non-empty sequences of the whole batch, 0-dim; None: of these tokens.
 
     Returns:
         0-dim, differentiable in `probs_TE`.
     """
     num_experts, top_k = probs_TE.shape[1], experts_Tk.shape[1]
-    # Padding goes to a row of its own, which is dropped.
+    # Padding goes to an extra row, which is dropped.
     row = torch.where(segments_T < 0, num_segments, segments_T).long()
     chosen = torch.zeros_like(probs_TE).scatter(1, experts_Tk, 1.0)
     shape = (num_segments + 1, num_experts)
@@ -128,13 +126,13 @@ def router_z_loss(
     group: ProcessGroup | None = None,
     num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Mean over tokens of logsumexp(logits)², ST-MoE, https://arxiv.org/abs/2202.08906: keeps logits small.
+    """Return the mean over tokens of logsumexp(logits)², which keeps logits small. https://arxiv.org/abs/2202.08906
 
     Args:
         logits_TE: The router's logits.
-        mask_T: True for tokens that count; None: all.
+        mask_T: False for tokens to leave out; None: all tokens count.
         group: Ranks that hold the other tokens.
-        num_tokens: 0-dim, of the batch of which these are a part; None: of these.
+        num_tokens: Tokens of the whole batch, 0-dim; None: of these tokens.
 
     Returns:
         0-dim, differentiable in `logits_TE`.
@@ -146,20 +144,20 @@ def router_z_loss(
 
 @torch.no_grad()
 def update_correction_bias_(bias_E: Tensor, load_E: Tensor, rate: float = 1e-3) -> None:
-    """Raise the bias of experts with less than the mean load by `rate`, lower that of the others, in place.
+    """Raise the bias of experts below the mean load by `rate`, and lower the bias of experts above, in place.
 
-    Balances without a loss, https://arxiv.org/abs/2408.15664. Call it once an optimizer step.
+    This balances experts without a loss, https://arxiv.org/abs/2408.15664. Call it once per optimizer step.
 
     Args:
         bias_E: A router's `e_score_correction_bias`.
-        load_E: Tokens that chose each expert since the last update, summed over every rank that holds other tokens.
-        rate: The step.
+        load_E: Tokens per expert since the last update, summed over all ranks with different tokens.
+        rate: Size of the change.
 
     Raises:
         ValueError: The two shapes differ.
     """
     if bias_E.shape != load_E.shape:
-        raise ValueError(f"bias of shape {list(bias_E.shape)} and load of shape {list(load_E.shape)} must agree")
+        raise ValueError(f"bias has shape {list(bias_E.shape)} and load {list(load_E.shape)}; make both [num_experts]")
     bias_E += rate * torch.sign(load_E.mean() - load_E).to(bias_E)
 
 
@@ -177,10 +175,9 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """`x`, whose backward also adds the gradient of `scale * loss`.
+    """Return `x`; the backward also adds the gradient of `scale * loss`.
 
-    The loss needs no way to the end of the model: it works across pipeline stages and recomputation, and only when x
-    itself takes part in a backward.
+    This works across pipeline stages and recomputation. The gradient is added only if x takes part in a backward.
     """
     result: Tensor = _Attach.apply(x, loss, scale)
     return result

@@ -1,14 +1,13 @@
-"""Router replay: send every token to the experts that it went to before.
+"""Router replay: send every token to recorded experts.
 
-In reinforcement learning the engine that generates and the trainer that scores differ by rounding, and a router near a
-tie then picks another expert: log-probs jump. Replaying the recorded choice removes that (https://arxiv.org/abs/2510.11370).
-Weights are still computed from the router's own scores, so the gradient reaches the router.
+The inference engine and the trainer differ by rounding, so a router near a tie can choose different experts in the two,
+and log-probs jump. Replaying the engine's choice removes the difference (https://arxiv.org/abs/2510.11370). Weights
+are computed from the router's own scores, so the gradient reaches the router.
 
-A `RouterReplay` is a plain object that the caller makes for one batch and hands to the forward: nothing is global.
-Entries are kept by layer number, so recomputation reads the same entry again, and pipeline stages read theirs. Any
-backend can use it: a router calls `select(layer, experts)` between choosing and weighing.
+The caller makes a `RouterReplay` for one batch and passes it to the forward. Entries are stored by layer number, so
+recomputation and pipeline stages read the right entry.
 
-Shape suffixes: T tokens, L layers, k experts a token goes to.
+Shape suffixes: T tokens, L layers, k experts per token.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch import Tensor
 
 
 class RouterReplay:
-    """Records the experts that each layer chooses, or replays recorded ones.
+    """Record the experts that each layer chooses, or replay recorded experts.
 
     Args:
-        experts: Layer number -> experts `[T, k]` to replay; None: record. A row of -1 lets the router choose for that
-            token itself (an engine reports nothing for a token that it did not process, and nothing for padding).
-        num_experts: E; needed to replay.
+        experts: Experts `[T, k]` to replay by layer number; None: record. The router chooses for tokens with a row of
+            -1, such as padding and tokens that the engine did not process.
+        num_experts: E; required for a replay.
 
     Raises:
-        ValueError: An expert outside 0..E-1, or twice for one token; the message names layer and token.
+        ValueError: An expert is outside 0..E-1 or appears twice for a token.
     """
 
     def __init__(self, experts: Mapping[int, Tensor] | None = None, *, num_experts: int | None = None) -> None:
@@ -36,15 +35,15 @@ class RouterReplay:
         self.experts = dict(experts or {})
         for layer, chosen in self.experts.items():
             if num_experts is None:
-                raise ValueError("num_experts is needed to check the experts to replay; pass num_experts=...")
+                raise ValueError("a replay needs num_experts to check the experts; pass num_experts=...")
             _check(layer, chosen, num_experts)
 
     @classmethod
     def from_tensor(cls, experts_TLk: Tensor, layers: Iterable[int], *, num_experts: int) -> RouterReplay:
-        """Replay what an inference engine reports: `[T, L, k]`, for the layers that have routers, in order.
+        """Replay the experts `[T, L, k]` of an inference engine, for the layers with routers in order.
 
         Raises:
-            ValueError: The number of layers differs from L, or as for `RouterReplay`.
+            ValueError: The number of layers differs from L, or `RouterReplay` raises.
         """
         numbers = list(layers)
         if experts_TLk.dim() != 3 or experts_TLk.shape[1] != len(numbers):
@@ -54,30 +53,30 @@ class RouterReplay:
         return cls(dict(zip(numbers, experts_TLk.unbind(1), strict=True)), num_experts=num_experts)
 
     def as_tensor(self) -> Tensor:
-        """What was recorded, layers in order of number: `[T, L, k]`."""
+        """Return the recorded experts `[T, L, k]`, ordered by layer number."""
         return torch.stack([self.experts[layer] for layer in sorted(self.experts)], dim=1)
 
     def replaying(self) -> RouterReplay:
-        """A replay of what this object has recorded."""
+        """Return a replay of the recorded experts."""
         replay = RouterReplay()
         replay.recording = False
         replay.experts = dict(self.experts)
         return replay
 
     def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0, num_tokens: int | None = None) -> Tensor:
-        """The experts to use.
+        """Record the router's experts, or return the experts to replay.
 
         Args:
             layer: The layer's number in the model.
-            experts_Tk: What the router has chosen, for tokens first_token .. first_token + T - 1.
-            first_token: Where these tokens begin among those of the entry (ranks that hold a part of the tokens).
-            num_tokens: How many tokens the entry must be of; None: these alone.
+            experts_Tk: The router's experts for tokens first_token to first_token + T - 1.
+            first_token: Index of the first of these tokens in the entry, for ranks with a part of the tokens.
+            num_tokens: Tokens of the entry; None: T.
 
         Returns:
-            `experts_Tk` itself when recording, else the entry's rows.
+            `experts_Tk` when recording, else the rows of the entry.
 
         Raises:
-            ValueError: Nothing to replay for this layer, or an entry of another shape.
+            ValueError: The layer has no entry, or an entry of a different shape.
         """
         if self.recording:
             self.experts[layer] = experts_Tk.detach()
@@ -98,12 +97,12 @@ class RouterReplay:
 
 
 def _check(layer: int, experts_Tk: Tensor, num_experts: int) -> None:
-    """Raise ValueError for an entry that no router could have chosen."""
+    """Raise ValueError for an entry with a wrong shape, an unknown expert, or an expert twice for a token."""
     if experts_Tk.dim() != 2 or experts_Tk.is_floating_point() or experts_Tk.dtype == torch.bool:
         raise ValueError(
             f"layer {layer}: experts to replay must be [T, k] integers, not {experts_Tk.dtype} {list(experts_Tk.shape)}"
         )
-    experts_Tk = experts_Tk.long()  # a byte cannot be compared with 256
+    experts_Tk = experts_Tk.long()  # uint8 cannot be compared with 256
     left_out = (experts_Tk == -1).all(1)
     outside = ((experts_Tk < 0) | (experts_Tk >= num_experts)).any(1) & ~left_out
     ordered = experts_Tk.sort(1).values

@@ -1,6 +1,6 @@
-"""`TopKRouter`: which experts a token goes to, and with what weight.
+"""`TopKRouter`: the choice and the weights of each token's experts.
 
-Shape suffixes: T' tokens that this rank routes, E experts, k experts a token goes to, H hidden, G groups of experts.
+Shape suffixes: T' tokens that this rank routes, E experts, k experts per token, H hidden, G groups of experts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from parallel_layers.parallel_module import ParallelModule
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of each token and their weights.
 
     Attributes:
-        logits: `[T', E]` fp32.
-        scores: `[T', E]` fp32, what weights are taken from.
-        experts: `[T', k]` int64.
-        weights: `[T', k]` fp32.
+        logits: Logits, `[T', E]` fp32.
+        scores: Scores, of which weights are taken, `[T', E]` fp32.
+        experts: Chosen experts, `[T', k]` int64.
+        weights: Weights of the chosen experts, `[T', k]` fp32.
     """
 
     logits: Tensor
@@ -46,7 +46,7 @@ class Routing(NamedTuple):
 
 
 def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None) -> Tensor:
-    """The k best experts of each token's best groups, by score + bias: `[T', k]`, without a gradient."""
+    """Return the k best experts within each token's best groups by score + bias: `[T', k]`, without a gradient."""
     scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if config.num_groups > 1:
         scores_TGe = scores.unflatten(-1, (config.num_groups, -1))
@@ -69,13 +69,13 @@ def route(
         s = softmax(logits) or sigmoid(logits),   experts = top k of s + bias (within the best groups)
         w = s[experts],   w / Σ w with `normalize_top_k`,   times `routed_scaling_factor`
 
-    Gradients flow through the weights alone.
+    Gradients flow only through the weights.
 
     Args:
         logits_TE: `[T', E]`.
         config: The scoring and the selection.
-        bias_E: Takes part in the choice, not in the weights.
-        select: Sees the chosen experts `[T', k]` and returns those to use (a replay).
+        bias_E: Added to the scores for the choice, but not for the weights.
+        select: Function of the chosen experts `[T', k]` that returns the experts to use (a replay).
 
     Returns:
         Logits, scores, experts and weights; fp32 (fp64 for fp64 logits).
@@ -87,26 +87,26 @@ def route(
         experts = select(experts)
     weights = scores.gather(-1, experts)
     if config.normalize_top_k:
-        # Sigmoids may all underflow; a sum of softmax scores cannot.
+        # All sigmoids can underflow to 0; a sum of softmax scores cannot.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
     return Routing(logits, scores, experts, weights * config.routed_scaling_factor)
 
 
 class TopKRouter(ParallelModule):
-    """logits = x Wᵀ (+ b) in fp32, then `route`; auxiliary losses with a weight in the config join the backward.
+    """Compute logits = x Wᵀ (+ b) in fp32, then `route`; the backward adds the auxiliary losses of the config.
 
-    Parameters, replicated: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` the fp32 buffer
-    `e_score_correction_bias [E]`, which stays fp32 when the model is cast.
+    Replicated parameters: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` there is the
+    buffer `e_score_correction_bias [E]`, which stays fp32 when the model is cast.
 
-    Communication: none, unless the ranks of `group` route different tokens. Then forward: all-reduces of `[E]` sums for
-    the loads and the losses; backward: one all-reduce of each parameter's gradient.
+    Communication if the ranks of `group` route different tokens: forward all-reduces of `[E]` sums for the loads and
+    the losses; backward one all-reduce of each parameter's gradient. Otherwise there is none.
 
     Args:
         hidden_size: H.
         config: See `MoEConfig`.
-        group: The ranks that route the pack's other tokens; None: this rank routes all of them, or the same as others.
-        dtype: Of the parameters.
-        device: Of the parameters.
+        group: The ranks that route the pack's other tokens; None: this rank routes all tokens.
+        dtype: dtype of the parameters.
+        device: Device of the parameters.
     """
 
     bias: nn.Parameter | None
@@ -133,7 +133,7 @@ class TopKRouter(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight like a linear layer's, the same on every rank that was seeded alike; biases are 0."""
+        """Draw the weight as a linear layer does, the same on ranks with equal seeds, and set biases to 0."""
         seed = shared_seed()
         fill_parameter_(self, "weight", seed, uniform(linear_bound(self.weight.shape[1])))
         if self.bias is not None:
@@ -142,7 +142,7 @@ class TopKRouter(ParallelModule):
             self.e_score_correction_bias.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move and cast, but keep the correction bias as it is: a step of it would be lost in bf16."""
+        """Move and cast all tensors except the correction bias: bf16 would round its small updates away."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
@@ -157,7 +157,7 @@ class TopKRouter(ParallelModule):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = copy_to_tensor_parallel(self.weight, self.group).to(wide)
         bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group).to(wide)
-        with torch.autocast(hidden.device.type, enabled=False):  # near a tie, rounding would choose other experts
+        with torch.autocast(hidden.device.type, enabled=False):  # rounding could change the choice near a tie
             logits = F.linear(hidden.to(wide), weight, bias)
         select = None
         if context is not None and context.replay is not None:
@@ -180,7 +180,7 @@ class TopKRouter(ParallelModule):
         return select
 
     def _wants_losses(self) -> bool:
-        """Without a gradient there is nothing that a loss could be added to."""
+        """Return True if the config has auxiliary losses and gradients are enabled."""
         weights = (self.config.balance_loss, self.config.sequence_balance_loss, self.config.z_loss)
         return any(weights) and torch.is_grad_enabled()
 
@@ -234,17 +234,17 @@ class TopKRouter(ParallelModule):
         return Routing(logits, scores, experts, weights)
 
     def _segments(self, context: RoutingContext, experts: Tensor) -> Tensor:
-        """The sequence of each token that this rank routes: `[T']`."""
+        """Return the sequence of each token that this rank routes: `[T']`."""
         tokens = len(experts)
         if context.segments is None:
             return torch.zeros(tokens, dtype=torch.int64, device=experts.device)
         ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         if len(context.segments) != tokens * ranks:
             raise ValueError(
-                f"the context's segments are of {len(context.segments)} tokens, but {ranks} ranks route {tokens} each"
+                f"the context's segments have {len(context.segments)} tokens, but {ranks} ranks route {tokens} each"
             )
         return context.segments[rank * tokens : (rank + 1) * tokens].to(experts.device)
 
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Return what `print(module)` shows."""
         return f"{self.config.num_experts} experts, top {self.config.top_k}, {self.config.scoring}"

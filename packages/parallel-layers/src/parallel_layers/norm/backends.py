@@ -1,4 +1,4 @@
-"""What each RMSNorm backend can do, as a table; whether it is there; which one a case gets; and Transformer Engine's.
+"""The table of RMSNorm backends, the choice of a backend for a call, and the backend of Transformer Engine.
 
 Shape legend: H normalised size; `...` any leading dims.
 """
@@ -23,10 +23,10 @@ class NormBackend:
     """A row of the table.
 
     Attributes:
-        needs: What must be installed, in words (for messages).
-        is_installed: Asked once a process.
-        takes: Whether it takes these tensors: x, the weight, the residual or None.
-        tensors: Which tensors that are, in words.
+        needs: Required packages, in words (for messages).
+        is_installed: Return True if the backend is installed; called once per process.
+        takes: Return True if the backend supports these tensors: x, the weight, the residual or None.
+        tensors: The supported tensors, in words.
     """
 
     needs: str
@@ -39,7 +39,7 @@ def _te_takes(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     return x.is_cuda and weight.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-# "auto" takes triton, which adds the residual in the same pass, or else torch.
+# "auto" takes triton, which adds the residual in the same pass, else torch.
 BACKENDS: dict[str, NormBackend] = {
     "triton": NormBackend(
         "Triton, which torch's CUDA builds bring",
@@ -63,12 +63,12 @@ def _is_installed(name: str) -> bool:
 
 
 def available_norm_backends() -> tuple[str, ...]:
-    """The RMSNorm backends that are installed."""
+    """Return the installed RMSNorm backends."""
     return tuple(name for name in BACKENDS if _is_installed(name))
 
 
 def check_norm_backend(name: str) -> None:
-    """Raise ValueError when `name` is neither "auto" nor the name of an installed backend; says what it needs."""
+    """Raise ValueError unless `name` is "auto" or an installed backend."""
     if name == "auto":
         return
     if name not in BACKENDS:
@@ -78,15 +78,15 @@ def check_norm_backend(name: str) -> None:
         raise ValueError(f"backend={name!r} needs {BACKENDS[name].needs}; use 'auto' or one of {installed}")
 
 
-# To torch.compile the answer is a constant, not code to trace; see `attention.backends.choose_backend`.
+# torch.compile treats the choice as a constant; see `attention.backends.choose_backend`.
 check_norm_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_norm_backend(name: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> str:
-    """The backend for these tensors: `name` itself, or for "auto" triton if it takes them, else torch.
+    """Return the backend for these tensors: `name`, or for "auto" triton if it supports them, else torch.
 
     Raises:
-        ValueError: `name` is unknown, not installed, or does not take the tensors.
+        ValueError: `name` is unknown, not installed, or does not support the tensors.
     """
     if name == "auto":
         return "triton" if supports_rms_norm(x, weight, residual) else "torch"
@@ -100,21 +100,21 @@ def choose_norm_backend(name: str, x: Tensor, weight: Tensor, residual: Tensor |
 
 
 class TransformerEngineNorm:
-    """`transformer_engine.pytorch.RMSNorm`, computing with a parameter that another module owns.
+    """`transformer_engine.pytorch.RMSNorm` with a parameter that another module owns.
 
-    Not a module, so that its owner's parameters stay the only ones.
+    This class is not a module, so it registers no parameter of its own.
 
     Args:
         hidden_size: H.
         eps: Added to the mean square.
         unit_offset: Multiply by 1 + weight; Transformer Engine's `zero_centered_gamma`.
-        dtype: Of the weight.
+        dtype: dtype of the weight.
     """
 
     def __init__(self, hidden_size: int, eps: float, unit_offset: bool, dtype: torch.dtype) -> None:
         from transformer_engine.pytorch import RMSNorm  # an optional extra
 
-        # On the meta device: the weight that it makes is never used.
+        # On the meta device, because its own weight is never used.
         self.module: nn.Module = RMSNorm(
             hidden_size, eps=eps, zero_centered_gamma=unit_offset, dtype=dtype, device="meta"
         )
@@ -124,15 +124,14 @@ class TransformerEngineNorm:
 
         Args:
             x: `[..., H]`.
-            weight: `[H]`, what x is to be multiplied by and where the gradient goes: the parameter after any
-                collective.
-            parameter: `[H]`, the same numbers.
+            weight: `[H]`, the parameter after any collective; receives the gradient.
+            parameter: `[H]`, the parameter itself, with the same values.
 
         Returns:
             `[..., H]` in x's dtype.
         """
-        self.module.weight = parameter  # its backward reads the weight here, when functional_call has put it back
+        self.module.weight = parameter  # the backward reads this attribute after functional_call has restored it
         out: Any = functional_call(
             self.module, {"weight": weight.to(x.dtype)}, (x,)
-        )  # its output has the weight's dtype
+        )  # the output has the weight's dtype
         return out

@@ -1,4 +1,4 @@
-"""RMSNorm over whole rows that are replicated or sharded, and over rows whose heads are sharded.
+"""RMSNorm over whole rows, and over rows whose heads are sharded.
 
 Shape legend: H normalised size; T tokens, N heads of this rank, D head size; `...` any leading dims.
 """
@@ -21,25 +21,24 @@ def rms_norm(
 
         y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma)
 
-    Statistics and the product are computed in fp32 (fp64 for fp64 input) and rounded once to x's dtype; by the Triton
-    backend in one kernel each way.
+    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype.
 
     Args:
         x: `[..., H]`.
         weight: `[H]`.
         eps: Added to the mean square.
         unit_offset: The weight is stored as its difference from one.
-        backend: "triton", "torch", or "auto": triton where it takes the tensors, else torch.
+        backend: "triton", "torch", or "auto": triton if it supports the tensors, else torch.
 
     Returns:
         `[..., H]` in x's dtype.
 
     Raises:
-        ValueError: The backend is unknown, not installed, or does not take the tensors.
+        ValueError: The backend is unknown, not installed, or does not support the tensors.
     """
     chosen = choose_norm_backend(backend, x, weight)
     if chosen == "te":
-        raise ValueError("backend='te' is a module of Transformer Engine's own; use RMSNorm(..., backend='te')")
+        raise ValueError("backend='te' needs the module; use RMSNorm(..., backend='te')")
     if chosen == "triton":
         return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
     if unit_offset:
@@ -52,19 +51,18 @@ class RMSNorm(ParallelModule):
     """RMSNorm whose weight is replicated over the tensor-parallel group.
 
     Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`,
-    because each rank then normalises different rows (its tokens, or its heads) with the same weight. Without it every
-    rank sees the same rows, computes the same gradient, and nothing is sent.
+    because the ranks normalise different rows (tokens or heads) with the same weight; otherwise no communication.
 
     Args:
         hidden_size: H, the size of the last dim.
         eps: Added to the mean square.
-        unit_offset: Multiply by `1 + weight`; the weight then starts at zero (Gemma).
-        group: Tensor-parallel group; None when not sharded.
+        unit_offset: Multiply by `1 + weight`; the weight starts at zero (Gemma).
+        group: Tensor-parallel group; None: the layer is whole.
         sequence_parallel: The ranks of `group` hold different rows.
-        backend: A name of `available_norm_backends()`, or "auto": triton on CUDA, else torch. "te" is Transformer
-            Engine's, imported when it is asked for.
-        dtype: Of the weight.
-        device: Of the weight.
+        backend: A name of `available_norm_backends()`, or "auto": triton on CUDA, else torch. "te" imports Transformer
+            Engine.
+        dtype: dtype of the weight.
+        device: Device of the weight.
 
     Raises:
         ValueError: The backend is unknown or not installed.
@@ -94,29 +92,25 @@ class RMSNorm(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the norm to a plain normalisation: an effective weight of one."""
+        """Set the effective weight to one."""
         nn.init.constant_(self.weight, 0.0 if self.unit_offset else 1.0)
 
     def active_backend(self, x: Tensor) -> str:
-        """The backend that `forward(x)` takes.
-
-        Raises:
-            ValueError: The one that was asked for does not take x.
-        """
+        """Return the backend that `forward(x)` uses; raise ValueError if the given backend does not support x."""
         return choose_norm_backend(self.backend, x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x [..., H]`; returns `[..., H]` in the same dtype."""
         weight = copy_to_tensor_parallel(self.weight, self.group)
         if self._te is not None:
-            choose_norm_backend("te", x, weight)  # refuses what it does not take
+            choose_norm_backend("te", x, weight)  # raises ValueError for unsupported tensors
             return self._te(x, weight, self.weight)
         return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset, backend=self.backend)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the residual stream, which also goes on: `(norm(x), x)`, both `[..., H]`.
+        """Normalise the residual stream and keep it: return `(norm(x), x)`, both `[..., H]`.
 
-        By the Triton backend the two gradients that reach x are added up where the norm's is made.
+        The backward of the Triton backend adds both gradients of x in one kernel.
         """
         if choose_norm_backend(self.backend, x, self.weight) == "triton":
             weight = copy_to_tensor_parallel(self.weight, self.group)
@@ -124,10 +118,9 @@ class RMSNorm(ParallelModule):
         return self(x), x
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the residual stream and normalise the sum: `(norm(x + residual), x + residual)`, both `[..., H]`.
+        """Add to the residual stream and normalise: return `(norm(x + residual), x + residual)`, both `[..., H]`.
 
-        By the Triton backend in one kernel each way, which reads each input and writes each output once; the others add
-        first.
+        The Triton backend uses one kernel each way.
         """
         if choose_norm_backend(self.backend, x, self.weight, residual) == "triton":
             weight = copy_to_tensor_parallel(self.weight, self.group)
@@ -143,22 +136,21 @@ class RMSNorm(ParallelModule):
 
 
 class HeadShardedRMSNorm(ParallelModule):
-    """RMSNorm over all heads of a token at once, while the heads are sharded over the tensor-parallel group (OLMo-2).
+    """RMSNorm over all heads of a token together, with heads sharded over the tensor-parallel group (OLMo-2).
 
         y = x / sqrt(sum over the heads of all ranks of x² / (num_heads · D) + eps) · weight[this rank's heads]
 
     Forward: one all-reduce `[T]` fp32. Backward: one all-reduce `[T]`, and one of the weight's gradient
-    `[num_heads · D]`. The weight is replicated whole: it is one row, and replicated key-value heads (more ranks than
-    heads) then need no care of their own. A head that several ranks hold counts once.
+    `[num_heads · D]`. The weight is replicated. A head on several ranks counts once.
 
     Args:
-        num_heads: Heads of all ranks.
+        num_heads: Heads over all ranks.
         head_dim: D.
         eps: Added to the mean square.
-        group: Tensor-parallel group; None when not sharded. With more ranks than heads, rank r holds head
-            r · num_heads // ranks.
-        dtype: Of the weight.
-        device: Of the weight.
+        group: Tensor-parallel group; None: the layer is whole. With more ranks than heads, rank r holds head
+            r · num_heads // tp.
+        dtype: dtype of the weight.
+        device: Device of the weight.
     """
 
     def __init__(
@@ -183,15 +175,14 @@ class HeadShardedRMSNorm(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the norm to a plain normalisation: a weight of one."""
+        """Set the weight to one."""
         nn.init.ones_(self.weight)
 
     def forward(self, x_TND: Tensor) -> Tensor:
         """Normalise this rank's heads `[T, N, D]`; returns the same shape and dtype."""
         x = x_TND.flatten(1).to(torch.promote_types(x_TND.dtype, torch.float32))
         squares = x.square().sum(-1, keepdim=True) / self.replicas
-        # Every rank's output depends on the sum over all ranks: it is all-reduced in the forward, its gradient in the
-        # backward.
+        # Every rank's output depends on the global sum, so the forward and the backward all-reduce.
         total = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.group), self.group)
         weight = copy_to_tensor_parallel(self.weight, self.group)[self.local].to(x.dtype)
         y = x * torch.rsqrt(total / self.weight.numel() + self.eps) * weight

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of rope types, the module that makes cos and sin, and the rotation by them."""
+"""Rotary position embedding: the table of rope types, the cos and sin of positions, and the rotation."""
 
 from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec, RopeType, yarn_softmax_scale

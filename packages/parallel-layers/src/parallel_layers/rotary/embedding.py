@@ -1,4 +1,4 @@
-"""`RotaryEmbedding`: cos and sin of every token's rotation angles, computed in fp32 from explicit position ids.
+"""`RotaryEmbedding`: cos and sin of every token's rotation angles, in fp32 from explicit position ids.
 
 Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), S sequences.
 """
@@ -13,10 +13,10 @@ from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
 
 
 def _frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Which of the position axes (time, height, width) turns each frequency: `[D/2]` int64.
+    """Return the position axis (0 time, 1 height, 2 width) of each frequency: `[D/2]` int64.
 
-    Contiguous (Qwen2-VL): the sections one after another. Interleaved (Qwen3-VL): axes alternate t h w t h w ... while
-    a spatial axis has some of its section left; the rest is time.
+    Contiguous (Qwen2-VL): the sections follow each other. Interleaved (Qwen3-VL): axes alternate t h w t h w ... until
+    the spatial sections are used up; the rest is time.
     """
     if not interleaved:
         return torch.cat([torch.full((size,), i % 3, dtype=torch.int64) for i, size in enumerate(sections)])
@@ -27,24 +27,24 @@ def _frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's rotation angles, from its position id; one module for a whole model.
+    """Compute cos and sin of every token's rotation angles from position ids; one module serves a whole model.
 
-    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies are a function
-    of the constructor's arguments and, for `dynamic` and `longrope`, of each sequence's own length: never of earlier
-    calls. They stay fp32 when the model is cast, and are recomputed when it is moved or materialised.
+    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies depend on the
+    constructor's arguments and, for `dynamic` and `longrope`, on each sequence's length. They stay fp32 when the model
+    is cast, and are recomputed when the model is moved or materialised.
 
     Args:
         head_dim: Size of a head.
-        theta: Base; None takes `rope_theta` from the parameters, or 10000.
-        parameters: A Hugging Face config's `rope_parameters` (or `rope_scaling`) mapping: `rope_type` and that type's
-            options, `partial_rotary_factor`, `mrope_section`, `mrope_interleaved`. None: the default type.
-        max_position_embeddings: Needed by `dynamic`, by `yarn` and `longrope` without a `factor`, and by these and
-            `llama3` without `original_max_position_embeddings`.
-        device: Where the table lives.
+        theta: Base of the frequencies; None: `rope_theta` of the parameters, or 10000.
+        parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config: `rope_type` and the type's options,
+            `partial_rotary_factor`, `mrope_section`, `mrope_interleaved`. None: the default type.
+        max_position_embeddings: Required by `dynamic`, by `yarn` and `longrope` without a `factor`, and by `yarn`,
+            `longrope` and `llama3` without `original_max_position_embeddings`.
+        device: Device of the frequencies.
 
     Raises:
-        ValueError: An unknown rope type, a missing option of a type, two thetas, an odd number of rotary dims, or
-            multi-axis sections that do not fill the frequencies.
+        ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, the number of
+            rotary dims is odd, or multi-axis sections do not fill the frequencies.
     """
 
     inv_freq: Tensor
@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         self.spec = RopeSpec(
             dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
         )
-        # On the CPU: the same bits everywhere, also when the model is built on another or the meta device.
+        # Compute on the CPU: the bits are the same for all devices, including meta.
         with torch.device("cpu"):
             self._table = self.rope_type.frequencies(self.spec).reshape(-1, dim // 2)
             sections = parameters.get("mrope_section")
@@ -88,7 +88,7 @@ class RotaryEmbedding(nn.Module):
                     )
                 self._axes = _frequency_axes(list(sections), bool(parameters.get("mrope_interleaved", False)))
         self.attention_factor = self.rope_type.attention_factor(self.spec)
-        if self.rope_type.by_length is not None:  # a missing option is an error now, not at the first long sequence
+        if self.rope_type.by_length is not None:  # raise for a missing option at construction
             self.rope_type.by_length(self.spec, self._table, torch.zeros(1, dtype=torch.int64, device="cpu"))
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.register_buffer(
@@ -101,12 +101,11 @@ class RotaryEmbedding(nn.Module):
     ) -> Self:
         """Build from a Hugging Face config as a mapping (`config.to_dict()` or a parsed config.json).
 
-        `layer_type` picks one of several sets of rope parameters, e.g. `sliding_attention` of Gemma 3. Of two
-        `original_max_position_embeddings` the config's own counts and not that among its one set of rope parameters
-        (Phi-3), as in transformers.
+        `layer_type` chooses one of several sets of rope parameters, such as `sliding_attention` of Gemma 3. As in
+        transformers, `original_max_position_embeddings` of the config overrides that of its rope parameters (Phi-3).
 
         Raises:
-            ValueError: There are several sets and none for `layer_type`; or as for the constructor.
+            ValueError: There are several sets and none for `layer_type`, or the constructor raises.
         """
         parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         original = config.get("original_max_position_embeddings")
@@ -124,7 +123,7 @@ class RotaryEmbedding(nn.Module):
             if config.get(name) is not None:
                 parameters.setdefault(name, config[name])
         return cls(
-            # Under multi-head latent attention only a part of a head is rotated, and it is all that this module knows.
+            # In multi-head latent attention the head of this module is the rotated part only.
             config.get("qk_rope_head_dim")
             or config.get("head_dim")
             or config["hidden_size"] // config["num_attention_heads"],
@@ -134,7 +133,7 @@ class RotaryEmbedding(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the module to its device, but keep the table's dtype and values (a cast or `to_empty` spoils them)."""
+        """Move the table with the module, but keep its dtype and values, which a cast or `to_empty` would change."""
         super()._apply(fn, recurse)
         if self.inv_freq.device.type != "meta":
             self.inv_freq = self._table.to(self.inv_freq.device, copy=True)
@@ -142,13 +141,12 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The rotation of each token.
+        """Return cos and sin of each token.
 
         Args:
             position_ids_T: `[T]`, or `[3, T]` (time, height, width) for a multi-axis model.
-            cu_seqlens: `[S+1]` boundaries of the packed sequences. Only `dynamic` and `longrope` look at it: their
-                frequencies depend on the length of the token's own sequence (its largest position + 1). None: all
-                tokens belong to one sequence.
+            cu_seqlens: `[S+1]` boundaries of the packed sequences; None: one sequence. Only `dynamic` and `longrope`
+                use it: their frequencies depend on a sequence's length (its largest position + 1).
 
         Returns:
             cos, sin: `[T, D]` fp32.
@@ -157,7 +155,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def angles(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """By which each token's dims are turned, `[T, D]` fp32; the arguments are those of `forward`."""
+        """Return the rotation angles `[T, D]` fp32; arguments as in `forward`."""
         inv_freq = self.inv_freq.to(position_ids_T.device)
         if self.rope_type.by_length is None:
             rates = inv_freq[0]
@@ -174,12 +172,12 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((angles, angles), dim=-1)
 
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Return what `print(module)` shows."""
         return f"{self.spec.dim} of {self.spec.head_dim}, theta={self.spec.theta}, {self.spec.parameters['rope_type']}"
 
 
 def _sequence_lengths(position_ids_T: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Largest position + 1 in each token's own sequence: `[T]`, without a host synchronisation."""
+    """Return the largest position + 1 in each token's sequence: `[T]`, without host synchronisation."""
     positions = position_ids_T if position_ids_T.dim() == 1 else position_ids_T.amax(0)
     if positions.numel() == 0:
         return positions

@@ -1,4 +1,4 @@
-"""The table of rope types: what each computes its frequencies from, and the attention factor that goes with them.
+"""The table of rope types: the frequencies and the attention factor of each type.
 
 Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), R tables of a type.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """What a rope type computes its frequencies from.
+    """The inputs of a rope type's frequencies.
 
     Attributes:
         dim: D, the rotated dims of a head; even.
         head_dim: All dims of a head.
         theta: Base of the geometric progression of frequencies.
-        max_position: `max_position_embeddings` of the model; None when the type does not need it.
+        max_position: `max_position_embeddings` of the model, or None.
         parameters: The `rope_parameters` (formerly `rope_scaling`) mapping of a Hugging Face config.
     """
 
@@ -31,7 +31,7 @@ class RopeSpec:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """The parameter `name`; raises ValueError when the config lacks it."""
+        """Return the parameter `name`; raise ValueError if it is missing."""
         value = self.parameters.get(name)
         if value is None:
             raise ValueError(
@@ -41,7 +41,7 @@ class RopeSpec:
         return value
 
     def maximum(self) -> int:
-        """`max_position_embeddings`; raises ValueError when it was not given."""
+        """Return `max_position_embeddings`; raise ValueError if it is missing."""
         if self.max_position is None:
             raise ValueError(
                 f"rope_type={self.parameters.get('rope_type')!r} needs max_position_embeddings; "
@@ -50,12 +50,12 @@ class RopeSpec:
         return self.max_position
 
     def original_maximum(self) -> int:
-        """`original_max_position_embeddings`; where the config has none, the model was trained up to its maximum."""
+        """Return `original_max_position_embeddings`, or `max_position_embeddings` if it is missing."""
         value = self.parameters.get("original_max_position_embeddings")
         return self.maximum() if value is None else value
 
     def powers(self) -> Tensor:
-        """theta^(2i/D) for i in [0, D/2), fp32."""
+        """Return theta^(2i/D) for i in [0, D/2), fp32."""
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
 
 
@@ -65,12 +65,12 @@ def _default(spec: RopeSpec) -> Tensor:
 
 
 def _linear(spec: RopeSpec) -> Tensor:
-    """Position interpolation, https://arxiv.org/abs/2306.15595: every frequency divided by the factor."""
+    """Position interpolation, https://arxiv.org/abs/2306.15595: divide every frequency by the factor."""
     return _default(spec) / spec["factor"]
 
 
 def _proportional(spec: RopeSpec) -> Tensor:
-    """The first `partial_rotary_factor` of the frequencies of a whole head; the others are zero (no rotation)."""
+    """Return the first `partial_rotary_factor` of a whole head's frequencies; the others are zero (no rotation)."""
     rotated = int(spec.parameters.get("partial_rotary_factor", 1.0) * spec.head_dim // 2)
     inv_freq = _default(spec)
     inv_freq[rotated:] = 0.0
@@ -111,19 +111,19 @@ def _yarn(spec: RopeSpec) -> Tensor:
     if spec.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    width = high - low or 0.001  # a ramp of no width is a step
+    width = high - low or 0.001  # a ramp of width 0 becomes a step
     keep = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     powers = spec.powers()
     return (1.0 / (_yarn_factor(spec) * powers)) * (1 - keep) + (1.0 / powers) * keep
 
 
 def _magnitude(factor: float, m: float) -> float:
-    """0.1 m ln(factor) + 1: how much YaRN sharpens the attention to a context that is `factor` times as long."""
+    """Return 0.1 m ln(factor) + 1, YaRN's attention factor for a context `factor` times as long."""
     return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
-    """0.1 m ln(factor) + 1 with m = 1, or the ratio of that at `mscale` and at `mscale_all_dim` (DeepSeek)."""
+    """Return 0.1 m ln(factor) + 1 for m = 1, or its ratio at `mscale` and `mscale_all_dim` (DeepSeek)."""
     given = spec.parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -135,19 +135,19 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 
 
 def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> float:
-    """The factor of DeepSeek's attention scores: (0.1 mscale_all_dim ln(factor) + 1)² / sqrt(head_dim).
+    """Return the scale of DeepSeek's attention scores: (0.1 mscale_all_dim ln(factor) + 1)² / sqrt(head_dim).
 
-    YaRN's temperature belongs to whole queries and keys. Where a part of a head is not rotated (multi-head latent
-    attention), `mscale_all_dim` says how much of it the scores carry; cos and sin then carry the rest, mscale over
-    mscale_all_dim. https://arxiv.org/abs/2405.04434, and the modelling code of DeepSeek-V3.
+    YaRN scales whole queries and keys. In multi-head latent attention a part of a head is not rotated, so the scores
+    carry the factor of `mscale_all_dim`, and cos and sin carry the ratio of `mscale` and `mscale_all_dim`.
+    https://arxiv.org/abs/2405.04434, and the modelling code of DeepSeek-V3.
 
     Args:
-        head_dim: Of queries and keys, the part without rotation included.
-        parameters: The `rope_parameters` (or `rope_scaling`) of a Hugging Face config; without `mscale_all_dim` the
-            scale is 1 / sqrt(head_dim).
+        head_dim: Size of a query or key head, including the unrotated part.
+        parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config. Without `mscale_all_dim` the scale
+            is 1 / sqrt(head_dim).
 
     Raises:
-        ValueError: `mscale_all_dim` without a `factor`.
+        ValueError: `mscale_all_dim` is given without `factor`.
     """
     parameters = parameters or {}
     mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
@@ -159,7 +159,7 @@ def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> f
 
 
 def _longrope(spec: RopeSpec) -> Tensor:
-    """LongRoPE, https://arxiv.org/abs/2402.13753: two tables of factors, `[2, D/2]` (short, long)."""
+    """LongRoPE, https://arxiv.org/abs/2402.13753: return two tables `[2, D/2]` (short, long)."""
     factors = [spec["short_factor"], spec["long_factor"]]
     if any(len(row) != spec.dim // 2 for row in factors):
         raise ValueError(
@@ -170,7 +170,7 @@ def _longrope(spec: RopeSpec) -> Tensor:
 
 
 def _longrope_attention_factor(spec: RopeSpec) -> float:
-    """sqrt(1 + ln(factor) / ln(original))."""
+    """Return sqrt(1 + ln(factor) / ln(original))."""
     given = spec.parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -180,17 +180,17 @@ def _longrope_attention_factor(spec: RopeSpec) -> float:
 
 
 def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
-    """The long table for sequences longer than the original context, the short one for the others."""
+    """Return the long table for sequences longer than the original context, else the short table."""
     is_long = (length > spec.original_maximum())[..., None]
     return torch.where(is_long, inv_freq[1], inv_freq[0])
 
 
 def _dynamic(spec: RopeSpec) -> Tensor:
-    """The frequencies of sequences up to the maximum; longer ones have those of `_dynamic_by_length`."""
+    """Return the frequencies of sequences up to the maximum; see `_dynamic_by_length` for longer sequences."""
     if spec.dim <= 2:
         raise ValueError(
-            f"rope_type='dynamic' takes a power of D / (D - 2), which D={spec.dim} rotary dims do not have; use 4 or "
-            "more, or another rope type"
+            f"rope_type='dynamic' uses a power of D / (D - 2) and needs D of at least 4, not D={spec.dim} rotary dims; "
+            "use more rotary dims or another rope type"
         )
     return _default(spec)
 
@@ -198,7 +198,9 @@ def _dynamic(spec: RopeSpec) -> Tensor:
 def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
     """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
     factor, maximum = spec["factor"], spec.maximum()
-    stretch = factor * length.clamp(min=maximum).float() / maximum - (factor - 1)  # not in torch's default dtype
+    stretch = factor * length.clamp(min=maximum).float() / maximum - (
+        factor - 1
+    )  # fp32, whatever torch's default dtype is
     theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=length.device) / spec.dim
     return torch.where((length > maximum)[..., None], 1.0 / theta[..., None] ** exponent, inv_freq[0])
@@ -210,14 +212,14 @@ def _one(spec: RopeSpec) -> float:
 
 @dataclass(frozen=True)
 class RopeType:
-    """One row of the table of rope types.
+    """A row of the table of rope types.
 
     Attributes:
-        frequencies: spec -> inverse frequencies `[D/2]`, or `[R, D/2]` for several tables.
-        attention_factor: spec -> what cos and sin are multiplied by.
-        by_length: (spec, tables `[R, D/2]`, length of each token's sequence `[T]`) -> `[T, D/2]`, for the types whose
-            frequencies depend on how long a sequence is; None for the others.
-        whole_head: All head dims are in the tables, whatever the partial rotary factor.
+        frequencies: Function of the spec; returns inverse frequencies `[D/2]`, or `[R, D/2]` for several tables.
+        attention_factor: Function of the spec; returns the factor of cos and sin.
+        by_length: Function of the spec, the tables `[R, D/2]` and the length of each token's sequence `[T]`; returns
+            `[T, D/2]`. None: frequencies do not depend on the length.
+        whole_head: The tables cover all head dims, for any partial rotary factor.
     """
 
     frequencies: Callable[[RopeSpec], Tensor]
@@ -235,6 +237,6 @@ ROPE_TYPES: dict[str, RopeType] = {
     "longrope": RopeType(_longrope, _longrope_attention_factor, _longrope_by_length),
     "proportional": RopeType(_proportional, whole_head=True),
 }
-# Names of older configs.
+# Names in older configs.
 ROPE_TYPES["mrope"] = ROPE_TYPES["default"]
 ROPE_TYPES["su"] = ROPE_TYPES["longrope"]

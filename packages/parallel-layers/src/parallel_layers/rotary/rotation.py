@@ -1,9 +1,9 @@
-"""The rotation itself, of queries and keys by their tokens' cos and sin.
+"""Rotation of queries and keys by cos and sin of their tokens' positions.
 
-Two layouts of the rotary dims are in use; frequency i turns the pair
+Rotary dims have one of two layouts; frequency i rotates the pair
 
-    halves          (x_i, x_{i + D/2})        Llama, Qwen, Mistral, Gemma, gpt-oss: Hugging Face's usual one
-    interleaved     (x_{2i}, x_{2i + 1})      GLM, DeepSeek, Cohere: that of the RoFormer paper
+    halves          (x_i, x_{i + D/2})        Llama, Qwen, Mistral, Gemma, gpt-oss
+    interleaved     (x_{2i}, x_{2i + 1})      GLM, DeepSeek, Cohere, and the RoFormer paper
 
 Shape legend: T tokens, D rotary dims of a head, N heads, Q query heads, K key heads.
 """
@@ -16,23 +16,23 @@ from parallel_layers.kernels.runtime import use_triton
 
 
 def apply_rotary(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first D dims of every head; the rest passes through.
+    """Rotate the first D dims of every head and keep the rest.
 
         (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D dims, or its even and odd dims
 
-    Computed in fp32 (fp64 for fp64 input), rounded once to x's dtype. https://arxiv.org/abs/2104.09864
+    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype. https://arxiv.org/abs/2104.09864
 
     Args:
         x_TND: Queries or keys `[T, N, head_dim]`.
-        cos_TD: `[T, D]` from `RotaryEmbedding`, D <= head_dim; its two halves are equal.
-        sin_TD: `[T, D]`, likewise.
-        interleaved: Pairs are neighbouring dims (GLM, DeepSeek, Cohere); False: they are D/2 apart.
+        cos_TD: `[T, D]` from `RotaryEmbedding`, D <= head_dim, with two equal halves.
+        sin_TD: `[T, D]`, like `cos_TD`.
+        interleaved: True: pairs are neighbouring dims (GLM, DeepSeek, Cohere). False: pairs are D/2 apart.
 
     Returns:
         `[T, N, head_dim]` in x's dtype and layout.
 
     Raises:
-        ValueError: Tables of another number of tokens, of an odd or too large D, or of two shapes.
+        ValueError: cos and sin differ in shape or do not have T rows, or D is odd or larger than head_dim.
     """
     check_rotary(x_TND, x_TND, cos_TD, sin_TD)
     dim = cos_TD.shape[-1]
@@ -54,7 +54,7 @@ def apply_rotary(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: 
 def rotate_queries_and_keys(
     q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` of both, `[T, Q, head_dim]` and `[T, K, head_dim]`; on CUDA one kernel each way."""
+    """Apply `apply_rotary` to `[T, Q, head_dim]` and `[T, K, head_dim]`; on CUDA one kernel each way."""
     if use_triton(q_TQD, k_TKD, cos_TD, sin_TD):
         return fused_rotary(q_TQD, k_TKD, cos_TD, sin_TD, interleaved=interleaved)
     q, k = (apply_rotary(x, cos_TD, sin_TD, interleaved=interleaved) for x in (q_TQD, k_TKD))
@@ -64,9 +64,9 @@ def rotate_queries_and_keys(
 def split_and_rotate(
     qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a fused projection `[T, Q + 2K, head_dim]`, the first two rotated.
+    """Split a fused projection `[T, Q + 2K, head_dim]` into queries, keys, values, and rotate queries and keys.
 
-    On CUDA one kernel each way, which also puts the projection's gradient together.
+    On CUDA this is one kernel each way.
     """
     if use_triton(qkv_TND, cos_TD, sin_TD):
         return fused_split_and_rotary(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved=interleaved)

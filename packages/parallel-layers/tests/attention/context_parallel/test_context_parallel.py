@@ -382,7 +382,7 @@ def test_mistakes_are_named(ranks: RankPool) -> None:
                 "layout='spiral' is unknown; use one of contiguous, zigzag",
                 "use ulysses_attention, which takes every option",
                 "backend='sdpa' cannot do this case: it has no log-sum-exp",
-                "3 tokens of a rank are not two chunks",
+                "3 tokens on a rank do not divide into two chunks",
                 "6 queries but 4 keys on a rank",
                 *[
                     "3 query heads cannot share 2 key-value heads evenly",
