@@ -371,7 +371,7 @@ def test_mistakes_are_named() -> None:
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "linear"})
     with pytest.raises(ValueError, match=r"needs max_position_embeddings"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "dynamic", "factor": 2.0})
-    with pytest.raises(ValueError, match=r"rope_type='dynamic' takes a power .* D=2 rotary dims .* use 4 or more"):
+    with pytest.raises(ValueError, match=r"rope_type='dynamic' uses a power .* at least 4, not D=2 rotary dims"):
         RotaryEmbedding(2, parameters={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=8)
     with pytest.raises(ValueError, match=r"theta=1.0 but the rope parameters say rope_theta=2.0"):
         RotaryEmbedding(HEAD_DIM, 1.0, {"rope_theta": 2.0})
