@@ -19,7 +19,7 @@ COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a pipeline divides the layers and orders its micro-batches.
+    """The options of a pipeline: the split of the layers and the order of micro-batches.
 
     Attributes:
         schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
@@ -95,7 +95,7 @@ class MegatronOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to load a model.
+    """The options of loading and running a model.
 
     Attributes:
         dtype: The dtype of the parameters; None: as stored in the checkpoint.

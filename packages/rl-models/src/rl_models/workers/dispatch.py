@@ -28,7 +28,7 @@ Needs = Literal["nothing", "weights", "optimizer"]
 
 @dataclass(frozen=True)
 class Method:
-    """How one method is spread over ranks.
+    """The division of one method over ranks.
 
     Attributes:
         split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
