@@ -248,7 +248,7 @@ def save_shards(
         if divided:
             raise ValueError(
                 f"{divided[:3]} are DTensors, of which a rank has a part; a place's file holds whole tensors. "
-                "Use save_training or save_hf, which take DTensors"
+                "Use save_training and save_hf, which take DTensors"
             )
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
