@@ -81,7 +81,7 @@ def refuse_pointer(path: Path, start: bytes) -> None:
     """
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(
-            f"{path} is a git-lfs pointer instead of the file; run `git lfs pull` in its folder, or download the file"
+            f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder, or download the file"
         )
 
 
