@@ -92,13 +92,19 @@ def imports_of(package: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("package", ["parallel-layers", "ckpt", "megatron-utils", "hf-patches"])
+@pytest.mark.parametrize("package", MODULES)
 def test_no_circle_of_imports(package: str) -> None:
     """Imports inside functions and those for types alone count, too. A package's `__init__` may name its modules."""
     try:
         graphlib.TopologicalSorter(imports_of(package)).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_no_file_is_long(package: str) -> None:
+    long = {name: len(file.read_text().splitlines()) for name, file in modules_of(package).items()}
+    assert {name: lines for name, lines in long.items() if lines > 400} == {}
 
 
 @pytest.fixture(scope="session")

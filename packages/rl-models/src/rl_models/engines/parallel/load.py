@@ -115,7 +115,7 @@ def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
     """Return the layers of each chunk of this rank.
 
     Raises:
-        ValueError: A chunk has no layer, or `ckpt.place_layers` refuses the split.
+        ValueError: A chunk has no layer, or `ckpt.layout.place.place_layers` refuses the split.
     """
     layers = layout.chunk_layers(places[0].grid)
     if not all(layers):
