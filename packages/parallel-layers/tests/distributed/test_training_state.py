@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import pickle
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -170,7 +173,9 @@ def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> dict[str
         "cast": Tensor.bfloat16,
         "device and dtype": lambda x: x.to("cpu", torch.float64),
         "deep copy": copy.deepcopy,
-        "torch's staging": lambda x: StateDictStager().stage({"x": x})["x"],
+        "default stager": lambda x: StateDictStager().stage({"x": x})["x"],
+        "blocking stager": lambda x: BlockingAsyncStager().stage({"x": x})["x"],  # type: ignore[dict-item]
+        "sent to a process": lambda x: pickle.loads(ForkingPickler.dumps(x)),
     }
     if fsdp:
         copies |= {"full": lambda x: x.full_tensor().clone(), "local": lambda x: x.to_local().clone()}  # type: ignore[attr-defined]

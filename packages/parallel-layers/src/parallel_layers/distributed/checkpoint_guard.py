@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,9 @@ class _Guard:
             result = func(*args, **(kwargs or {}))
             if not isinstance(result, Tensor) or isinstance(result, _Guard) or func in _KEEP_RESULT:
                 return result
+            if func is Tensor.copy_ and type(result) is Tensor:
+                result.__class__ = _guarded_class(Tensor)  # a copy in memory that was there before, for instance pinned
+                return result
             shapes = [x.shape for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Guard)]
             # torch's asynchronous save fills an empty tensor of another shape.
             return _guarded(result) if result.shape in shapes or func is Tensor.new_empty else result
@@ -99,4 +103,7 @@ def _guarded_class(kind: type[Tensor]) -> type[Tensor]:
 
     bypassing = [name for name in ("redistribute", "to_local", "full_tensor") if hasattr(kind, name)]
     methods = {name: guarding(getattr(kind, name)) for name in bypassing}
-    return type(f"Guarded{kind.__name__}", (_Guard, kind), {"__slots__": (), **methods})
+    guarded = type(f"Guarded{kind.__name__}", (_Guard, kind), {"__slots__": (), **methods})
+    # A process that saves in the background is sent the guard; a file is not.
+    ForkingPickler.register(guarded, lambda tensor: (_guarded, (_alias(tensor),)))
+    return guarded
