@@ -14,7 +14,7 @@ from parallel_layers.linear.transports import Overlap, check_overlap
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of a layer and of its tokens are.
+    """The placement of a layer: the ranks that hold its parts, and whether they divide the tokens.
 
     Attributes:
         group: The tensor-parallel group; None: the layer is whole.
@@ -37,7 +37,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a layer computes and communicates: its results are the same within rounding.
+    """The execution of a layer: its GEMMs and its communication. Results agree within rounding.
 
     Attributes:
         overlap: How sequence parallelism sends tokens: "serial", "collectives", "symmetric-memory", or "auto", by size;

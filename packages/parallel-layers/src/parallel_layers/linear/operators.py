@@ -168,7 +168,7 @@ def row_parallel_linear(
 
 
 class _Plan(NamedTuple):
-    """What one call does: the transports of its forward and of its backward, and what each of them is told."""
+    """The plan of one call: the transports of its forward and backward, and the arguments of each."""
 
     forward: Transport
     backward: Transport

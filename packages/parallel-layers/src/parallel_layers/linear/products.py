@@ -1,4 +1,4 @@
-"""How a linear layer multiplies. A product is data that a layer is given in its `Execution`.
+"""Products: the ways in which a linear layer multiplies. A layer gets its product in its `Execution`.
 
 Shape suffixes: T tokens, I input features, O output features.
 """

@@ -1,4 +1,4 @@
-"""How the tokens of a linear layer are sent: before its product, after its product, or under its GEMMs.
+"""Transports send the tokens of a linear layer: before its product, after its product, or during its GEMMs.
 
 A column-parallel layer gathers tokens and multiplies (`gather_product`); its backward multiplies, sums over the ranks,
 and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and sums
@@ -55,7 +55,7 @@ MAX_SCATTERED = 4
 
 
 class Call(NamedTuple):
-    """What a transport is told beside the operands.
+    """The arguments of a transport beside the operands.
 
     Attributes:
         group: The tensor-parallel group, or None; `LOCAL` does not read it.
@@ -241,7 +241,7 @@ class _Tree(_Serial):
 
 
 class _ReplicatedTree(_Replicated):
-    """As `_Tree`; then the ranks gather each other's tokens. They send no more than an all-reduce in fp32 does."""
+    """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most that of an fp32 all-reduce."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         part = call.product.part_of(call.group.size())(x, weight, None, torch.float32)

@@ -1,4 +1,4 @@
-"""One description of a model, read from a Hugging Face config, and the table of families that says how."""
+"""`ModelConfig` describes a model; it is read from a Hugging Face config by the table of families."""
 
 from parallel_layers.model.config import ModelConfig
 from parallel_layers.model.families import FAMILIES, Family, family_of

@@ -1,8 +1,8 @@
 """The table of model families: which fields of a Hugging Face config make which decoder.
 
 A family is one row of `FAMILIES`. Every entry of a row is a constant or a reader of the config (`fields`). Where a
-config leaves a field out, the entry has the default of transformers' own config class of the family. `ckpt.families`
-has the names and shapes of the family's tensors.
+config leaves a field out, the entry has the default of transformers' own config class of the family.
+`ckpt.layout.families` has the names and shapes of the family's tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Windows = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """How the configs of a family say which layers have a sliding window.
+    """The rule by which the configs of a family give layers a sliding window.
 
     Attributes:
         default: Tokens where a config has no `sliding_window`; None: full attention.
@@ -49,7 +49,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """One row of `FAMILIES`: an architecture.
 
     Attributes:
         name: The `model_type` of its configs.
