@@ -102,7 +102,7 @@ def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tenso
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Which of this rank's hidden states the head takes, and where its results go.
+    """The hidden states of this rank that the head takes, and the places of its results.
 
     A rank's rows are padded to the largest count of any rank, so that one all-gather joins them.
 

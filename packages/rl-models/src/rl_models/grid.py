@@ -88,7 +88,7 @@ class Grid:
 
     @property
     def expert_tensor_parallel(self) -> bool:
-        """Whether each expert is divided over tp, with the experts distributed over dp x cp (ep divides dp x cp).
+        """Return whether each expert is divided over tp; the experts are then distributed over dp x cp.
 
         Otherwise experts are whole and distributed over neighbouring ranks, the ranks of a tp group first.
         """

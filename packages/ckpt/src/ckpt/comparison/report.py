@@ -46,7 +46,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differences
 
     @property

@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Return whether the head is the embedding."""
         parts = (self.config, self.config.get("text_config") if self.family.inner_tie else None)
         return any(part.get("tie_word_embeddings") for part in parts if isinstance(part, Mapping))
 

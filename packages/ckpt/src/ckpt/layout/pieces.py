@@ -104,7 +104,7 @@ class Piece:
 
     @property
     def is_padding(self) -> bool:
-        """Whether this piece is zeros."""
+        """Return whether this piece is zeros."""
         return self.canonical_range is None
 
 

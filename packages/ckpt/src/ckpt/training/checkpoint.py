@@ -86,7 +86,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, with or without an error."""
+        """Return whether the save has ended, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""From the description of a model to Megatron-Core's `TransformerConfig`.
+"""Megatron-Core's `TransformerConfig` from the description of a model.
 
 `parallel_layers.ModelConfig` reads the Hugging Face config. A part of the description that Megatron-Core cannot express
 is refused by name.

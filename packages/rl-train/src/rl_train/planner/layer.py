@@ -16,7 +16,7 @@ from rl_models.models.decoder import Recompute
 
 @dataclass(frozen=True)
 class Division:
-    """How a layer is sharded over a grid.
+    """The sharding of a layer over a grid.
 
     Attributes:
         tp: Tensor-parallel size.
