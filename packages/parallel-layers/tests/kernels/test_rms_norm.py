@@ -163,7 +163,7 @@ def test_repeated_runs_agree_bitwise(device: torch.device) -> None:
 
 def test_mistakes_are_named(device: torch.device) -> None:
     x = torch.zeros(2, 8, device=device)
-    with pytest.raises(ValueError, match=r"weight has shape \[4\].*need \[8\]"):
+    with pytest.raises(ValueError, match=r"weight has shape \[4\].*needs a weight of shape \[8\]"):
         fused_rms_norm(x, torch.ones(4, device=device))
     with pytest.raises(ValueError, match=r"residual is torch.float32 \[2, 4\]"):
         fused_add_rms_norm(x, torch.zeros(2, 4, device=device), torch.ones(8, device=device))

@@ -45,7 +45,7 @@ def test_gate_and_up_apart_are_the_halves_of_one(
 
 
 def test_gate_and_up_that_differ_are_named(device: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"gate is torch.float32 \[2, 4\], but up is torch.float32 \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"gate is torch.float32 \[2, 4\] and up is torch.float32 \[2, 3\]"):
         fused_silu_mul(torch.zeros(2, 4, device=device), torch.zeros(2, 3, device=device))
 
 
