@@ -154,9 +154,10 @@ while any("gloo" in name for name in threads()):
 AT_WORK = """
 import torch
 import torch.distributed as dist
-import parallel_layers
+from parallel_layers.distributed.async_collectives import all_reduce
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+all_reduce(torch.ones(1), dist.group.WORLD)
 for _ in range(5):
     dist.all_gather([torch.empty(100)], torch.ones(100), async_op=True)
 """
