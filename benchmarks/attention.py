@@ -48,7 +48,7 @@ class Pack:
         return cls(q, k, v, normal(heads), bounds, lengths)
 
     def forward_flops(self) -> float:
-        """Of two products over the causal half of each segment's square."""
+        """Return the FLOPs of two GEMMs over the causal half of each segment's square."""
         return 2 * self.q.shape[1] * self.q.shape[2] * sum(length**2 for length in self.lengths)
 
     def forward(self, attention: Attention) -> Tensor:

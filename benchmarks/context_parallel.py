@@ -78,7 +78,7 @@ def by_transformer_engine(communication: str, parts: list[Tensor], upstream: Ten
 
 
 def peers() -> dict[str, Run]:
-    """Those that are installed."""
+    """Return those that are installed."""
     found: dict[str, Run] = {"torch": by_torch}
     if importlib.util.find_spec("transformer_engine"):
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")

@@ -1,4 +1,4 @@
-"""What FP8 gains and what it costs: decoder layers in bf16, ordinary beside `with_float8`.
+"""The gain and the cost of FP8: decoder layers in bf16, ordinary beside `with_float8`.
 
     python benchmarks/float8.py [--json FILE] [--rounds N] [--tiny]
 
@@ -63,7 +63,7 @@ def forward_and_backward(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor
 
 
 def relative_errors(found: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    """Of what `forward_and_backward` returns."""
+    """The relative errors of the results of `forward_and_backward`."""
     output, dx, *weights = (
         float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, truth, strict=True)
     )

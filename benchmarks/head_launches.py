@@ -61,7 +61,7 @@ class Problem:
         return head.product_statistics(self.hidden, self.weight, self.labels, None, NUMBERS, launch=launch)
 
     def gradient(self, launch: head.Launch) -> Tensor:
-        """Of all slices; returns that of the last one."""
+        """Compute all slices and return the result of the last."""
         buffer = self.hidden.new_empty(len(self.hidden), self.step)
         for first in range(0, len(self.weight), self.step):
             weight = self.weight[first : first + self.step]
@@ -85,7 +85,7 @@ class Problem:
 
 
 def slices(problem: Problem) -> dict[str, int]:
-    """What the library takes, and up to four tiles more or less: cuBLAS fills its last wave of programs differently."""
+    """Return the library's choice and up to four tiles more or less: cuBLAS fills its last wave differently."""
     steps = [problem.step, *(problem.step + n * head.BLOCK_V for n in range(-4, 5) if n)]
     return {f"{step} entries": step for step in steps if step > 0}
 

@@ -151,7 +151,7 @@ def long(
 
 @dataclass
 class Result:
-    """Of one model: its times, GiB above the weights, and its kernels by time."""
+    """The figures of one model: times, GiB above the weights, and kernels by time."""
 
     timing: Timing
     gib: float = float("nan")

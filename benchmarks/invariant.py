@@ -1,4 +1,4 @@
-"""What the same bits cost: log-probs, and a whole step, ordinary beside tensor-parallel invariant and deterministic.
+"""The cost of bitwise-equal results: log-probs and a step, ordinary beside tensor-parallel invariant and deterministic.
 
     torchrun --nproc-per-node TP benchmarks/invariant.py [--json FILE] [--rounds N] [--tiny]
 

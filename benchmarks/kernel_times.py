@@ -7,7 +7,7 @@ from measure import CUDA, Call, synchronize, table
 
 
 def kernel_times(step: Call) -> str:
-    """Of one profiled step: how busy the busiest streams were, and the 25 kernels that took most time.
+    """Report one profiled step: how busy the busiest streams were, and the 25 kernels that took most time.
 
     On a CPU: its operators.
     """

@@ -1,4 +1,4 @@
-"""What the benchmarks share: fair timing, peak memory, the machine's ceilings, ranks, and tables.
+"""Shared code of the benchmarks: fair timing, peak memory, the machine's ceilings, ranks, and tables.
 
 On a machine without a GPU everything runs on the CPU, with gloo: to see that a benchmark works, not to learn a time.
 """
@@ -46,7 +46,7 @@ def synchronize() -> None:
 
 
 def milliseconds(call: Call) -> float:
-    """Of one call: by CUDA events, with a head start for the host, as it has inside a model's step.
+    """Time one call by CUDA events, with a head start for the host, as it has inside a model's step.
 
     The device sleeps while the host queues the call, so that a launch that can hide behind the device's work does, and
     then reads what fills its cache several times, so that no call finds there what the call before it used: what others
@@ -138,7 +138,7 @@ def _slowest(value: float) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """What a large bf16 matrix product and a device-to-device copy (bytes read and written) reach here; {} on a CPU."""
+    """Return the rates of a large bf16 GEMM and a device-to-device copy (bytes read and written); {} on a CPU."""
     if not CUDA:
         return {}
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))

@@ -57,7 +57,7 @@ def products() -> dict[str, Product]:
 
 
 def operands(tokens: int, outputs: int, inputs: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """What each product of a layer multiplies, and room for the result."""
+    """Return what each product of a layer multiplies, and room for the result."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)

@@ -84,7 +84,7 @@ MEGATRON, COMPILED, GRAPH = "megatron", "compiled", "graph"
 
 @dataclass
 class Task:
-    """What both models are built from and fed with."""
+    """The config and the input of both models."""
 
     hf: dict[str, Any]
     packed: PackedSequence
@@ -98,7 +98,7 @@ class Task:
         return cls(hf, PackedSequence.from_sequences([row.to(DEVICE) for row in rows]), lengths, group)
 
     def flops(self) -> float:
-        """Of a forward and backward, all ranks together."""
+        """Return the FLOPs of a forward and backward of all ranks."""
         hf = self.hf
         hidden, heads = hf["hidden_size"], hf["num_attention_heads"] * hf["head_dim"]
         attention = hidden * (2 * heads + 2 * hf["num_key_value_heads"] * hf["head_dim"])

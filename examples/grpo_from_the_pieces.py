@@ -48,7 +48,7 @@ def generate(model: CausalLM, prompts: list[Tensor], generator: torch.Generator)
 
 
 def log_probs(model: CausalLM, rows: list[Tensor]) -> Tensor:
-    """Of the responses' tokens, `[N, LENGTH]`: a position's number is that of the token after it."""
+    """Return log-probs of the responses' tokens `[N, LENGTH]`; a position holds the number of the next token."""
     packed = PackedSequence.from_sequences(rows, multiple_of=model.tokens_multiple_of)
     flat = model.log_probs(packed, entropy=False).log_probs
     return torch.stack([part[-LENGTH - 1 : -1] for part in flat[: sum(map(len, rows))].split([len(r) for r in rows])])

@@ -25,7 +25,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
 
 
 def run_benchmark(name: str, ranks: int, arguments: list[str], report: Path) -> dict[str, Any]:
-    """What the benchmark writes to `report`."""
+    """Return what the benchmark writes to `report`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--json", str(report)]
     run = subprocess.run(

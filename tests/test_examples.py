@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def torchrun(program: Path) -> str:
-    """What four ranks of a program print; it runs in its own folder."""
+    """Return what four ranks of a program print; it runs in its own folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(program)]
     result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
@@ -22,7 +22,7 @@ def torchrun(program: Path) -> str:
 
 
 def over_ray(program: Path, *arguments: str, timeout: float = 280) -> str:
-    """What a program prints that starts a Ray of its own."""
+    """Return what a program prints that starts a Ray of its own."""
     # Without these the program joins a cluster that other tests have left running, the workers start by `uv run`, as
     # this process may have, and Ray writes a token to the home folder.
     settings = {"ADDRESS": "local", "ENABLE_UV_RUN_RUNTIME_ENV": "0", "AUTH_MODE": "disabled"}

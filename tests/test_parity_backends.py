@@ -76,7 +76,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(family: str) -> list[tuple[str, ParallelDims]]:
-    """Those of the family: only a mixture has experts to divide."""
+    """Return those of the family: only a mixture has experts to divide."""
     return [place for place in PLACES if "num_experts" in FAMILIES[family][3] or place[1].ep == 1]
 
 
@@ -122,7 +122,7 @@ class Found(NamedTuple):
 
 
 def train(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims, out: Path) -> Rank:
-    """What actor and critic say; then one step of both, saved."""
+    """Return what actor and critic say; then one step of both, saved."""
     actor, critic = load(group, folder, backend, dims)
     indices, part = my_part(actor)
     numbers = torch.stack([*actor.log_probs(part, temperature=1.3), critic.values(part)])

@@ -187,7 +187,7 @@ def train(
     out: Path,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """What actor and critic give before a step, what the actor generates, and the step, which they save."""
+    """Return what actor and critic give before a step, what the actor generates, and the step, which they save."""
     tolerance = TOLERANCES[device].outputs
     # Megatron-Core computes on the current device, which is each rank's own.
     device = device if device == "cpu" else f"cuda:{torch.cuda.current_device()}"

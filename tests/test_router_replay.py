@@ -66,7 +66,7 @@ def on_transformers(path: Path, routing: list[Tensor] | None) -> tuple[Tensor, T
 
 
 class Expected(NamedTuple):
-    """Of transformers: what its own routing gives and is, and what `moved_routing` gives, with the gradients."""
+    """Return for transformers what its own routing gives and is, and what `moved_routing` gives, with the gradients."""
 
     path: Path
     free: Tensor

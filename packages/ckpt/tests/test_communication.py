@@ -1,4 +1,4 @@
-"""What ranks say to each other while they load and save: small messages, and no tensor."""
+"""Ranks exchange small messages while they load and save, and no tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save may replace: checkpoints, and no folder with anything else in it, which it would delete."""
+"""A save replaces checkpoints only; it refuses a folder that holds anything else."""
 
 from __future__ import annotations
 

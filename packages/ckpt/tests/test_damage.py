@@ -1,4 +1,4 @@
-"""Whatever is wrong with the files: one error that names it, the same on every rank, within ten seconds."""
+"""Damaged files of every kind: one error names the damage, the same on every rank, within ten seconds."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def heads(weight: Tensor, count: int, rank: int, tp: int) -> Tensor:
 
 
 def expected(state: dict[str, Tensor], name: str, rank: int, tp: int) -> Tensor:
-    """What the native layers hold, written out from the definition of each layer."""
+    """Return what the native layers hold, written out from the definition of each layer."""
     if "qkv_proj" in name:
         q, k, v = (state[name.replace("qkv_proj", f"{part}_proj")] for part in "qkv")
         return torch.cat([heads(q, 4, rank, tp), heads(k, 2, rank, tp), heads(v, 2, rank, tp)])

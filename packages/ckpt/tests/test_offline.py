@@ -118,7 +118,7 @@ ODD = [None, True, -1, 0, 1.5, 2**70, "x", [], [[]], ["a"], {}, {"a": 1}, {"a": 
 
 
 def test_a_damaged_layout_file_is_refused_at_once_by_name(sharded: Path) -> None:
-    """Whatever an entry holds: the checkpoint or a ValueError that names the file, never minutes of counting."""
+    """Any value of an entry gives the checkpoint or a ValueError that names the file, within seconds."""
     facts = json.loads((sharded / "layout.json").read_text())
     damaged: list[Any] = [{**facts, entry: value} for entry in facts for value in ODD]
     damaged += [{**facts, "grid": {**facts["grid"], axis: value}} for axis in facts["grid"] for value in ODD]

@@ -196,7 +196,7 @@ class Stage:
         return [held[name] for held in self._ranks]
 
     def one(self, name: str) -> Tensor:
-        """What all ranks hold alike."""
+        """Return what all ranks hold alike."""
         first, *others = self.each(name)
         assert all(torch.equal(first, other) for other in others), name
         return first

@@ -1,4 +1,4 @@
-"""What long operations tell of themselves: bytes done of bytes in all, never falling, and at the end all of them."""
+"""Long operations report bytes done of bytes in all: the number never falls, and all are done at the end."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def write_run(folder: Path, config: dict[str, Any], role: Any) -> None:
 
 
 def held_at(folder: Path, layout: Layout, place: Place) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """What a place holds of a run, read from the Hugging Face files: weights and the state of an optimizer."""
+    """Return what a place holds of a run, read from the Hugging Face files: weights and the state of an optimizer."""
     moments = {slot: load_hf(folder / slot, layout, place) for slot in MOMENTS}
     state: dict[str, dict[str, Tensor]] = {}
     for name, block in layout.at(place).items():

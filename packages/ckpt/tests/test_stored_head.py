@@ -1,4 +1,4 @@
-"""What files hold as the head of a tied model: what transformers would do with it is done, or refused."""
+"""The head in the files of a tied model is treated as transformers treats it, or refused."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_run_saved_on_one_grid_resumes_on_another(
 
 
 def sharded(tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """What FSDP2 makes of a place's tensors: rows of each on every rank, none on some."""
+    """Return what FSDP2 makes of a place's tensors: rows of each on every rank, none on some."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
 

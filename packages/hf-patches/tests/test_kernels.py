@@ -99,7 +99,7 @@ def test_the_same_numbers_in_every_family(everywhere, model_type):
 
 
 def squared_errors(scores, found, expected, expected_gradients):
-    """Of log-probs and entropies, and of each kind of parameter's gradient, relative, summed over its layers."""
+    """Return the relative errors of log-probs, entropies and each kind of gradient, summed over the layers."""
     total = defaultdict(float)
     for name in ("log_probs", "entropy"):
         total[name] = (getattr(scores, name) - getattr(expected, name)).square().sum().item()

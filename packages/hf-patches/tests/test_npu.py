@@ -15,7 +15,7 @@ LENGTHS = (11, 1, 17, 6)
 
 
 class Recorder:
-    """What the operators are documented to compute; `calls` holds the names of those called."""
+    """A stand-in that computes what the operators document; `calls` holds the names of the called ones."""
 
     def __init__(self):
         self.calls = []

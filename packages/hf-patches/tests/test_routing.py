@@ -148,7 +148,7 @@ def test_over_ranks_that_share_the_tokens(ranks):
 
 @torch.no_grad()
 def test_routing_of_decoding_replays_in_scoring():
-    """What generation records token by token is what the trainer replays."""
+    """The trainer replays the routing that generation records token by token."""
     model = tiny_model("qwen3_moe")
     patched = patch(model, router_replay=True)
     sequences = random_sequences((5, 3), 61)

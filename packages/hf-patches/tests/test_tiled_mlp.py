@@ -65,7 +65,7 @@ def test_only_one_tiles_activations_live_at_a_time():
 
 
 class Adapted(nn.Module):
-    """What peft makes of a linear: a module around it, and no nn.Linear itself."""
+    """A linear as peft wraps it: a module around an nn.Linear."""
 
     def __init__(self, base):
         super().__init__()

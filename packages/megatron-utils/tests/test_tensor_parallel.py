@@ -155,7 +155,7 @@ def test_entropy_of_bf16_logits_over_a_large_vocabulary(ranks: RankPool, vocabul
 
 
 def allocations(call: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """What a call returns, and the bytes of all memory that it asks for, in custom operations, too; largest first."""
+    """Return the result of a call and the bytes of all its allocations, custom operations included, largest first."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         result = call()

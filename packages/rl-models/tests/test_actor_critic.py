@@ -122,7 +122,7 @@ def measure(
 
 
 def joined(ranks: RankPool, path: Path, router_losses: RouterLosses | None = None) -> Numbers:
-    """What an actor and a critic of one rank say, and the sum of their gradients under the joint loss."""
+    """Return what an actor and a critic of one rank say, and the sum of their gradients under the joint loss."""
     options = {"router_losses": router_losses}
     (actor,) = ranks.run(measure, path, Actor, ParallelDims(), options, world=1)
     (critic,) = ranks.run(measure, path, Critic, ParallelDims(), {}, world=1)

@@ -231,7 +231,7 @@ def test_a_call_waits_for_two_messages_at_most(ranks: RankPool, model: Path, bac
 
 
 def call_alone(group: ProcessGroup, path: Path) -> str:
-    """What rank 0 is told that makes a call alone."""
+    """Return what rank 0 is told that makes a call alone."""
     dims = ParallelDims(tp=2)
     actor = Actor.from_pretrained(path, dims=dims, mesh=dims.build_mesh("cpu", [0, 1]), device="cpu")
     impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)

@@ -133,7 +133,7 @@ def test_a_backward_that_is_interrupted_leaves_nothing_either(ranks: RankPool, m
 
 
 def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[list[str], float]:
-    """What is said of a loss, and of tokens, of which rank 1 alone has something to complain; then a step."""
+    """Return what is said of a loss, and of tokens, of which rank 1 alone has something to complain; then a step."""
     actor = load(group, path, backend, ParallelDims(dp=2))
     last = group.rank() == 1
     batch, wrong = Batch.from_sequences(ROWS), Batch.from_sequences([[1, 31 if last else 2]])
@@ -199,8 +199,8 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
 
 
 def without_a_gradient(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], dict[str, float], str]:
-    """What an update says whose loss is a constant where there is nothing to learn, on rank 1, and of one that has a
-    gradient of zero there; and the error of a loss that is a constant elsewhere on rank 1."""
+    """Return the results of updates whose loss is a constant, or has a gradient of zero, on a rank without tokens (rank 1),
+    and the error of a loss that is a constant elsewhere on rank 1."""
     dims, last = ParallelDims(dp=2), group.rank() == 1
     batch = Batch.from_sequences(ROWS, response_lengths=[0 if last else 2] * 3)
     actor, other = (load(group, path, backend, dims) for _ in range(2))

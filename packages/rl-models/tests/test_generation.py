@@ -69,7 +69,7 @@ def loaded(path: Path, dims: ParallelDims, backend: str) -> Iterator[Actor]:
 def generate(
     group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, cases: list[dict[str, Any]]
 ) -> list[Batch]:
-    """What one actor draws with each of several options."""
+    """Return what one actor draws with each of several options."""
     batches = []
     with loaded(path, dims, backend) as actor:
         for options in cases:
@@ -162,7 +162,7 @@ def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path], back
 
 
 def watch_decoding(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, list[list[int]]]:
-    """What is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
+    """Return what is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
     calls: list[list[int]] = []
     with loaded(path, dims, backend) as actor:
         decoding = actor.engine.decoding
@@ -213,7 +213,7 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[list[str], Batch]:
-    """What is said of prompts that only the last data-parallel rank has; the actor then goes on."""
+    """Return what is said of prompts that only the last data-parallel rank has; the actor then goes on."""
     last = group.rank() == dims.world_size - 1 or dims.dp == 1
     said = []
     with loaded(path, dims, backend) as actor:

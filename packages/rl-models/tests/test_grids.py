@@ -386,8 +386,8 @@ SHORT, LONG = 1, 2
 def score_and_learn_alone(
     group: ProcessGroup, path: Path, grid: Case
 ) -> list[tuple[list[list[Tensor]], dict[str, float]]]:
-    """Of the actor and of the critic: the outputs of the short sequence, those of the long one before and after a step
-    with it, and that step's metrics. The sequence is the first data-parallel rank's, the others have none."""
+    """Return for actor and critic the outputs of the short sequence, those of the long sequence before and after a step with
+    it, and the metrics of that step. The sequence is the first data-parallel rank's, the others have none."""
     mesh = grid.dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     found = []
     for kind, loss in ((Actor, actor_loss), (Critic, critic_loss)):

@@ -1,4 +1,4 @@
-"""What transformers is given that does not fit it is named in the error; its own logs, which would name it, are off."""
+"""Errors name the tensors that do not fit transformers; the logs of transformers are off."""
 
 from __future__ import annotations
 

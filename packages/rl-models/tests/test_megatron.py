@@ -1,4 +1,4 @@
-"""What is particular to `backend="megatron"`: its global state, its weights on their way, and what it refuses."""
+"""`backend="megatron"`: its global state, its weights on their way, and its refusals."""
 
 from __future__ import annotations
 

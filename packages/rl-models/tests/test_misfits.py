@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | None:
-    """What is said where the model does not fit."""
+    """Return what is said where the model does not fit."""
     dims = grid.dims
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     with cpu_stand_in() if backend == "megatron" else nullcontext():

@@ -302,7 +302,7 @@ def test_a_reward_model_gives_transformers_rewards_and_stays_one(
 
 @torch.no_grad()
 def rewards_of(model: Any) -> Tensor:
-    """Of the sequences of the batch, each by itself; 0 for one without tokens."""
+    """Return a value for each sequence of the batch; 0 for a sequence without tokens."""
     rows = [model(tokens[None]).logits[0, 0] if len(tokens) else torch.zeros(()) for tokens in make_batch().split()]
     return torch.stack(rows)
 
@@ -441,7 +441,7 @@ def test_a_bf16_critics_head_computes_in_fp32(ranks: RankPool, value_model: Path
 def test_the_head_is_told_whether_to_keep_its_probabilities(
     model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What keeping does is the head's; on a CPU it changes nothing."""
+    """Keeping probabilities changes the head only; on a CPU it changes nothing."""
     module = {"parallel": "rl_models.models.language_models", "transformers": "hf_patches.head"}[backend]
     kept: list[bool] = []
 

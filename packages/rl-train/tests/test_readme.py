@@ -24,7 +24,7 @@ COMMANDS: Any = typer.main.get_command(app)
 
 
 def defaults(command: str) -> dict[str, Any]:
-    """Of every option, by its name on the command line."""
+    """Return the default of every option by its name on the command line."""
     found = {name: option.default for option in COMMANDS.commands[command].params for name in option.opts}
     if command == "train":
         for name, entry in TrainOptions.model_fields.items():

@@ -138,7 +138,7 @@ def test_text_needs_a_tokenizer_that_can_be_read(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_only_the_end_of_a_line_ends_it(model: Path, tmp_path: Path, end: str) -> None:
-    """Not the other separators of Unicode, which may stand in a text as they are."""
+    """Lines end at newlines only; a text may contain the other separators of Unicode."""
     rows = [{"text": "a", "label": "first\u2028second\x85"}, {"text": "b"}]
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows) + end
     (tmp_path / "data.jsonl").write_bytes(text.encode())
@@ -243,7 +243,7 @@ FAMILIES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[dict[str, Any]]]]:
-    """Of a family: the arguments that say what to score with what, and the records of a single rank."""
+    """Return the arguments to score a family, and the records of a single rank."""
 
     @cache
     def score_once(family: str) -> tuple[list[str], list[dict[str, Any]]]:

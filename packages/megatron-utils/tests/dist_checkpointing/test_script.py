@@ -55,7 +55,7 @@ def test_an_entry_script_with_a_guard_saves(tmp_path: Path) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What this process seems to have been started with: `python train.py`."""
+    """Return what this process seems to have been started with: `python train.py`."""
     main, path = sys.modules["__main__"], tmp_path / "train.py"
     monkeypatch.setattr(main, "__file__", str(path), raising=False)
     monkeypatch.setattr(main, "__spec__", None)

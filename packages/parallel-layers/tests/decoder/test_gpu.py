@@ -90,7 +90,7 @@ def errors_on_a_rank(
     experts: Tensor | None,
     references: list[Tensors],
 ) -> dict[str, list[float]]:
-    """Of each tensor that this rank has in the end: its error, the plain one's, and the truth's norm, squared."""
+    """Return for each final tensor of this rank its error, the plain error and the norm of the truth, squared."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     mesh = ParallelDims(**GRIDS[grid]).build_mesh(device, ranks=dist.get_process_group_ranks(group))
     tp, cp = (mesh.get_group(axis) if GRIDS[grid].get(axis, 1) > 1 else None for axis in ("tp", "cp"))

@@ -44,7 +44,7 @@ class Case:
     replicated_output: bool = False
     kwargs: tuple[tuple[str, Any], ...] = ()
     dim: int | None = None
-    """Of which the ranks have equal parts, or `sizes`; None: there is no such dim."""
+    """The dim that the ranks divide equally, or by `sizes`; None: no dim is divided."""
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.kwargs)])

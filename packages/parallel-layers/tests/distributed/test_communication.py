@@ -1,4 +1,4 @@
-"""What everything public sends, counted, is what docs/communication.md says."""
+"""Every public name sends what docs/communication.md says; the tests count it."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def sent(group: ProcessGroup, name: str, label: str) -> tuple[dict[str, int], di
 
 
 Cells = tuple[dict[str, str], dict[str, str]]
-"""What forward and backward send, by the label of each case."""
+"""The traffic of forward and backward, by the label of each case."""
 
 
 def rows() -> Iterator[tuple[list[str], Cells]]:
@@ -299,7 +299,7 @@ TABLE = {name: cells for names, cells in rows() for name in names}
 
 
 def counts(cells: dict[str, str], label: str, ranks: int) -> Counter[str]:
-    """What the cell says of a case, or if it says nothing of that, of the first."""
+    """Return what the cell says of a case, or if it says nothing of that, of the first."""
     text = cells.get(label, cells[""])
     found: Counter[str] = Counter()
     for number, of_n, name in re.findall(r"(?:(\d+|(n(?: - 1)?)) )?\b(AR|AG|RS|A2A|P2P|broadcasts)\b", text):

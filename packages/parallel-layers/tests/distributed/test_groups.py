@@ -37,7 +37,7 @@ VOCAB, HIDDEN = 11, 8
 
 @contextlib.contextmanager
 def no_default_group() -> Iterator[None]:
-    """What asks torch for the default group finds none."""
+    """Return what asks torch for the default group finds none."""
     world = dist.distributed_c10d.GroupMember.WORLD
     dist.distributed_c10d.GroupMember.WORLD = None
     try:

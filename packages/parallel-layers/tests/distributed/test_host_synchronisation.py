@@ -38,7 +38,7 @@ WAITS = ("Synchronize", "cudaMemcpy", "cuMemcpy", "_local_scalar_dense", "aten::
 
 
 def waits(call: Callable[[], Any]) -> list[str]:
-    """What makes the host wait in `call`, on any thread."""
+    """Return what makes the host wait in `call`, on any thread."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         with record_function("the call"):

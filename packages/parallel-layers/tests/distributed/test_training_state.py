@@ -147,7 +147,7 @@ def test_the_shapes_are_those_of_the_undivided_model(ranks: RankPool, tmp_path: 
 
 
 def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> dict[str, str]:
-    """What saves of plain state dicts say, of the model alone too, and loads into them."""
+    """Return what saves of plain state dicts say, of the model alone too, and loads into them."""
     run = Run(ParallelDims(dp=2, tp=2), fsdp, seed=0)
     run.step(0)
     weights, messages = run.model.state_dict(), {}

@@ -103,7 +103,7 @@ FUNCTIONS = {
 
 
 def _refusals(group: ProcessGroup, name: str) -> list[str]:
-    """What each rank is told: without a vocabulary's size, with unequal rows, with unequal sizes, with too few rows."""
+    """Return the errors without a vocabulary's size, with unequal rows, with unequal sizes and with too few rows."""
     call, labels = FUNCTIONS[name], torch.zeros(TOKENS, dtype=torch.int64)
     # Sizes of this test alone: the ranks compare each pair of numbers once.
     wrong = [(501, None), (501 - group.rank(), 1001), (501, 1001 + group.rank()), (501, 1003)]

@@ -156,7 +156,7 @@ class Ranks(NamedTuple):
     device: str
 
     def derivatives(self, logits: Tensor, labels: Tensor, names: Iterable[str]) -> dict[str, Derivatives]:
-        """Of the whole logits, put together; what all ranks should have alike is compared bit by bit."""
+        """Return the results of the whole logits; equal results of all ranks are compared bit by bit."""
         results = self.pool.run(_sharded, logits, labels, list(names), device=self.device, world=self.world)
         whole = {}
         for name in names:
@@ -339,7 +339,7 @@ def test_collectives(ranks: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Of two tokens each, in the forward and in the backward."""
+    """Chunks have two tokens each, in the forward and in the backward."""
     logits, labels = problem((3, 5), 17)
     monkeypatch.setitem(chunked.TILE_ELEMENTS, device, 40)
     for name, (loss, expected) in LOSSES.items():

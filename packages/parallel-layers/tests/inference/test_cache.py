@@ -162,7 +162,7 @@ TestAnyUse.settings = settings(max_examples=30, stateful_step_count=10, deadline
 
 @pytest.mark.parametrize("new_cache", CACHES)
 def test_padding_is_ignored(new_cache: NewCache) -> None:
-    """Whatever a trailing padding segment holds, and however long it is, nothing of it is kept or read."""
+    """The cache keeps and reads nothing of a trailing padding segment of any length."""
     cache = new_cache(1, 2, 4, 1, 8)
     q, k, v = torch.randn(3, 9, 1, 8)
     cu_seqlens = bounds([2, 1, 6])

@@ -148,7 +148,7 @@ def test_steps_do_not_matter(cached: str) -> None:
 @pytest.mark.parametrize("case", ["gqa", "window"])
 @pytest.mark.parametrize("cached", CACHES)
 def test_a_sequence_never_feels_another_bit_for_bit(cached: str, case: str) -> None:
-    """Whatever the others of the cache bring, and whatever is left of them in its memory."""
+    """A sequence does not depend on the other sequences of the cache, nor on their remains in memory."""
     torch.manual_seed(0)
     sequences = [torch.randn(sum(step[i] for step in STEPS), CONFIG.hidden_size) for i in range(3)]
     before = decode(None, cached, CONFIGS[case], sequences, STEPS, False)

@@ -133,7 +133,7 @@ def test_bitwise_equal(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_ordinary_model_is_not(ranks: RankPool) -> None:
-    """What the test above would not notice if its model were too small to have other bits."""
+    """The model of the test above is large enough for other bits to appear without invariance."""
     packed = PackedSequence.from_sequences(sequences())
     model = Model(LLAMA, None, False, torch.float32)
     with torch.no_grad():

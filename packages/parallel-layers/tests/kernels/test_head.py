@@ -18,7 +18,7 @@ def _log2(x):  # type: ignore[no-untyped-def]
 def test_kept_gradient(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, first: int, entries: int, overwrite: bool
 ) -> None:
-    """Of a slice of the vocabulary, over tokens and entries that do not divide the tiles; or over the exponentials."""
+    """Compare a slice of the vocabulary whose tokens and entries do not divide the tiles, or its exponentials."""
     if device.type == "cpu":  # the interpreter has no hardware logarithm
         monkeypatch.setattr(head_triton, "_fast_log2", _log2)
     monkeypatch.setattr(head, "BLOCK_V", 16)

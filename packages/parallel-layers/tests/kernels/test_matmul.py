@@ -77,7 +77,7 @@ def test_a_tree_of_leaves(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("leaves", [1, 4])
 def test_rows_and_columns_depend_on_nothing_else(leaves: int) -> None:
-    """Not in the interpreter, where BLAS multiplies the tiles and a row's bits depend on its place in one."""
+    """Runs on a GPU only: in the interpreter BLAS multiplies the tiles and a row's bits depend on its place in one."""
     rows, columns, size = 519, 1027, 4096
     x, w, bias = operands(torch.device("cuda"), rows, columns, size)
     whole = invariant_matmul(x, w, bias, leaves=leaves)

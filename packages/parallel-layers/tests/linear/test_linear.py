@@ -135,7 +135,7 @@ def reference(full: dict[str, Tensor]) -> Result:
 
 
 def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], full: Result) -> dict[str, Tensor]:
-    """What a rank should hold of the reference's outputs and gradients."""
+    """Return what a rank should hold of the reference's outputs and gradients."""
     grads = {name: grad for name, grad in full.grads.items() if grad is not None}
     sp = options.get("sequence_parallel", False)
 
@@ -248,7 +248,7 @@ def test_main_grad_accumulates_and_leaves_grad_alone(ranks: RankPool) -> None:
 
 
 def test_main_grad_refuses_a_computed_weight() -> None:
-    """What it was computed from would get no gradient, without a word."""
+    """The tensors behind it would silently get no gradient."""
     layer = ColumnParallelLinear(IN, OUT, allocate_weight=False, accumulate_main_grad=True)
     with pytest.raises(ValueError, match="the result of a computation"):
         layer(torch.ones(2, IN), torch.ones(OUT, IN, requires_grad=True) * 2)

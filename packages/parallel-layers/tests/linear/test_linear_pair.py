@@ -82,7 +82,7 @@ def test_column_gelu_row(ranks: RankPool, world: int, sp: bool) -> None:
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bf16_error_is_like_dense_bf16(ranks: RankPool, world: int, sp: bool) -> None:
-    """Of every output and gradient, by norm and by the largest element; sums in bf16, on request, cost some of it."""
+    """Compare the errors of every output and gradient, by norm and by the largest element; bf16 sums add some."""
     full = mlp_tensors(128, 64, 128)
     truth = dense_mlp(full, torch.float64)
     dense = dense_mlp(full, torch.bfloat16)

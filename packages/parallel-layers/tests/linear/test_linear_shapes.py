@@ -60,12 +60,12 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def part_of_rows(layer: nn.Module, whole: Tensor, dim: int) -> Tensor:
-    """What this rank's rows of the weight stand for along a dim of the whole."""
+    """Return what this rank's rows of the weight stand for along a dim of the whole."""
     return torch.cat([whole.movedim(dim, 0)[where[0]] for _, where in blocks_of(layer, "weight")]).movedim(0, dim)
 
 
 class Part:
-    """What a rank has of the whole tensors around one layer."""
+    """The parts of the whole tensors around one layer that a rank holds."""
 
     def __init__(self, kind: str, layer: nn.Module, options: dict[str, Any], group: ProcessGroup) -> None:
         self.row, self.layer, self.options, self.group = kind == "row", layer, options, group
@@ -87,7 +87,7 @@ class Part:
         return whole if self.options.get("gather_output") else part_of_rows(self.layer, whole, -1)
 
     def dy(self, whole: Tensor) -> Tensor:
-        """Of rows that two ranks have, each has another part of the gradient; the parts add up to the whole."""
+        """Two ranks that hold the same rows each have a part of the gradient; the parts add up to the whole."""
         dy = self.y(whole)
         if getattr(self.layer, "kv_replicas", 1) == 2:
             dy[..., self.layer.local_sizes[0] :] *= 2.0 if self.group.rank() % 2 == 0 else -1.0  # type: ignore[union-attr, index]

@@ -136,7 +136,7 @@ def one_gradient(group: ProcessGroup, kind: str, frozen: str) -> list[tuple[Tens
 @pytest.mark.parametrize("frozen", ["weight", "input"])
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_every_way_computes_one_gradient_alone(ranks: RankPool, kind: str, frozen: str) -> None:
-    """Of a frozen weight, of a first layer's input: with no more communication than that takes."""
+    """With a frozen weight or input, the other gradient is computed with only the communication that it needs."""
     backward = [] if frozen == "input" else ["gather"] if kind == "row" else ["scatter"]
     forward = ["scatter"] if kind == "row" else ["gather"]
     for (serial, none), (other, nothing), (symmetric, called) in ranks.run(one_gradient, kind, frozen, world=2):

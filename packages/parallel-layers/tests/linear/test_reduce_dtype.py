@@ -63,7 +63,7 @@ def batch() -> Tensor:
 
 
 def squared_errors(group: ProcessGroup, config: DecoderConfig, sp: bool) -> dict[str, Tensor]:
-    """Of this rank's part of each result: the layer's own, and those of the same part of a layer that is whole."""
+    """Return the errors of this rank's part of each result, for the layer and for a layer that is whole."""
     layer, whole = build(config, group, sp), build(config)
     exact = copy.deepcopy(whole).double()
     rows = slice(TOKENS // group.size() * group.rank(), TOKENS // group.size() * (group.rank() + 1))

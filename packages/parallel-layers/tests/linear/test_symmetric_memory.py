@@ -66,7 +66,7 @@ def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_calls_follow_each_other(ranks: RankPool, world: int, bias: bool) -> None:
-    """Of unequal sizes, and of either kind after either: what was received is read before it is written over."""
+    """Calls of unequal sizes and kinds follow each other: received data is read before it is overwritten."""
     ranks.run(calls_in_a_row, bias, world=world)
 
 

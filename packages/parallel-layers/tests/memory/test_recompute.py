@@ -240,7 +240,7 @@ def test_sharded_saving_gives_the_gradients_of_the_whole(on_two_ranks: Callable[
 
 
 def test_sharded_saving_and_dropout_give_the_bits_of_a_plain_call(on_two_ranks: Callable[..., list[Any]]) -> None:
-    """Of dropout that differs between the ranks, and of dropout that is the same on both."""
+    """Recompute dropout that differs between the ranks, and dropout that is the same on both."""
     (out, grad_x, grad_w), (other_out, other_grad_x, other_grad_w) = on_two_ranks(
         in_all_ways, torch.randn(16, 6), torch.randn(32, 6), 0.5
     )
@@ -284,7 +284,7 @@ def test_each_of_four_ranks_holds_its_part_of_the_argument(ranks: RankPool) -> N
 @on_devices
 @pytest.mark.parametrize("backward_too", [False, True])
 def test_a_second_run_is_under_the_autocast_of_the_first(backward_too: bool, device: str) -> None:
-    """Not under that of the backward, which is usually called outside."""
+    """The second run takes the autocast of the forward; the backward usually runs outside of it."""
 
     def gradients(drop: bool) -> list[Tensor]:
         torch.manual_seed(0)

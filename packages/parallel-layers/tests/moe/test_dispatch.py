@@ -76,7 +76,7 @@ class Reads(TorchFunctionMode):
 
 
 def reads_of_experts(group: ProcessGroup) -> list[str]:
-    """Of a forward and a backward; but for the bounds of grouped products, which the kernel on CUDA does not read."""
+    """Return the reads of a forward and backward, without the bounds of grouped products that CUDA leaves unread."""
     layer = GroupedExperts(8, 6, 4, bias=True, expert_group=group)
     x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
     bounds = grouped._runs

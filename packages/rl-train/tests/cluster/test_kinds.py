@@ -1,4 +1,4 @@
-"""What a group can hold: both heads on one backbone, a mixture of experts, another backend, models on GPUs."""
+"""Kinds of group: both heads on one backbone, a mixture of experts, another backend, models on GPUs."""
 
 from __future__ import annotations
 

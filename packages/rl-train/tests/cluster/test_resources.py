@@ -1,4 +1,4 @@
-"""What needs no cluster: resources, the order of ranks, their environment, and a missing Ray."""
+"""Resources, the order of ranks, their environment and a missing Ray, without a cluster."""
 
 from __future__ import annotations
 

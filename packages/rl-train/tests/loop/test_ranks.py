@@ -1,4 +1,4 @@
-"""What the ranks of a run are started with, and what they ask for; seen without starting any."""
+"""The arguments of a run's ranks and the imports that they ask for, without starting ranks."""
 
 from __future__ import annotations
 

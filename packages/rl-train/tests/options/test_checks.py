@@ -1,4 +1,4 @@
-"""What a run refuses before anything is started."""
+"""A run refuses these mistakes before anything starts."""
 
 from __future__ import annotations
 
