@@ -199,7 +199,7 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
 
 
 def without_a_gradient(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], dict[str, float], str]:
-    """Return the results of updates whose loss is a constant, or has a gradient of zero, on a rank without tokens (rank 1),
+    """Return the results of updates whose loss is a constant, or has a gradient of zero, on rank 1 without tokens,
     and the error of a loss that is a constant elsewhere on rank 1."""
     dims, last = ParallelDims(dp=2), group.rank() == 1
     batch = Batch.from_sequences(ROWS, response_lengths=[0 if last else 2] * 3)

@@ -386,7 +386,7 @@ SHORT, LONG = 1, 2
 def score_and_learn_alone(
     group: ProcessGroup, path: Path, grid: Case
 ) -> list[tuple[list[list[Tensor]], dict[str, float]]]:
-    """Return for actor and critic the outputs of the short sequence, those of the long sequence before and after a step with
+    """Return for actor and critic the outputs of the short sequence, those of the long one before and after a step with
     it, and the metrics of that step. The sequence is the first data-parallel rank's, the others have none."""
     mesh = grid.dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     found = []
