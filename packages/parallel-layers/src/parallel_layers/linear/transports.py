@@ -5,7 +5,7 @@ and gathers the input again for dW (`product_scatter_beside_gather`). A row-para
 (`product_scatter`); its backward gathers dy and multiplies (`gather_product_and_x`). Each transport has these four:
 
     LOCAL                         Nothing is sent.
-    WHOLE["serial"]               Every rank has all tokens: no gather, and an all-reduce in the place of the scatter.
+    WHOLE["serial"]               Every rank has all tokens: no gather; an all-reduce replaces the scatter.
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
     DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
     DIVIDED["symmetric-memory"]   GPUs write to each other's memory by their copy engines, which leaves all SMs to the
