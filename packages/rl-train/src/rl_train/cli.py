@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer.core import TyperCommand
 
-from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions
+from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions, parse_recompute
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -147,7 +147,6 @@ def plan(
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
         from rl_models.engines import PipelineOptions
-        from rl_train.options.texts import parse_recompute
         from rl_train.planner.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
         from rl_train.planner.tables import memory_tables
 
@@ -187,7 +186,7 @@ def train(**given: Any) -> None:
         return "no step was done" if options is None or dry_run else how_to_go_on(options)
 
     with _mistakes_as_messages(after):
-        from rl_train.loop.run import plan
+        from rl_train.loop.plan import plan
         from rl_train.loop.run import train as run
         from rl_train.report import Display, two_columns
         from rl_train.rewards.function import load_reward

@@ -21,6 +21,7 @@ from rl_train.loop import loop as module
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop, mini_batches
 from rl_train.loop.models import Models
+from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 
@@ -36,7 +37,8 @@ def run(model: Path, prompts: Path, tmp_path: Path) -> Run:
         write_options(resolved)
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
-        return Loop(resolved, rows, [], (), models, reward, lambda make: make(), True, lambda event: None)
+        planned = Plan(resolved, rows, [], (), None)
+        return Loop(planned, models, reward, lambda make: make(), True, lambda event: None)
 
     return make
 

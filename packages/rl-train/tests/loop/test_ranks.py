@@ -15,7 +15,7 @@ from rl_models.workers.worker import Worker
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices
 from rl_train.loop import run
-from rl_train.loop.run import Plan
+from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.score import ScoreOptions, _score_on_rank
 
@@ -95,6 +95,6 @@ def test_ray_groups_wait_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("rl_train.cluster.placement.Placement", Placement)
     monkeypatch.setattr("rl_train.cluster.group.RayModelGroup", lambda *_, **o: given.update(o) or nullcontext())
-    monkeypatch.setattr(run, "_loop", lambda *_, **how: Loop())
+    monkeypatch.setattr(run, "Loop", lambda *_, **how: Loop())
     run.train(planned(tmp_path, ray=True, collective_timeout=7))
     assert given["collective_timeout"] == 7

@@ -17,10 +17,10 @@ from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.engines import MegatronOptions
 from rl_train.cli import app
-from rl_train.loop.algorithms import ALGORITHMS
+from rl_train.loop.objective import ADVANTAGES, SURROGATES
 from rl_train.loop.run import _models
-from rl_train.options.checks import check
-from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.algorithms import ALGORITHMS
+from rl_train.options.derived import check, engine_options, optimizer_options
 from rl_train.options.options import PANELS, TrainOptions
 from rl_train.options.resolve import resolve_options
 
@@ -129,12 +129,12 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
             "share_backbone=True has no critic_learning_rate=0.0001",
         ),
         ({"algorithm": "ppo", "value_coefficient": 0.1}, "share_backbone=False has no value_coefficient=0.1"),
-        ({"kl_estimator": "k4"}, "kl_estimator='k4' is unknown; known: k1, k2, k3"),
+        ({"kl_estimator": "k4"}, "kl_estimator='k4' must be 'k1', 'k2' or 'k3'"),
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
-        ({"aggregation": "mean"}, "aggregation='mean' is unknown; known: token-mean, sequence-mean"),
-        ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
+        ({"aggregation": "mean"}, "aggregation='mean' must be 'token-mean' or 'sequence-mean'"),
+        ({"dual_clip": 0.5}, "dual_clip=0.5 must be greater than 1"),
         ({"algorithm": "gspo", "dual_clip": 3.0}, "needs the surrogate of PPO, not gspo"),
-        ({"clip_low": -0.1}, "clip_low=-0.1 must not be negative"),
+        ({"clip_low": -0.1}, "clip_low=-0.1 must be greater than or equal to 0"),
         ({"importance_cap": 0.0}, "importance_cap=0.0 must be greater than 0"),
         ({"learning_rate": -3.0}, "learning_rate=-3.0 must be greater than 0"),
         ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
@@ -143,7 +143,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"top_p": 3.0}, "top_p=3.0 must be less than or equal to 1"),
         ({"top_k": 0}, "top_k=0 must be greater than or equal to 1"),
         ({"beta2": 1.0}, "beta2=1.0 must be less than 1"),
-        ({"gamma": 1.5}, r"gamma=1.5 must lie in \[0, 1\]"),
+        ({"gamma": 1.5}, "gamma=1.5 must be less than or equal to 1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -153,6 +153,15 @@ def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: st
 
 def test_the_algorithms_that_can_be_chosen_are_those_of_the_table() -> None:
     assert typing.get_args(TrainOptions.model_fields["algorithm"].annotation) == tuple(ALGORITHMS)
+    for row in ALGORITHMS.values():
+        assert row.advantages in ADVANTAGES
+        assert row.surrogate in SURROGATES
+
+
+def test_options_that_are_left_out_have_the_values_of_the_algorithm() -> None:
+    options = TrainOptions(**NEEDED, algorithm="dapo", samples=None, clip_low=0.1)
+    assert (options.samples, options.clip_low, options.clip_high) == (8, 0.1, 0.28)
+    assert (options.aggregation, options.kl_estimator) == ("token-mean", "k3")
 
 
 def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt, TextCodec
 from rl_train.loop.folder import newest_step
 from rl_train.loop.models import Models
-from rl_train.options.derived import loss_rules
+from rl_train.loop.objective import ADVANTAGES
+from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Reward, score
@@ -57,9 +58,7 @@ class Loop:
     """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
 
     Attributes:
-        options: The options of the run.
-        prompts, eval_prompts: The lines of their files.
-        stop_ids: The ids of tokens that end a response.
+        plan: The options and the prompts of the run.
         models: The models that learn, and the reference.
         reward: The user's function; None on ranks where `once` does not call it.
         once: Calls a function on one rank and returns its result on all (`rl_models.workers.whole_batches.from_first`).
@@ -67,10 +66,7 @@ class Loop:
         tell: Called with the metrics of every step and with messages.
     """
 
-    options: TrainOptions
-    prompts: Sequence[Prompt]
-    eval_prompts: Sequence[Prompt]
-    stop_ids: tuple[int, ...]
+    plan: Plan
     models: Models
     reward: Reward | None
     once: Callable[[Callable[[], Any]], Any]
@@ -104,7 +100,7 @@ class Loop:
                     nothing, self._position = error, position
                     break
                 done = step
-                if self.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
+                if self.plan.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     with self._phase("evaluating"):
                         values |= self._evaluate()
                 values |= self._seconds
@@ -130,6 +126,11 @@ class Loop:
                 f"is saved in {', '.join(str(options.out / name) for name in self.models.trained)}"
             )
         return values
+
+    @property
+    def options(self) -> TrainOptions:
+        """Return the options of the run."""
+        return self.plan.options
 
     @cached_property
     def _codec(self) -> TextCodec:
@@ -205,7 +206,7 @@ class Loop:
                 break
             # Compare the scores without the length penalty, which would make equal responses differ.
             kept.append(_informative(drawn[-1]))
-            wanted -= len(kept[-1].batch) // options.responses
+            wanted -= len(kept[-1].batch) // options.samples
             if wanted <= 0:
                 break
         found = self._joined(kept)
@@ -228,7 +229,7 @@ class Loop:
             scores = scores + losses.overlong_penalty(
                 lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
             )
-        groups = torch.arange(len(batch) // options.responses).repeat_interleave(options.responses)
+        groups = torch.arange(len(batch) // options.samples).repeat_interleave(options.samples)
         return _Experience(batch, scores, groups)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
@@ -251,30 +252,30 @@ class Loop:
 
     def _draw(self, count: int) -> _Experience:
         options = self.options
-        chosen = [self.prompts[index] for index in self._next(count)]
+        chosen = [self.plan.prompts[index] for index in self._next(count)]
         with self._phase("generating"):
             batch = self.models.actor.generate(
                 [prompt.tokens for prompt in chosen],
                 max_new_tokens=options.max_new_tokens,
-                n=options.responses,
+                n=options.samples,
                 temperature=options.temperature,
                 top_k=options.top_k,
                 top_p=options.top_p,
-                stop_ids=self.stop_ids,
+                stop_ids=self.plan.stop_ids,
                 # Each batch of a run has a seed of its own.
                 seed=options.seed * 1_000_003 + self._position,
             )
-        asked = [prompt for prompt in chosen for _ in range(options.responses)]
+        asked = [prompt for prompt in chosen for _ in range(options.samples)]
         if self.writes:
             tokens = batch.split()[0].tolist()
             self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
         with self._phase("scoring"):
             scores = self._score(options.prompts, asked, batch)
-        return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.responses))
+        return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.samples))
 
     def _next(self, count: int) -> list[int]:
         """Return the indices of the next prompts; each pass through the file has its own order."""
-        total = len(self.prompts)
+        total = len(self.plan.prompts)
         places = [divmod(position, total) for position in range(self._position, self._position + count)]
         self._position += count
         return [_order(self.options.seed, epoch, total)[place] for epoch, place in places]
@@ -298,9 +299,9 @@ class Loop:
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read; the policy has not been updated since it drew the responses."""
-        options, models, rules = self.options, self.models, loss_rules(self.options)
+        options, models = self.options, self.models
         batch, scores = experience.batch, experience.scores
-        batch = models.estimate(batch, temperature=options.temperature, record_routing=options.router_replay)
+        batch = models.estimate(batch, options)
         old = batch["old_log_probs"]
         # Log-probs of training against log-probs of generation.
         values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
@@ -308,15 +309,16 @@ class Loop:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        return batch.with_fields(**options.rule.estimate(batch, scores, experience.groups, rules)), values
+        advantages = ADVANTAGES[options.rule.advantages](batch, scores, experience.groups, options)
+        return batch.with_fields(**advantages), values
 
     def _truncated(self, response: Tensor) -> bool:
         """Say whether a response has the longest length and no stop token at its end."""
-        return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.stop_ids
+        return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.plan.stop_ids
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Learn from a step's responses, and return the means of the metrics of all updates."""
-        options, models, rules = self.options, self.models, loss_rules(self.options)
+        options, models = self.options, self.models
         sums: dict[str, float] = {}
         updates = 0
         for epoch in range(options.epochs):
@@ -325,7 +327,7 @@ class Loop:
                 random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
             for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
                 part = batch.select(order[start:end])
-                for name, value in models.update(part, rules, temperature=options.temperature).items():
+                for name, value in models.update(part, options).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
         return {name: total / updates for name, total in sums.items()}
@@ -334,13 +336,13 @@ class Loop:
         """Return the mean score and length of greedy responses to the evaluation prompts."""
         options = self.options
         batch = self.models.actor.generate(
-            [prompt.tokens for prompt in self.eval_prompts],
+            [prompt.tokens for prompt in self.plan.eval_prompts],
             max_new_tokens=options.max_new_tokens,
             temperature=0.0,
-            stop_ids=self.stop_ids,
+            stop_ids=self.plan.stop_ids,
         )
         assert options.eval_prompts is not None
-        scores = self._score(options.eval_prompts, self.eval_prompts, batch)
+        scores = self._score(options.eval_prompts, self.plan.eval_prompts, batch)
         lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
         return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
 

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from rl_models.batch import Batch
-from rl_train.loop.algorithms import Rules, joint_loss, policy_loss, value_loss
+from rl_train.loop.objective import joint_loss, policy_loss, value_loss
+from rl_train.options.options import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Models:
         named = {"actor": self.actor, "critic": self.critic}
         return {name: model for name, model in named.items() if model is not None}
 
-    def estimate(self, batch: Batch, *, temperature: float, record_routing: bool) -> Batch:
+    def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
         """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
-        options: dict[str, Any] = {"temperature": temperature}
-        if record_routing:
-            options["record_routing"] = True
-        found = (self.actor.estimate if self.share_backbone else self.actor.log_probs)(batch, **options)
+        numerics: dict[str, Any] = {"temperature": options.temperature}
+        if options.router_replay:
+            numerics["record_routing"] = True
+        found = (self.actor.estimate if self.share_backbone else self.actor.log_probs)(batch, **numerics)
         batch = batch.with_fields(old_log_probs=found.log_probs)
-        if record_routing:
+        if options.router_replay:
             batch = batch.with_fields(routing=found.routing)
         if self.share_backbone:
             return batch.with_fields(old_values=found.values)
@@ -47,11 +48,12 @@ class Models:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
 
-    def update(self, part: Batch, rules: Rules, *, temperature: float) -> dict[str, float]:
+    def update(self, part: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
-        loss = partial(joint_loss if self.share_backbone else policy_loss, rules)
-        found: dict[str, float] = self.actor.update(part, loss, temperature=temperature, aggregation=rules.aggregation)
+        loss = partial(joint_loss if self.share_backbone else policy_loss, options)
+        numerics = {"temperature": options.temperature, "aggregation": options.aggregation}
+        found: dict[str, float] = self.actor.update(part, loss, **numerics)
         if self.critic is not None:
-            of_critic = self.critic.update(part, partial(value_loss, rules))
+            of_critic = self.critic.update(part, partial(value_loss, options))
             found |= {f"critic_{name}": value for name, value in of_critic.items()}
         return found

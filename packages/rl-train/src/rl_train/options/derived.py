@@ -1,4 +1,4 @@
-"""Derive the options of engines, optimizers and losses from the options of a run."""
+"""Check the options of a run together, and derive the options of its engines and optimizers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,48 @@ from parallel_layers import ParallelDims
 from parallel_layers.learning_rate import Schedule
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.engines.optimizer import OptimizerOptions
-from rl_train.loop.algorithms import Rules
-from rl_train.options.options import TrainOptions
-from rl_train.options.texts import numbers, parse_recompute
+from rl_train.options.options import TrainOptions, numbers, parse_recompute
+
+OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
+OF_A_SHARED_BACKBONE = ("value_coefficient",)
+
+
+def check(options: TrainOptions) -> None:
+    """Raise ValueError for options that do not go together, or that the engines or optimizers refuse."""
+    if options.rule.groups and options.samples < 2:
+        raise ValueError(
+            f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
+        )
+    if options.overlong_buffer > options.max_new_tokens:
+        raise ValueError(
+            f"overlong_buffer={options.overlong_buffer} is more than max_new_tokens={options.max_new_tokens}"
+        )
+    for name in ("critic", "critic_dims", "share_backbone"):
+        if getattr(options, name) not in (None, False) and not options.rule.critic:
+            raise ValueError(
+                f"{options.algorithm} has no critic; leave {name}={getattr(options, name)} out, or use ppo"
+            )
+    if options.reference is not None and not options.kl_coefficient:
+        raise ValueError(
+            f"reference={options.reference} is the reference of the KL penalty, but "
+            f"kl_coefficient={options.kl_coefficient} turns the penalty off; set a coefficient above 0 or leave the "
+            "reference out"
+        )
+    if options.kl_coefficient and options.rule.kl == "loss" and options.kl_estimator == "k1":
+        raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
+    if options.dual_clip is not None and options.rule.surrogate != "ppo":
+        raise ValueError(f"dual_clip={options.dual_clip} needs the surrogate of PPO, not {options.rule.surrogate}")
+    for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
+        if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
+            raise ValueError(f"share_backbone={options.share_backbone} has no {name}={value}; leave one of them out")
+    ranks, critics = options.grid.world_size, options.critic_grid.world_size
+    if critics != ranks:
+        raise ValueError(
+            f"critic_dims={options.critic_dims} has {critics} ranks, but the critic shares those of the policy, the "
+            f"{ranks} of dims={options.dims}"
+        )
+    # Building the derived options checks the rest.
+    _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
 def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
@@ -65,29 +104,4 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         schedule=schedule,
-    )
-
-
-def loss_rules(options: TrainOptions) -> Rules:
-    """Return the numbers that the advantages and the losses read: the given values, else the algorithm's values.
-
-    Raises:
-        ValueError: A name is unknown, or a number outside its range.
-    """
-    rule = options.rule
-    return Rules(
-        rule.surrogate,
-        rule.clip_low if options.clip_low is None else options.clip_low,
-        rule.clip_high if options.clip_high is None else options.clip_high,
-        kl_in_loss=options.kl_coefficient if rule.kl == "loss" else 0.0,
-        kl_in_reward=options.kl_coefficient if rule.kl == "reward" else 0.0,
-        kl_estimator=options.kl_estimator or {"loss": "k3", "reward": "k1"}[rule.kl],
-        entropy=options.entropy_coefficient,
-        dual_clip=options.dual_clip,
-        value_clip=options.value_clip or None,
-        value_coefficient=options.value_coefficient,
-        importance_cap=options.importance_cap,
-        aggregation=options.aggregation or rule.aggregation,
-        gamma=options.gamma,
-        lam=options.lam,
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rl_train.options.texts import numbers
+from rl_train.options.algorithms import ALGORITHMS, Algorithm
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
-    from rl_train.loop.algorithms import Algorithm
+    from rl_models.models.decoder import Recompute
 
 T = TypeVar("T")
 
@@ -41,8 +41,13 @@ def _as_number(value: Any) -> Any:
 
 Free = Annotated[T, _MayChange]
 Text = Annotated[str, BeforeValidator(_as_text)]
-Number = Annotated[float, BeforeValidator(_as_number)]
 Folder = Annotated[Path, Field(strict=False)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Number = Annotated[float, BeforeValidator(_as_number)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 # Help texts that several commands share.
 DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
@@ -60,210 +65,178 @@ PANELS = {
     "eval_prompts": "Evaluation, checkpoints and logs",
 }
 
+# Options that have the algorithm's value where they are left out.
+OF_THE_ALGORITHM = ("samples", "clip_low", "clip_high", "aggregation", "kl_estimator")
+
 
 class TrainOptions(BaseModel):
-    """All options of a training run; `rl-train train --help` shows them.
+    """All options of a training run; the text below an option is its help text.
 
-    Each value is checked by itself; `rl_train.options.checks.check` checks them together.
+    Each value is checked by itself; `rl_train.options.derived.check` checks them together.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: Folder = Field(description="Checkpoint folder of the initial policy.")
-    prompts: Folder = Field(
-        description='File of JSON lines: {"text": "..."} or {"tokens": [ids]}, plus any fields that the reward reads.'
-    )
-    reward: Text = Field(
-        description="Reward, as module:function; the function gets (prompt, response, row) and returns a number."
-    )
-    out: Free[Folder] = Field(
-        default=Path("run"), description="Folder for the metrics, the training checkpoints and the result."
-    )
-    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = Field(
-        default="grpo", description="Algorithm: ppo, grpo, rloo, reinforce++, gspo or dapo."
-    )
-    critic: Folder | None = Field(
-        default=None, description="Checkpoint folder of the critic of ppo (default: the policy's folder)."
-    )
-    share_backbone: bool = Field(
-        default=False,
-        description="Make the critic a head on the policy's layers and train both with one loss (backend parallel).",
-    )
-    reference: Folder | None = Field(
-        default=None,
-        description="Checkpoint folder of the reference model of the KL penalty (default: the policy's folder).",
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    dims: Free[Text] = Field(
-        default="", description="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2 (default: one rank)."
-    )
-    critic_dims: Free[Text | None] = Field(
-        default=None,
-        description="Grid of the critic, with as many ranks as the policy's grid (default: the policy's grid).",
-    )
-    backend: Free[Text] = Field(
-        default="parallel", description="Backend of the models: parallel, transformers or megatron."
-    )
-    ray: Free[bool] = Field(default=False, description="Run on the Ray cluster at RAY_ADDRESS, or on a local one.")
-    device: Free[Text | None] = Field(default=None, description=DEVICE)
-    collective_timeout: Free[int] = Field(
-        default=1800,
-        ge=1,
-        le=LONGEST_TIMEOUT,
-        description="Seconds that ranks wait for each other; all rewards of a step must end within this time.",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="Dtype of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored).",
-    )
-    max_tokens: Free[int] = Field(
-        default=16384, ge=1, description="Maximum number of tokens in a micro-batch (one forward pass)."
-    )
-    recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
-    offload: Free[bool] = Field(
-        default=False, description="Keep one model on the devices and offload the others to host memory."
-    )
-    sequence_parallel: Free[bool | None] = Field(
-        default=None, description="Shard the tokens over tp between the layers (default: on where tp > 1)."
-    )
-    context_parallel: Free[Literal["ulysses", "ring"]] = Field(
-        default="ulysses", description="Attention algorithm where cp > 1: ulysses or ring."
-    )
-    pipeline_schedule: Free[Text] = Field(
-        default="1f1b", description="Pipeline schedule where pp > 1: 1f1b or zero-bubble."
-    )
-    virtual_stages: Free[int] = Field(default=1, description="Number of model chunks on each rank of a pipeline.")
-    pipeline_split: Free[Text | None] = Field(
-        default=None, description="Number of layers in each pipeline chunk, such as 3,5 (default: as even as possible)."
-    )
-    keep_probabilities: Free[bool] = Field(
-        default=False,
-        description="Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory.",
-    )
-    tp_invariant: Free[bool] = Field(
-        default=False, description="Compute log-probs with the same bits at every tp and in every batch."
-    )
-    deterministic: Free[bool] = Field(default=False, description="Compute the same bits in every run on the same grid.")
-    megatron_layers: Free[Text] = Field(
-        default="local", description="Layer implementation of backend megatron: local or transformer_engine."
-    )
-    distributed_optimizer: Free[bool] = Field(
-        default=True, description="Shard the optimizer state over dp x cp (backend megatron)."
-    )
-    router_balance: Number = Field(
-        default=0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts."
-    )
-    router_sequence_balance: Number = Field(
-        default=0.0,
-        ge=0,
-        description="Coefficient of the load-balancing loss within each sequence (mixture of experts).",
-    )
-    router_z: Number = Field(default=0.0, ge=0, description="Coefficient of the routers' z-loss (mixture of experts).")
-    router_replay: bool = Field(
-        default=False, description="Route tokens to the experts that computed the old log-probs (mixture of experts)."
-    )
+    model: Folder
+    """Checkpoint folder of the initial policy."""
+    prompts: Folder
+    """File of JSON lines: {"text": "..."} or {"tokens": [ids]}, plus any fields that the reward reads."""
+    reward: Text
+    """Reward, as module:function; the function gets (prompt, response, row) and returns a number."""
+    out: Free[Folder] = Path("run")
+    """Folder for the metrics, the training checkpoints and the result."""
+    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = "grpo"
+    """Algorithm: ppo, grpo, rloo, reinforce++, gspo or dapo."""
+    critic: Folder | None = None
+    """Checkpoint folder of the critic of ppo (default: the policy's folder)."""
+    share_backbone: bool = False
+    """Make the critic a head on the policy's layers and train both with one loss (backend parallel)."""
+    reference: Folder | None = None
+    """Checkpoint folder of the reference model of the KL penalty (default: the policy's folder)."""
 
-    steps: Free[int] = Field(default=100, ge=1, description="Number of steps; each step generates, scores and learns.")
-    prompts_per_step: int = Field(default=64, ge=1, description="Number of prompts in a step.")
-    samples: int | None = Field(
-        default=None, ge=1, description="Number of responses to each prompt (default: the algorithm's number)."
-    )
-    max_new_tokens: int = Field(default=256, ge=1, description="Maximum number of tokens in a response.")
-    temperature: Number = Field(default=1.0, gt=0, description="Sampling temperature; the logits are divided by it.")
-    top_k: int | None = Field(
-        default=None, ge=1, description="Sample from the k likeliest tokens (default: all tokens)."
-    )
-    top_p: Number = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Nucleus sampling: sample from the likeliest tokens that together have this probability.",
-    )
-    stop_ids: Text | None = Field(
-        default=None, description="Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."
-    )
-    seed: int = Field(default=0, description="Seed of the order of the prompts and of sampling.")
+    dims: Free[Text] = ""
+    """Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2 (default: one rank)."""
+    critic_dims: Free[Text | None] = None
+    """Grid of the critic, with as many ranks as the policy's grid (default: the policy's grid)."""
+    backend: Free[Text] = "parallel"
+    """Backend of the models: parallel, transformers or megatron."""
+    ray: Free[bool] = False
+    """Run on the Ray cluster at RAY_ADDRESS, or on a local one."""
+    device: Free[Text | None] = Field(None, description=DEVICE)
+    collective_timeout: Free[int] = Field(1800, ge=1, le=LONGEST_TIMEOUT)
+    """Seconds that ranks wait for each other; all rewards of a step must end within this time."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored)."""
+    max_tokens: Free[Count] = 16384
+    """Maximum number of tokens in a micro-batch (one forward pass)."""
+    recompute: Free[Text | None] = Field(None, description=RECOMPUTE)
+    offload: Free[bool] = False
+    """Keep one model on the devices and offload the others to host memory."""
+    sequence_parallel: Free[bool | None] = None
+    """Shard the tokens over tp between the layers (default: on where tp > 1)."""
+    context_parallel: Free[Literal["ulysses", "ring"]] = "ulysses"
+    """Attention algorithm where cp > 1: ulysses or ring."""
+    pipeline_schedule: Free[Text] = "1f1b"
+    """Pipeline schedule where pp > 1: 1f1b or zero-bubble."""
+    virtual_stages: Free[int] = 1
+    """Number of model chunks on each rank of a pipeline."""
+    pipeline_split: Free[Text | None] = None
+    """Number of layers in each pipeline chunk, such as 3,5 (default: as even as possible)."""
+    keep_probabilities: Free[bool] = False
+    """Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory."""
+    tp_invariant: Free[bool] = False
+    """Compute log-probs with the same bits at every tp and in every batch."""
+    deterministic: Free[bool] = False
+    """Compute the same bits in every run on the same grid."""
+    megatron_layers: Free[Text] = "local"
+    """Layer implementation of backend megatron: local or transformer_engine."""
+    distributed_optimizer: Free[bool] = True
+    """Shard the optimizer state over dp x cp (backend megatron)."""
+    router_balance: NotNegative = 0.0
+    """Coefficient of the load-balancing loss of a mixture of experts."""
+    router_sequence_balance: NotNegative = 0.0
+    """Coefficient of the load-balancing loss within each sequence (mixture of experts)."""
+    router_z: NotNegative = 0.0
+    """Coefficient of the routers' z-loss (mixture of experts)."""
+    router_replay: bool = False
+    """Route tokens to the experts that computed the old log-probs (mixture of experts)."""
 
-    epochs: int = Field(default=1, ge=1, description="Number of passes over the responses of a step.")
-    mini_batch: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of responses in one optimizer step (default: all responses of the step).",
-    )
-    learning_rate: Number = Field(default=1e-06, gt=0, description="Learning rate of the policy.")
-    critic_learning_rate: Number = Field(default=1e-05, gt=0, description="Learning rate of the critic.")
-    beta1: Number = Field(default=0.9, ge=0, lt=1, description="AdamW's beta1, the decay of the mean gradient.")
-    beta2: Number = Field(
-        default=0.999, ge=0, lt=1, description="AdamW's beta2, the decay of the mean squared gradient."
-    )
-    adam_eps: Number = Field(default=1e-08, gt=0, description="AdamW's epsilon, in the denominator.")
-    weight_decay: Number = Field(default=0.0, ge=0, description="Weight decay, applied to matrices only.")
-    max_grad_norm: Number = Field(default=1.0, gt=0, description="Scale gradients of a larger norm down to this norm.")
-    schedule: Text = Field(
-        default="constant", description="Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Number of steps in which the learning rate rises to its full value."
-    )
-    decay_steps: int | None = Field(default=None, description="Number of steps of the final decay (schedule wsd).")
-    min_ratio: Number = Field(default=0.0, description="Final learning rate, as a fraction of the full learning rate.")
-    clip_low: Number | None = Field(
-        default=None, description="Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."
-    )
-    clip_high: Number | None = Field(
-        default=None, description="Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."
-    )
-    dual_clip: Number | None = Field(
-        default=None,
-        description="Dual clip: cap the loss at this ratio where the advantage is negative (default: off).",
-    )
-    value_clip: Number = Field(
-        default=0.2, ge=0, description="Clip the critic's values to this distance from the old values (0: off)."
-    )
-    value_coefficient: Number = Field(
-        default=0.5, gt=0, description="Coefficient of the critic's loss in the joint loss (--share-backbone)."
-    )
-    importance_cap: Number | None = Field(
-        default=None,
-        gt=0,
-        description="Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off).",
-    )
-    aggregation: Text | None = Field(
-        default=None, description="Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."
-    )
-    kl_coefficient: Number = Field(
-        default=0.0, ge=0, description="Coefficient of the KL penalty against the reference model (0: off)."
-    )
-    kl_estimator: Text | None = Field(
-        default=None, description="Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."
-    )
-    entropy_coefficient: Number = Field(default=0.0, description="Coefficient of the entropy bonus (0: off).")
-    gamma: Number = Field(default=1.0, description="Discount of rewards from one token to the next.")
-    lam: Number = Field(default=1.0, description="Lambda of generalised advantage estimation (ppo).")
-    overlong_buffer: int = Field(
-        default=0,
-        ge=0,
-        description="Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off).",
-    )
+    steps: Free[Count] = 100
+    """Number of steps; each step generates, scores and learns."""
+    prompts_per_step: Count = 64
+    """Number of prompts in a step."""
+    samples: Count = Field(None)
+    """Number of responses to each prompt (default: the algorithm's number)."""
+    max_new_tokens: Count = 256
+    """Maximum number of tokens in a response."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the logits are divided by it."""
+    top_k: Count | None = None
+    """Sample from the k likeliest tokens (default: all tokens)."""
+    top_p: Number = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the likeliest tokens that together have this probability."""
+    stop_ids: Text | None = None
+    """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
+    seed: int = 0
+    """Seed of the order of the prompts and of sampling."""
 
-    eval_prompts: Free[Folder | None] = Field(
-        default=None,
-        description="File of JSON lines with evaluation prompts; they are answered greedily, without learning.",
-    )
-    eval_every: Free[int] = Field(default=20, ge=1, description="Number of steps between evaluations.")
-    save_every: Free[int] = Field(
-        default=20, ge=0, description="Number of steps between training checkpoints (0: no checkpoints)."
-    )
-    keep: Free[int] = Field(default=2, ge=1, description="Number of newest training checkpoints to keep.")
-    tensorboard: Free[bool] = Field(
-        default=False, description="Write TensorBoard events (needs the extra `tensorboard`)."
-    )
+    epochs: Count = 1
+    """Number of passes over the responses of a step."""
+    mini_batch: Count | None = None
+    """Number of responses in one optimizer step (default: all responses of the step)."""
+    learning_rate: Positive = 1e-6
+    """Learning rate of the policy."""
+    critic_learning_rate: Positive = 1e-5
+    """Learning rate of the critic."""
+    beta1: Number = Field(0.9, ge=0, lt=1)
+    """AdamW's beta1, the decay of the mean gradient."""
+    beta2: Number = Field(0.999, ge=0, lt=1)
+    """AdamW's beta2, the decay of the mean squared gradient."""
+    adam_eps: Positive = 1e-8
+    """AdamW's epsilon, in the denominator."""
+    weight_decay: NotNegative = 0.0
+    """Weight decay, applied to matrices only."""
+    max_grad_norm: Positive = 1.0
+    """Scale gradients of a larger norm down to this norm."""
+    schedule: Text = "constant"
+    """Learning rate over time: constant, linear, cosine, wsd or inverse-sqrt."""
+    warmup_steps: CountOrZero = 0
+    """Number of steps in which the learning rate rises to its full value."""
+    decay_steps: int | None = None
+    """Number of steps of the final decay (schedule wsd)."""
+    min_ratio: Number = 0.0
+    """Final learning rate, as a fraction of the full learning rate."""
+    clip_low: NotNegative = Field(None)
+    """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
+    clip_high: NotNegative = Field(None)
+    """Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."""
+    dual_clip: Annotated[Number, Field(gt=1)] | None = None
+    """Dual clip: cap the loss at this ratio where the advantage is negative (default: off)."""
+    value_clip: NotNegative = 0.2
+    """Clip the critic's values to this distance from the old values (0: off)."""
+    value_coefficient: Positive = 0.5
+    """Coefficient of the critic's loss in the joint loss (--share-backbone)."""
+    importance_cap: Positive | None = None
+    """Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off)."""
+    aggregation: Literal["token-mean", "sequence-mean"] = Field(None)
+    """Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."""
+    kl_coefficient: NotNegative = 0.0
+    """Coefficient of the KL penalty against the reference model (0: off)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(None)
+    """Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."""
+    entropy_coefficient: Number = 0.0
+    """Coefficient of the entropy bonus (0: off)."""
+    gamma: Fraction = 1.0
+    """Discount of rewards from one token to the next."""
+    lam: Fraction = 1.0
+    """Lambda of generalised advantage estimation (ppo)."""
+    overlong_buffer: CountOrZero = 0
+    """Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off)."""
+
+    eval_prompts: Free[Folder | None] = None
+    """File of JSON lines with evaluation prompts; they are answered greedily, without learning."""
+    eval_every: Free[Count] = 20
+    """Number of steps between evaluations."""
+    save_every: Free[CountOrZero] = 20
+    """Number of steps between training checkpoints (0: no checkpoints)."""
+    keep: Free[Count] = 2
+    """Number of newest training checkpoints to keep."""
+    tensorboard: Free[bool] = False
+    """Write TensorBoard events (needs the extra `tensorboard`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """Give the algorithm's values to options that are left out."""
+        rule = ALGORITHMS.get(str(given.get("algorithm", cls.model_fields["algorithm"].default)))
+        left_out = [name for name in OF_THE_ALGORITHM if given.get(name) is None]
+        return given if rule is None else given | {name: getattr(rule, name) for name in left_out}
 
     @property
     def rule(self) -> Algorithm:
         """Return the row of the algorithm."""
-        from rl_train.loop.algorithms import ALGORITHMS
-
         return ALGORITHMS[self.algorithm]
 
     @property
@@ -286,14 +259,9 @@ class TrainOptions(BaseModel):
         return self.rule.critic and not self.share_backbone
 
     @property
-    def responses(self) -> int:
-        """Return the number of responses to each prompt."""
-        return self.samples or self.rule.samples
-
-    @property
     def batch(self) -> int:
         """Return the number of responses of a step."""
-        return self.prompts_per_step * self.responses
+        return self.prompts_per_step * self.samples
 
     @property
     def updates_per_step(self) -> int:
@@ -318,3 +286,26 @@ class TrainOptions(BaseModel):
                     f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
                     f"out, or give the same {name} to resume it"
                 )
+
+
+def parse_recompute(text: str | None) -> Recompute:
+    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
+    if text is None or text in ("full", "selective"):
+        return cast("Recompute", text)
+    return numbers("recompute", text, "full, selective, or ")
+
+
+def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
+    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values.
+
+    Raises:
+        ValueError: The text holds something other than numbers.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None

@@ -12,7 +12,8 @@ import torch
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import Devices, prepare
 from rl_train.loop.folder import write_options
-from rl_train.loop.run import plan, train
+from rl_train.loop.plan import plan
+from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
 from rl_train.planner.preflight import check_foreign, check_output
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ckpt import layout_for, load_hf, save_hf
 from rl_train.cli import app
 from rl_train.loop.folder import check_folder, write_options
-from rl_train.loop.run import _end_of_text, plan
+from rl_train.loop.plan import _end_of_text, plan
 from rl_train.options.options import TrainOptions
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from rl_models import Batch, losses
-from rl_train.loop.algorithms import ALGORITHMS, policy_loss, value_loss
-from rl_train.options.derived import loss_rules
+from rl_train.loop.objective import ADVANTAGES, policy_loss, value_loss
+from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 3.0])
@@ -34,7 +33,8 @@ def options(algorithm: str, **more: Any) -> TrainOptions:
 
 def estimate(algorithm: str, **more: Any) -> tuple[Batch, dict[str, torch.Tensor]]:
     batch = make_batch()
-    return batch, dict(ALGORITHMS[algorithm].estimate(batch, SCORES, GROUPS, loss_rules(options(algorithm, **more))))
+    of = options(algorithm, **more)
+    return batch, dict(ADVANTAGES[of.rule.advantages](batch, SCORES, GROUPS, of))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dapo"])
@@ -78,7 +78,7 @@ def test_what_the_rows_say_of_the_loss() -> None:
     entropy = torch.rand(16)
     for name, row in ALGORITHMS.items():
         of = options(name, kl_coefficient=0.5, entropy_coefficient=0.1)
-        terms = partial(policy_loss, loss_rules(of))(log_probs, entropy, batch)
+        terms = policy_loss(of, log_probs, entropy, batch)
         surrogate = losses.ppo_clip(
             log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
         )
@@ -102,17 +102,16 @@ def test_what_the_options_add_to_the_loss() -> None:
     log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
     kl = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
     of = options("dapo", dual_clip=3.0, importance_cap=1.5, aggregation="sequence-mean", **kl)
-    rules = loss_rules(of)
-    found = policy_loss(rules, log_probs, torch.zeros(16), batch).loss
+    found = policy_loss(of, log_probs, torch.zeros(16), batch).loss
     ratio, advantages = math.exp(1.5), batch["advantages"]
     # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one; and e^0.5 is above the cap of 1.5.
     surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
     penalty = 0.5 * (log_probs - batch["reference_log_probs"]).square()
     torch.testing.assert_close(found, 1.5 * surrogate + 0.5 * penalty)
-    assert rules.aggregation == "sequence-mean"
+    assert of.aggregation == "sequence-mean"
     values = batch.with_fields(returns=old + 10)
     for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
-        found = value_loss(loss_rules(options("ppo", value_clip=clip)), batch["old_values"] - 1, values).loss
+        found = value_loss(options("ppo", value_clip=clip), batch["old_values"] - 1, values).loss
         error = batch["old_values"] - values["returns"]
         expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
         torch.testing.assert_close(found, expected)

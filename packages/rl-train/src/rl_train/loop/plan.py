@@ -1,0 +1,145 @@
+"""`plan`: check the options of a run against the files, the reward and the devices, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_layers import ParallelDims
+from rl_models.engines import Role, offered
+from rl_models.engines.positions import max_positions
+from rl_models.engines.stored import stored_dtype
+from rl_models.grid import Grid, checkpoint_folder
+from rl_models.workers.actor import Actor, Policy
+from rl_models.workers.actor_critic import ActorCritic
+from rl_models.workers.critic import Critic
+from rl_train.cluster.launch import Devices
+from rl_train.cluster.resources import import_ray
+from rl_train.data.prompts import Prompt, read_json, read_prompts, vocabulary_size
+from rl_train.loop.folder import check_folder
+from rl_train.options.derived import check, engine_options
+from rl_train.options.options import TrainOptions
+from rl_train.planner.preflight import check_native_model
+from rl_train.report import summary_writer
+from rl_train.rewards.function import check_reward
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked.
+
+    Attributes:
+        options: The options as resolved.
+        prompts, eval_prompts: Read from their files.
+        stop_ids: The ids of tokens that end a response.
+        positions: The model's number of positions; None if the config does not state it.
+    """
+
+    options: TrainOptions
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    stop_ids: tuple[int, ...]
+    positions: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan as JSON values: every resolved option, and the values derived from the options."""
+        options = self.options
+        critic = str(options.critic or options.model) if options.rule.critic else None
+        return options.to_json() | {
+            "stop_ids": list(self.stop_ids),
+            "critic": f"a head on {options.model}" if options.share_backbone else critic,
+            "reference": str(options.reference or options.model) if options.kl_coefficient else None,
+            "ranks": options.grid.world_size,
+            "source": options.rule.source,
+            "number_of_prompts": len(self.prompts),
+            "number_of_eval_prompts": len(self.eval_prompts),
+            "responses_per_step": options.batch,
+            "updates_per_step": options.updates_per_step,
+            "longest_sequence": max(len(prompt.tokens) for prompt in self.prompts) + options.max_new_tokens,
+            "positions": self.positions,
+            "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
+        }
+
+
+def plan(options: TrainOptions) -> Plan:
+    """Check the options against the files, the reward and the devices, and read the prompts.
+
+    Raises:
+        ValueError: An option does not fit; the error names the option.
+    """
+    check(options)
+    check_folder(options)
+    folder = Path(checkpoint_folder(options.model))
+    for other in (options.critic, options.reference):
+        if other is not None:
+            checkpoint_folder(other)
+    room = options.max_tokens - options.max_new_tokens
+    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
+    positions = max_positions(folder)
+
+    def read(file: Path) -> list[Prompt]:
+        found = read_prompts(file, folder, room, limit=limit)
+        for prompt in found:
+            if positions is not None and len(prompt.tokens) > positions:
+                raise ValueError(
+                    f"{file}, line {prompt.line}: {len(prompt.tokens)} tokens are more than the model's {positions} "
+                    "positions (max_position_embeddings in its config.json); shorten the prompt or take another model"
+                )
+        return found
+
+    prompts = read(options.prompts)
+    eval_prompts = [] if options.eval_prompts is None else read(options.eval_prompts)
+    check_reward(options.reward)
+    if options.tensorboard:
+        summary_writer()
+    if options.ray:
+        import_ray()
+    else:
+        Devices.find(options.device).require(options.grid.world_size)
+    _check_models(options, folder)
+    stops = _end_of_text(folder) if options.stops is None else options.stops
+    vocab_size = vocabulary_size(folder)
+    if outside := [token for token in stops if not 0 <= token < vocab_size]:
+        raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
+    return Plan(options, prompts, eval_prompts, stops, positions)
+
+
+def _check_models(options: TrainOptions, folder: Path) -> None:
+    """Refuse a backend, a grid or a checkpoint that the ranks would refuse."""
+    models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
+    if options.separate_critic:
+        models.append((Critic.role, options.critic or folder, options.critic_grid))
+    for role, path, dims in models:
+        offered(options.backend, role, Grid(dims, torch.device("cpu")))
+        if options.backend == "parallel":
+            check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens)
+            if options.dtype is None and stored_dtype(str(path)) == torch.float16:
+                raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
+
+
+def _end_of_text(folder: Path) -> tuple[int, ...]:
+    """Return the model's own end-of-text ids, from its generation config or its config.
+
+    Raises:
+        ValueError: A file is broken, or its eos_token_id holds no ids; the error names the file.
+    """
+    for file in (folder / name for name in ("generation_config.json", "config.json")):
+        values = read_json(file) if file.is_file() else {}
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold an object, got {type(values).__name__}; mend it, or give stop_ids")
+        ids = values.get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(id) is int for id in ids):
+                raise ValueError(f"{file}: eos_token_id must be ids of tokens, got {ids}; mend it, or give stop_ids")
+            vocab_size = vocabulary_size(folder)
+            return tuple(id for id in ids if 0 <= id < vocab_size)
+    return ()
+
+
+def policy_kind(options: TrainOptions) -> type[Policy]:
+    """Return the class of the policy."""
+    return ActorCritic if options.share_backbone else Actor

@@ -1,0 +1,76 @@
+"""The table of algorithms, as data; `rl_train.loop.objective` computes their advantages and losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of `ALGORITHMS`; options override its clip interval, aggregation, estimator and samples.
+
+    Attributes:
+        advantages: How advantages follow from the scores, a key of `rl_train.loop.objective.ADVANTAGES`.
+        source: The paper.
+        surrogate: The policy's loss, a key of `rl_train.loop.objective.SURROGATES`.
+        aggregation: Average of the loss's terms (`rl_models.losses.aggregation`).
+        clip_low, clip_high: Clip interval of the policy's ratio.
+        kl: Place of the KL penalty: in the reward (with the estimator k1) or in the loss (k3).
+        critic: Whether the algorithm needs a critic.
+        samples: Number of responses to each prompt.
+        groups: Whether the responses to a prompt are compared, which needs at least two.
+        dynamic_sampling: Whether prompts whose responses all have the same score are replaced.
+    """
+
+    advantages: str
+    source: str
+    surrogate: str = "ppo"
+    aggregation: str = "token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: Literal["reward", "loss"] = "reward"
+    critic: bool = False
+    samples: int = 1
+    groups: bool = False
+    dynamic_sampling: bool = False
+
+    @property
+    def kl_estimator(self) -> str:
+        """Return the estimator of the KL penalty; k1 has no gradient on average, so a loss needs another."""
+        return "k1" if self.kl == "reward" else "k3"
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "ppo": Algorithm("gae", "Schulman et al. 2017, arXiv:1707.06347", critic=True),
+    "grpo": Algorithm(
+        "group-relative",
+        "Shao et al. 2024, arXiv:2402.03300",
+        aggregation="sequence-mean",
+        kl="loss",
+        samples=8,
+        groups=True,
+    ),
+    "rloo": Algorithm("leave-one-out", "Ahmadian et al. 2024, arXiv:2402.14740", samples=4, groups=True),
+    "reinforce++": Algorithm("returns", "Hu 2025, arXiv:2501.03262"),
+    "gspo": Algorithm(
+        "group-relative",
+        "Zheng et al. 2025, arXiv:2507.18071",
+        surrogate="gspo",
+        aggregation="sequence-mean",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        kl="loss",
+        samples=8,
+        groups=True,
+    ),
+    "dapo": Algorithm(
+        "group-relative",
+        "Yu et al. 2025, arXiv:2503.14476",
+        clip_high=0.28,
+        kl="loss",
+        samples=8,
+        groups=True,
+        dynamic_sampling=True,
+    ),
+}
