@@ -36,7 +36,8 @@ from parallel_layers.linear import (
     row_parallel_linear,
 )
 from parallel_layers.linear.float8 import Float8Config, with_float8
-from parallel_layers.memory.random_states import RngStates, checkpoint
+from parallel_layers.memory.random_states import RngStates
+from parallel_layers.memory.recompute import checkpoint
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.model import ModelConfig
 from parallel_layers.norm.rms_norm import RMSNorm

@@ -68,7 +68,6 @@ class DecoderConfig:
         moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
         norm_eps: Epsilon of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
-        norm_backend: Backend of the norms of hidden states; see `RMSNorm`.
         norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
             (OLMo-2). "sandwich": both (Gemma 2).
     """
@@ -95,7 +94,6 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
-    norm_backend: str = "auto"
     norm_placement: NormPlacement = "pre"
 
     def __post_init__(self) -> None:
@@ -181,9 +179,8 @@ class DecoderLayer(nn.Module):
         how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         for name in filter(None, self.norms):
             norm = RMSNorm(
-                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset,
-                backend=config.norm_backend, group=placement.group, sequence_parallel=placement.sequence_parallel,
-                dtype=dtype, device=device,
+                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset, group=placement.group,
+                sequence_parallel=placement.sequence_parallel, dtype=dtype, device=device,
             )  # fmt: skip
             self.add_module(name, norm)
         attention: dict[str, Any] = {

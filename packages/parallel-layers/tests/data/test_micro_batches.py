@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
-from parallel_layers.data.micro_batches import SequenceCost, restore_order, split_micro_batches
+from parallel_layers import PackedSequence, next_token_labels
+from parallel_layers.data.micro_batches import pack_micro_batches, pad_to, restore_order, split_micro_batches
 from parallel_layers.testing import RankPool
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
@@ -39,18 +41,21 @@ def test_no_more_micro_batches_than_one_a_pair_of_halves(lengths: list[int]) -> 
     assert len(split) <= max(1, 2 * math.ceil(sum(lengths) / cap))
 
 
+def cost(length: int) -> float:
+    """The work of a sequence of a decoder with 4096 channels, in units of one token's linears."""
+    return length + length**2 / (12 * 4096)
+
+
 def test_the_work_is_balanced_not_the_tokens() -> None:
-    # Attention dominates: the long sample's work is that of 16 short ones, its tokens those of 4.
-    lengths = [400] + [100] * 16
-    cost = SequenceCost(linear=0.0, attention=1.0)
-    split = split_micro_batches(lengths, 2000, cost=cost, min_count=2)
-    assert split == [[0], list(range(1, 17))]
+    # The long sample's tokens are those of 16 short ones, its work is that of 30.
+    lengths = [49152] + [3072] * 30
+    assert cost(49152) == pytest.approx(30 * cost(3072), rel=0.01)
+    assert split_micro_batches(lengths, 200_000, min_count=2) == [[0], list(range(1, 31))]
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=8, max_size=60), count=st.integers(2, 6))
 def test_the_heaviest_is_close_to_the_best_possible(lengths: list[int], count: int) -> None:
-    cost = SequenceCost()
-    split = split_micro_batches(lengths, sum(lengths), cost=cost, min_count=count)
+    split = split_micro_batches(lengths, sum(lengths), min_count=count)
     work = [sum(cost(lengths[index]) for index in members) for members in split]
     best = max(sum(work) / len(work), max(map(cost, lengths)))
     # Graham's bound against this lower bound: the mean, and one more sample.
@@ -61,14 +66,6 @@ def test_the_heaviest_is_close_to_the_best_possible(lengths: list[int], count: i
 def test_best_fit_where_spreading_finds_no_room() -> None:
     # 5 + 5 and 4 + 3 + 3 fill two micro-batches of 10; the lightest-first rule would put 5 and 5 apart.
     assert split_micro_batches([5, 5, 4, 3, 3], 10) == [[0, 1], [2, 3, 4]]
-
-
-def test_of_decoder_counts_flops() -> None:
-    cost = SequenceCost.of_decoder(
-        num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2, intermediate_size=16, vocab_size=32
-    )
-    weights = 2 * (8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 16) + 32 * 8
-    assert cost(10) == 10 * 2 * weights + 2 * (4 * 2 * 10 * 10 / 2) * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -124,3 +121,42 @@ def test_a_negative_length_raises_on_every_rank(ranks: RankPool) -> None:
     first, second = ranks.run(split_on, [[1, 11], [2, -3]], 10, world=2, timeout=60)
     assert first == "a sample on another rank of the group has the negative length -3"
     assert second == "lengths[1]=-3 is negative"
+
+
+def test_micro_batches_are_packed_and_dummies_hold_padding_alone() -> None:
+    sequences = [torch.arange(n) + 1 for n in (3, 1, 2)]
+    first, second, dummy = pack_micro_batches(sequences, [[0, 2], [1], []], multiple_of=4, pad_id=9)
+    assert first.input_ids.tolist() == [1, 2, 3, 1, 2, 9, 9, 9]
+    assert second.input_ids.tolist() == [1, 9, 9, 9]
+    assert dummy.input_ids.tolist() == [9] * 4
+    assert (dummy.num_sequences, dummy.padding) == (0, 4)
+    assert (next_token_labels(dummy) == -100).all()
+
+
+def test_without_samples_dummies_are_on_the_device_that_is_asked_for() -> None:
+    device = torch.device("meta")
+    (dummy,) = pack_micro_batches([], [[]], multiple_of=2, device=device)
+    assert {tensor.device for tensor in (dummy.input_ids, dummy.position_ids, dummy.cu_seqlens)} == {device}
+    (dummy,) = pack_micro_batches([torch.arange(3)], [[]], device=device)
+    assert dummy.input_ids.device == torch.device("cpu")
+
+
+@given(lengths=st.lists(st.integers(0, 6), max_size=4), multiple=st.integers(1, 4), more=st.integers(0, 9))
+def test_padding_changes_nothing_else(lengths: list[int], multiple: int, more: int) -> None:
+    sequences = [torch.arange(n) + 1 for n in lengths]
+    packed = PackedSequence.from_sequences(sequences, multiple_of=multiple)
+    longer = pad_to(packed, packed.num_tokens + more)
+    assert longer.num_tokens == packed.num_tokens + more
+    assert longer.num_sequences == packed.num_sequences
+    assert longer.lengths == lengths
+    for name in ("input_ids", "position_ids"):
+        for one, other in zip(packed.split(getattr(packed, name)), longer.split(getattr(longer, name)), strict=True):
+            assert torch.equal(one, other)
+    assert longer.max_seqlen == max([*lengths, longer.padding])
+    assert longer.cu_seqlens[-1] == longer.num_tokens
+    assert longer.position_ids[longer.num_tokens - longer.padding :].tolist() == list(range(longer.padding))
+
+
+def test_a_batch_cannot_be_padded_to_less() -> None:
+    with pytest.raises(ValueError, match="num_tokens=2 is less than the batch's 3"):
+        pad_to(PackedSequence.from_sequences([torch.arange(3)]), 2)

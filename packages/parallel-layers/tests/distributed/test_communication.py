@@ -20,9 +20,7 @@ from parallel_layers import inference, invariant, moe
 from parallel_layers.attention import context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
-from parallel_layers.distributed.equal_parts import flat_chunk, gather_flat
 from parallel_layers.linear import Placement
-from parallel_layers.memory.random_states import checkpoint
 from parallel_layers.testing import RankPool
 
 PAGE = (Path(__file__).parents[4] / "docs/communication.md").read_text()
@@ -244,11 +242,7 @@ CASES: dict[str, dict[str, Case]] = {
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "broadcast_data": {"": lambda group: pl.broadcast_data({"a": torch.ones(3), "b": torch.ones(2)}, group)},
     "clip_grad_norm_": {"": clipped},
-    "checkpoint": {
-        "": lambda group: checkpoint(torch.tanh, tokens(group)),
-        "`shard_group`": lambda group: checkpoint(torch.tanh, tokens(group), shard_group=group),
-    },
-    "gather_flat": {"": lambda group: gather_flat(flat_chunk(torch.ones(12), group), group)},
+    "checkpoint": {"": lambda group: pl.checkpoint(torch.tanh, tokens(group))},
     "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},
     "available_linear_backends": {"": lambda group: inference.available_linear_backends(group, "cpu")},
 }

@@ -76,7 +76,7 @@ def step(group: ProcessGroup | None, sp: bool) -> tuple[Tensor, Tensor]:
     model = Model(group, sp)
     initialize_(model, 1)
     rng = RngStates.tensor_parallel(1, group)
-    hidden = checkpoint(model, batch["ids"], rng=rng, shard_group=group)
+    hidden = checkpoint(model, batch["ids"], rng=rng)
     head = model.embed.weight
     options = {"group": group, "vocab_size": VOCAB}
     fused = linear_log_probs(hidden, head, batch["labels"], sequence_parallel=sp, **options)
@@ -164,8 +164,7 @@ for _ in range(5):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the wait is for Linux")
-@pytest.mark.parametrize("again", range(2))
-def test_a_process_ends_well_whatever_gloo_still_does(again: int) -> None:
+def test_a_process_ends_well_whatever_gloo_still_does() -> None:
     run = subprocess.run([sys.executable, "-c", AT_WORK], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
 

@@ -1,25 +1,15 @@
-"""RMSNorm against transformers' own, its gradients when rows or heads are sharded, and its backends."""
+"""RMSNorm against transformers' own, and its gradients when rows or heads are sharded."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pkgutil import resolve_name
-from types import ModuleType
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.kernels.rms_norm import supports_rms_norm
-from parallel_layers.norm import backends
-from parallel_layers.norm.backends import available_norm_backends
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.testing import RankPool
 
@@ -151,166 +141,11 @@ def test_heads_sharded(ranks: RankPool, world: int, heads: int) -> None:
     torch.testing.assert_close(summed, d_x, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.filterwarnings("error")
-def test_compiles_without_a_graph_break(backend: str) -> None:
-    norm = RMSNorm(16, backend=backend)
+def test_compiles_without_a_graph_break() -> None:
+    norm = RMSNorm(16)
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     for tokens in (5, 9):
         x = torch.randn(tokens, 16, requires_grad=True)
         torch.testing.assert_close(compiled(x), norm(x))
         compiled(x).sum().backward()
-
-
-class _TEFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.module = module
-        return module.mathematics(x.to(weight.dtype), weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            # Transformer Engine, too, reads its module's weight here.
-            weight = ctx.module.weight.detach().to(dy.dtype).requires_grad_()
-            dx, dw = torch.autograd.grad(ctx.module.mathematics(x, weight), (x, weight), dy)
-        return dx, dw, None
-
-
-class TERMSNorm(nn.Module):
-    """Stands for `transformer_engine.pytorch.RMSNorm`: the same arguments and mathematics, output in weight's dtype."""
-
-    made: ClassVar[list[dict[str, Any]]] = []
-
-    def __init__(self, normalized_shape: int, **options: Any) -> None:
-        super().__init__()
-        self.made.append({"normalized_shape": normalized_shape, **options})
-        self.eps, self.zero_centered_gamma = options["eps"], options["zero_centered_gamma"]
-        self.weight = nn.Parameter(torch.empty(normalized_shape, dtype=options["dtype"], device=options["device"]))
-
-    def mathematics(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, 1 + weight if self.zero_centered_gamma else weight, self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _TEFunction.apply(x, self.weight, self)
-
-
-@contextmanager
-def stand_in_for_te() -> Iterator[list[dict[str, Any]]]:
-    """Transformer Engine as if it were installed and took CPU tensors; the arguments of the modules made."""
-    with pytest.MonkeyPatch.context() as patch:
-        package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-        package.__spec__ = ModuleSpec("transformer_engine", None)
-        pytorch.RMSNorm = TERMSNorm  # type: ignore[attr-defined]
-        patch.setitem(sys.modules, "transformer_engine", package)
-        patch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
-        anything = replace(backends.BACKENDS["te"], takes=lambda x, weight, residual: True)
-        patch.setitem(backends.BACKENDS, "te", anything)
-        patch.setattr(TERMSNorm, "made", [])
-        backends._is_installed.cache_clear()
-        yield TERMSNorm.made
-    backends._is_installed.cache_clear()
-
-
-def _run_backend(
-    group: ProcessGroup | None, backend: str, x: Tensor, seed: Tensor, weight: Tensor, unit_offset: bool
-) -> list[Tensor]:
-    """Output of x, of x added to itself, and the gradients of both; tokens sharded over the group."""
-    norm = RMSNorm(
-        x.shape[1], eps=1e-5, unit_offset=unit_offset, group=group, sequence_parallel=True, backend=backend,
-        dtype=weight.dtype,
-    )  # fmt: skip
-    norm.weight.data.copy_(weight)
-    assert [name for name, _ in norm.named_parameters()] == ["weight"]
-    if group is not None:
-        x, seed = x.chunk(group.size())[group.rank()], seed.chunk(group.size())[group.rank()]
-    leaf = x.clone().requires_grad_()
-    out, (normed, total) = norm(leaf), norm.add_and_norm(leaf, leaf)
-    torch.autograd.backward([out, normed, total], [seed, 2 * seed, 3 * seed])
-    return [out, normed, total, leaf.grad, norm.weight.grad]
-
-
-def _run_te(group: ProcessGroup | None, *arguments: Any) -> list[Tensor]:
-    with stand_in_for_te():
-        return _run_backend(group, "te", *arguments)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "unit_offset"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-)
-def test_transformer_engine(ranks: RankPool, dtype: torch.dtype, unit_offset: bool, world: int) -> None:
-    """Outputs and gradients, the residual's included, are torch's; bf16 activations with an fp32 weight stay bf16."""
-    torch.manual_seed(0)
-    x, seed, weight = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype), torch.randn(6)
-    arguments = (x, seed, weight, unit_offset)
-    expected = _run_backend(None, "torch", *arguments)
-    results = [_run_te(None, *arguments)] if world == 1 else ranks.run(_run_te, *arguments, world=world)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.1}
-    for i, theirs in enumerate(expected[:-1]):
-        ours = torch.cat([result[i] for result in results])
-        torch.testing.assert_close(ours, theirs.detach(), **tolerance)
-    for result in results:
-        torch.testing.assert_close(result[-1], expected[-1], **tolerance)
-
-
-def test_what_transformer_engine_is_asked_for() -> None:
-    with stand_in_for_te() as made:
-        assert "te" in available_norm_backends()
-        norm = RMSNorm(6, eps=1e-5, unit_offset=True, backend="te", dtype=torch.bfloat16)
-        assert norm.active_backend(torch.randn(2, 6)) == "te"
-        assert "backend='te'" in repr(norm)
-        with pytest.raises(ValueError, match=r"use RMSNorm\(\.\.\., backend='te'\)"):
-            rms_norm(torch.randn(2, 6), norm.weight, backend="te")
-    options = {"eps": 1e-5, "zero_centered_gamma": True, "dtype": torch.bfloat16, "device": "meta"}
-    assert made == [{"normalized_shape": 6, **options}]
-
-
-def test_backends_are_named() -> None:
-    norm, x = RMSNorm(6), torch.randn(2, 6)
-    assert norm.active_backend(x) == "torch"
-    assert torch.equal(norm(x), RMSNorm(6, backend="torch")(x))
-    assert available_norm_backends()[-1] == "torch"
-    with pytest.raises(ValueError, match="backend='apex' is unknown; use 'auto' or one of triton, te, torch"):
-        RMSNorm(6, backend="apex")
-    for name, package in (("te", r"transformer-engine package \(extra parallel-layers\[te\]\)"), ("triton", "Triton")):
-        if name not in available_norm_backends():
-            with pytest.raises(ValueError, match=rf"backend='{name}' needs .*{package}"):
-                RMSNorm(6, backend=name)
-
-
-def test_tensors_that_a_backend_does_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "te", replace(backends.BACKENDS["te"], is_installed=lambda: True))
-    backends._is_installed.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"backend='te' takes fp32, fp16 and bf16 on CUDA, not torch.float32 \[2, 6\] on cpu"
-    ):
-        rms_norm(torch.randn(2, 6), torch.randn(6), backend="te")
-    backends._is_installed.cache_clear()
-
-
-def test_nothing_optional_is_imported() -> None:
-    RMSNorm(6)(torch.randn(2, 6))
-    assert "transformer_engine" not in sys.modules
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("unit_offset", [False, True])
-def test_transformer_engine_itself(unit_offset: bool) -> None:
-    if "te" not in available_norm_backends():
-        pytest.skip("needs transformer-engine")
-    x, seed, weight = (torch.randn(shape, device="cuda") for shape in ((64, 256), (64, 256), (256,)))
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        results = []
-        for backend in ("te", "torch"):
-            norm = RMSNorm(256, unit_offset=unit_offset, backend=backend, device="cuda")
-            norm.weight.data.copy_(weight)
-            leaf = x.to(dtype).requires_grad_()
-            out, total = norm.add_and_norm(leaf, leaf)
-            torch.autograd.backward([out, total], [seed.to(dtype)] * 2)
-            results.append((out, total, leaf.grad, norm.weight.grad / 8))
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Split a ragged batch into micro-batches with a cap on tokens and balanced work.
+"""Split a ragged batch into micro-batches with a cap on tokens and balanced work, and pack each micro-batch.
 
 The work of the linears grows with the tokens, the work of causal attention with the square of each sequence's length.
 The number of micro-batches is the smallest that the cap, the pipeline schedule and the other data-parallel ranks
@@ -6,61 +6,27 @@ allow. The longest-processing-time rule balances the work (Graham 1969: the heav
 optimum).
 """
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.data.packing import PackedSequence
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SequenceCost:
-    """Estimated work of a sequence of L tokens: `linear * L + attention * L**2`, in any unit.
-
-    The default is a decoder with H = 4096, in units of the linears' work for one token: causal attention takes 2 H L
-    FLOPs for each token and layer, the linears about 24 H**2, hence 1 / (12 H).
-    """
-
-    linear: float = 1.0
-    attention: float = 1.0 / (12 * 4096)
-
-    def __call__(self, length: int) -> float:
-        """Return the cost of a sequence of `length` tokens."""
-        return self.linear * length + self.attention * length * length
-
-    @classmethod
-    def of_decoder(
-        cls,
-        *,
-        num_layers: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        vocab_size: int = 0,
-    ) -> "SequenceCost":
-        """Return the cost in FLOPs of a gated decoder's forward.
-
-        For a mixture of experts, pass `intermediate_size` times the active experts.
-        """
-        attention_weights = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-        weights = num_layers * (attention_weights + 3 * hidden_size * intermediate_size) + vocab_size * hidden_size
-        # Q K^T and P V, 2 FLOPs for each multiply-add, half of the square masked.
-        return cls(linear=2.0 * weights, attention=2.0 * num_layers * num_heads * head_dim)
 
 
 def split_micro_batches(
     lengths: Sequence[int],
     max_tokens: int,
     *,
-    cost: SequenceCost | None = None,
     count_multiple_of: int = 1,
     min_count: int = 1,
     group: ProcessGroup | None = None,
@@ -70,7 +36,6 @@ def split_micro_batches(
     Args:
         lengths: Tokens of each sample.
         max_tokens: The most tokens of a micro-batch.
-        cost: Estimated work of a sample (default: `SequenceCost()`).
         count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
         min_count: The least number of micro-batches.
         group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of three numbers.
@@ -87,14 +52,13 @@ def split_micro_batches(
     for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    cost = cost or SequenceCost()
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
     longest_length = lengths[longest] if longest >= 0 else 0
     shortest_length = min(lengths, default=0)
     bins: list[list[int]] = []
     if shortest_length >= 0 and longest_length <= max_tokens:
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
-        bins = _pack_smallest(lengths, max_tokens, cost, least, count_multiple_of)
+        bins = _pack_smallest(lengths, max_tokens, least, count_multiple_of)
     # Exchange before raising: the other ranks would wait for a rank that raised.
     told = [len(bins), longest_length, -shortest_length]
     count, longest_anywhere, below_zero = told if group is None or group.size() == 1 else _largest(told, group)
@@ -113,7 +77,7 @@ def split_micro_batches(
             f"raise max_tokens to at least {longest_anywhere} or shorten the sample"
         )
     if count > len(bins):
-        bins = _pack_smallest(lengths, max_tokens, cost, count, count_multiple_of)
+        bins = _pack_smallest(lengths, max_tokens, count, count_multiple_of)
     filled = sorted((sorted(members) for members in bins if members), key=lambda members: members[0])
     return filled + [[] for _ in range(len(bins) - len(filled))]
 
@@ -138,6 +102,63 @@ def restore_order(results: Sequence[Sequence[T]], micro_batches: Sequence[Sequen
     return [by_index[index] for index in range(len(by_index))]
 
 
+def pack_micro_batches(
+    sequences: Sequence[Tensor],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    multiple_of: int = 1,
+    pad_id: int = 0,
+    device: torch.device | None = None,
+) -> list[PackedSequence]:
+    """Pack each micro-batch of a split.
+
+    Args:
+        sequences: Token ids `[L_i]` of all samples, in the caller's order.
+        micro_batches: The result of `split_micro_batches`.
+        multiple_of: The number of tokens of each micro-batch is a multiple of it (tp under sequence parallelism).
+        pad_id: The token of the padding.
+        device: The device of dummies on a rank without samples (default: the CPU).
+
+    Returns:
+        A packed batch for each micro-batch. An empty micro-batch becomes a dummy of `multiple_of` tokens of padding.
+    """
+    device = sequences[0].device if len(sequences) else device
+    packed = []
+    for members in micro_batches:
+        if members:
+            part = [sequences[index] for index in members]
+            packed.append(PackedSequence.from_sequences(part, multiple_of=multiple_of, pad_id=pad_id))
+        else:
+            none = torch.zeros(0, dtype=torch.int64, device=device)
+            empty = PackedSequence(none, none, torch.zeros(1, dtype=torch.int32, device=device), 0)
+            packed.append(pad_to(empty, multiple_of, pad_id=pad_id))
+    return packed
+
+
+def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
+    """Return the same batch padded to `num_tokens`; all padding is one last segment.
+
+    Raises:
+        ValueError: The batch has more tokens.
+    """
+    more = num_tokens - packed.num_tokens
+    if more < 0:
+        raise ValueError(f"num_tokens={num_tokens} is less than the batch's {packed.num_tokens}")
+    if more == 0:
+        return packed
+    padding = packed.padding + more
+    kept = packed.num_tokens - packed.padding
+    bounds = packed.cu_seqlens[: packed.num_sequences + 1]
+    return dataclasses.replace(
+        packed,
+        input_ids=F.pad(packed.input_ids, (0, more), value=pad_id),
+        position_ids=torch.cat([packed.position_ids[:kept], torch.arange(padding, device=bounds.device)]),
+        cu_seqlens=F.pad(bounds, (0, 1), value=num_tokens),
+        max_seqlen=max(packed.max_seqlen, padding),
+        padding=padding,
+    )
+
+
 def _largest(values: list[int], group: ProcessGroup) -> list[int]:
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
@@ -145,19 +166,25 @@ def _largest(values: list[int], group: ProcessGroup) -> list[int]:
     return [int(value) for value in tensor.tolist()]
 
 
-def _pack_smallest(
-    lengths: Sequence[int], max_tokens: int, cost: SequenceCost, least: int, multiple: int
-) -> list[list[int]]:
+def _cost(length: int) -> float:
+    """Return the estimated work of a sequence of a decoder with H = 4096, in units of the linears' work for one token.
+
+    For each token and layer causal attention takes 2 H L FLOPs, the linears about 24 H**2.
+    """
+    return length + 1.0 / (12 * 4096) * length * length
+
+
+def _pack_smallest(lengths: Sequence[int], max_tokens: int, least: int, multiple: int) -> list[list[int]]:
     """Pack the samples into the smallest number of bins, at least `least` and a multiple of `multiple`."""
     count = math.ceil(least / multiple) * multiple
     while True:
-        bins = _spread(lengths, max_tokens, cost, count) or _best_fit(lengths, max_tokens, count)
+        bins = _spread(lengths, max_tokens, count) or _best_fit(lengths, max_tokens, count)
         if bins is not None:
             return _fill_empty(bins, lengths)
         count += multiple
 
 
-def _spread(lengths: Sequence[int], max_tokens: int, cost: SequenceCost, count: int) -> list[list[int]] | None:
+def _spread(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]] | None:
     """Put samples, heaviest first, into the lightest bin with room; return None if a sample finds no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -172,7 +199,7 @@ def _spread(lengths: Sequence[int], max_tokens: int, cost: SequenceCost, count: 
         work, samples, number = heapq.heappop(heap)
         bins[number].append(index)
         tokens[number] += lengths[index]
-        for entry in (*full, (work + cost(lengths[index]), samples + 1, number)):
+        for entry in (*full, (work + _cost(lengths[index]), samples + 1, number)):
             heapq.heappush(heap, entry)
     return bins
 

@@ -59,8 +59,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Raises:
         ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or
-            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, Transformer Engine's
-            norm, ring attention, and the attention backends "sdpa" and "reference".
+            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, ring attention, and
+            the attention backends "sdpa" and "reference".
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
@@ -95,8 +95,6 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
         raise ValueError(
             f"{name}: a norm over all ranks' heads has no invariant form; use a model without qk_norm='full'"
         )
-    if isinstance(module, RMSNorm) and module.backend == "te":
-        raise ValueError(f"{name}: backend='te' is not known to be invariant; use 'auto'")
     if isinstance(module, ParallelAttention | ParallelLatentAttention):
         if getattr(module.attend, "func", None) is ring_attention:
             raise ValueError(f"{name}: ring attention depends on where a sequence lies; use context_parallel='ulysses'")
@@ -107,7 +105,7 @@ def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
     """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or by tree sums."""
     if supports_rms_norm(x, layer.weight):
         return RMSNorm.forward(layer, x)
-    ordinary = partial(rms_norm, eps=layer.eps, unit_offset=layer.unit_offset, backend="torch")
+    ordinary = partial(rms_norm, eps=layer.eps, unit_offset=layer.unit_offset)
 
     def value(x: Tensor, weight: Tensor) -> Tensor:
         wide, scale = x.float(), weight.float() + (1.0 if layer.unit_offset else 0.0)

@@ -6,35 +6,35 @@ parameters and all Python references stay valid and have their values again afte
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from parallel_layers.memory.buffers import ALIGNMENT, ContiguousBuffer
+# Storages start at multiples of this many bytes in the host buffer.
+_ALIGNMENT = 128
 
 
 class HostOffload:
     """Moves tensors to the host and back; the host buffer is as large as the largest offload so far.
 
-    Args:
-        pin_memory: Lock the host memory, so that copies run at the full speed of the bus. Default: with a GPU.
+    With a GPU the host memory is locked, so that copies run at the full speed of the bus.
     """
 
-    def __init__(self, *, pin_memory: bool | None = None) -> None:
-        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._buffer = ContiguousBuffer(0, torch.uint8)
-        self._away: list[tuple[torch.UntypedStorage, int, int | None]] = []
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     @property
     def offloaded(self) -> bool:
-        """Return whether tensors are offloaded; reading such a tensor is the caller's mistake."""
+        """Whether tensors are offloaded; reading such a tensor is the caller's mistake."""
         return bool(self._away)
 
     @property
     def host_bytes(self) -> int:
-        """Return the size of the host buffer in bytes."""
-        return self._buffer.numel
+        """The size of the host buffer in bytes."""
+        return self._buffer.numel()
 
     @torch.no_grad()
     def offload(self, tensors: Iterable[Tensor], *, discard: Iterable[Tensor] = ()) -> int:
@@ -61,33 +61,49 @@ class HostOffload:
                 f"memory of {fixed[0]} bytes ({len(fixed)} in all) cannot be freed: torch does not own it (a mapped "
                 "file, for example); clone() the tensors first"
             )
-        offsets, size = {}, 0
-        for key, storage in kept.items():
-            offsets[key] = size
-            size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        if size > self._buffer.numel:
-            self._buffer = ContiguousBuffer(0, torch.uint8)  # free the old buffer before the new one is allocated
-            self._buffer = ContiguousBuffer(size, torch.uint8, pin_memory=self._pin_memory)
-        for key, storage in kept.items():
-            place = self._buffer.carve(offsets[key], (storage.nbytes(),))
+        size = sum(_padded(storage) for storage in kept.values())
+        if size > self.host_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
+            self._buffer = _host_memory(size)
+        away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        offset = 0
+        for storage in kept.values():
+            place = self._buffer[offset : offset + storage.nbytes()]
             place.copy_(_bytes(storage), non_blocking=True)
+            away.append((storage, storage.nbytes(), place))
+            offset += _padded(storage)
+        away += [(storage, storage.nbytes(), None) for storage in dropped.values()]
         _wait()
-        for key, storage in (*kept.items(), *dropped.items()):
-            self._away.append((storage, storage.nbytes(), offsets.get(key)))
+        for storage, _, _ in away:
             storage.resize_(0)
-        return sum(nbytes for _, nbytes, _ in self._away)
+        self._away = away
+        return sum(nbytes for _, nbytes, _ in away)
 
     @torch.no_grad()
     def onload(self) -> None:
         """Return all offloaded memory to the device; without an offload before, do nothing."""
-        for storage, nbytes, offset in self._away:
+        for storage, nbytes, place in self._away:
             storage.resize_(nbytes)
-            if offset is None:
+            if place is None:
                 _bytes(storage).zero_()
             else:
-                _bytes(storage).copy_(self._buffer.carve(offset, (nbytes,)), non_blocking=True)
+                _bytes(storage).copy_(place, non_blocking=True)
         _wait()
         self._away = []
+
+
+def _host_memory(nbytes: int) -> Tensor:
+    """Return host memory, with a GPU locked as long as it lives.
+
+    torch's own allocator of pinned memory would round up to a power of two and keep freed memory.
+    """
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
+        # At exit the driver has gone and has released its locks.
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -98,6 +114,10 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), storage)
     return found
+
+
+def _padded(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

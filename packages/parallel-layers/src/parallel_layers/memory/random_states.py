@@ -1,4 +1,4 @@
-"""Named streams of random numbers, and recomputation that replays them.
+"""Named streams of random numbers.
 
 In a tensor-parallel model some random numbers must differ between the ranks (dropout of sharded heads) and some must
 agree (dropout of replicated hidden states). Each kind has its own stream.
@@ -13,10 +13,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-from parallel_layers.memory.recompute import checkpoint, recomputed
-
-__all__ = ["RngStates", "checkpoint", "recomputed"]
 
 # The stream of torch's default generators outside of any fork.
 _DEFAULT = "default"
@@ -52,12 +48,14 @@ class RngStates:
         """
         states = cls(device)
         states.add("replicated", seed)
-        states.add("sharded", _derived(seed, "sharded", 0 if group is None else group.rank()))
+        rank = 0 if group is None else group.rank()
+        digest = hashlib.blake2b(f"{seed}/sharded/{rank}".encode(), digest_size=7).digest()
+        states.add("sharded", int.from_bytes(digest, "little"))
         return states
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the streams in the order in which they were added."""
+        """The names of the streams in the order in which they were added."""
         return [name for name in self._states if name != _DEFAULT]
 
     def add(self, name: str, seed: int) -> None:
@@ -147,9 +145,3 @@ class RngStates:
     def _resume(self) -> None:
         for generator, state in zip(self._generators(), self._states[self._active[-1]], strict=True):
             generator.set_state(state)
-
-
-def _derived(seed: int, *key: object) -> int:
-    """Return a seed that differs between keys."""
-    text = "/".join(map(str, (seed, *key)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -9,37 +9,24 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
-from parallel_layers.norm.backends import TransformerEngineNorm, check_norm_backend, choose_norm_backend
+from parallel_layers.kernels.rms_norm import (
+    fused_add_rms_norm,
+    fused_rms_norm,
+    fused_rms_norm_and_keep,
+    supports_rms_norm,
+)
 from parallel_layers.parallel_module import ParallelModule
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False, backend: str = "auto"
-) -> Tensor:
-    """Root-mean-square normalisation, https://arxiv.org/abs/1910.07467.
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
+    """Root-mean-square normalisation, https://arxiv.org/abs/1910.07467: `x [..., H]`, `weight [H]` -> `[..., H]`.
 
         y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma)
 
-    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype.
-
-    Args:
-        x: `[..., H]`.
-        weight: `[H]`.
-        eps: Added to the mean square.
-        unit_offset: The weight is stored as its difference from one.
-        backend: "triton", "torch", or "auto": triton if it supports the tensors, else torch.
-
-    Returns:
-        `[..., H]` in x's dtype.
-
-    Raises:
-        ValueError: The backend is unknown, not installed, or does not support the tensors.
+    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype. It runs on a Triton kernel if
+    `supports_rms_norm(x, weight)`, else on torch.
     """
-    chosen = choose_norm_backend(backend, x, weight)
-    if chosen == "te":
-        raise ValueError("backend='te' needs the module; use RMSNorm(..., backend='te')")
-    if chosen == "triton":
+    if supports_rms_norm(x, weight):
         return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
     if unit_offset:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -59,13 +46,8 @@ class RMSNorm(ParallelModule):
         unit_offset: Multiply by `1 + weight`; the weight starts at zero (Gemma).
         group: Tensor-parallel group; None: the layer is whole.
         sequence_parallel: The ranks of `group` hold different rows.
-        backend: A name of `available_norm_backends()`, or "auto": triton on CUDA, else torch. "te" imports Transformer
-            Engine.
         dtype: dtype of the weight.
         device: Device of the weight.
-
-    Raises:
-        ValueError: The backend is unknown or not installed.
     """
 
     def __init__(
@@ -76,43 +58,32 @@ class RMSNorm(ParallelModule):
         unit_offset: bool = False,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
-        backend: str = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_norm_backend(backend)
         self.hidden_size = hidden_size
         self.eps = eps
         self.unit_offset = unit_offset
         self.group = group if sequence_parallel else None
-        self.backend = backend
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
-        self._te = TransformerEngineNorm(hidden_size, eps, unit_offset, self.weight.dtype) if backend == "te" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the effective weight to one."""
         nn.init.constant_(self.weight, 0.0 if self.unit_offset else 1.0)
 
-    def active_backend(self, x: Tensor) -> str:
-        """Return the backend that `forward(x)` uses; raise ValueError if the given backend does not support x."""
-        return choose_norm_backend(self.backend, x, self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x [..., H]`; returns `[..., H]` in the same dtype."""
         weight = copy_to_tensor_parallel(self.weight, self.group)
-        if self._te is not None:
-            choose_norm_backend("te", x, weight)  # raises ValueError for unsupported tensors
-            return self._te(x, weight, self.weight)
-        return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset, backend=self.backend)
+        return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset)
 
     def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise the residual stream and keep it: return `(norm(x), x)`, both `[..., H]`.
 
-        The backward of the Triton backend adds both gradients of x in one kernel.
+        The backward of the Triton kernel adds both gradients of x.
         """
-        if choose_norm_backend(self.backend, x, self.weight) == "triton":
+        if supports_rms_norm(x, self.weight):
             weight = copy_to_tensor_parallel(self.weight, self.group)
             return fused_rms_norm_and_keep(x, weight, eps=self.eps, unit_offset=self.unit_offset)
         return self(x), x
@@ -120,9 +91,9 @@ class RMSNorm(ParallelModule):
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add to the residual stream and normalise: return `(norm(x + residual), x + residual)`, both `[..., H]`.
 
-        The Triton backend uses one kernel each way.
+        Triton uses one kernel each way.
         """
-        if choose_norm_backend(self.backend, x, self.weight, residual) == "triton":
+        if supports_rms_norm(x, self.weight, residual):
             weight = copy_to_tensor_parallel(self.weight, self.group)
             return fused_add_rms_norm(x, residual, weight, eps=self.eps, unit_offset=self.unit_offset)
         total = x + residual
@@ -130,9 +101,7 @@ class RMSNorm(ParallelModule):
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        unit_offset = ", unit_offset=True" if self.unit_offset else ""
-        backend = f", backend={self.backend!r}" if self.backend != "auto" else ""
-        return f"{self.hidden_size}, eps={self.eps}{unit_offset}{backend}"
+        return f"{self.hidden_size}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
 
 
 class HeadShardedRMSNorm(ParallelModule):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_utils.pipeline_parallel import run_schedule
-from parallel_layers.data.micro_batch_packing import pack_micro_batches
+from parallel_layers.data.micro_batches import pack_micro_batches
 from rl_models.engines.continuation import Continuation, on_all_ranks
 from rl_models.engines.engine import NextLogits
 from rl_models.engines.megatron.model import MegatronModel
