@@ -65,8 +65,9 @@ PANELS = {
     "eval_prompts": "Evaluation, checkpoints and logs",
 }
 
-# Options that have the algorithm's value where they are left out.
+# Options that have the algorithm's value where they are left out, and their default until then.
 OF_THE_ALGORITHM = ("samples", "clip_low", "clip_high", "aggregation", "kl_estimator")
+LEFT_OUT: Any = None
 
 
 class TrainOptions(BaseModel):
@@ -104,14 +105,14 @@ class TrainOptions(BaseModel):
     """Backend of the models: parallel, transformers or megatron."""
     ray: Free[bool] = False
     """Run on the Ray cluster at RAY_ADDRESS, or on a local one."""
-    device: Free[Text | None] = Field(None, description=DEVICE)
-    collective_timeout: Free[int] = Field(1800, ge=1, le=LONGEST_TIMEOUT)
+    device: Free[Text | None] = Field(default=None, description=DEVICE)
+    collective_timeout: Free[int] = Field(default=1800, ge=1, le=LONGEST_TIMEOUT)
     """Seconds that ranks wait for each other; all rewards of a step must end within this time."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights: float32, bfloat16, or float16 with backend megatron (default: as stored)."""
     max_tokens: Free[Count] = 16384
     """Maximum number of tokens in a micro-batch (one forward pass)."""
-    recompute: Free[Text | None] = Field(None, description=RECOMPUTE)
+    recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
     offload: Free[bool] = False
     """Keep one model on the devices and offload the others to host memory."""
     sequence_parallel: Free[bool | None] = None
@@ -147,7 +148,7 @@ class TrainOptions(BaseModel):
     """Number of steps; each step generates, scores and learns."""
     prompts_per_step: Count = 64
     """Number of prompts in a step."""
-    samples: Count = Field(None)
+    samples: Count = LEFT_OUT
     """Number of responses to each prompt (default: the algorithm's number)."""
     max_new_tokens: Count = 256
     """Maximum number of tokens in a response."""
@@ -155,7 +156,7 @@ class TrainOptions(BaseModel):
     """Sampling temperature; the logits are divided by it."""
     top_k: Count | None = None
     """Sample from the k likeliest tokens (default: all tokens)."""
-    top_p: Number = Field(1.0, gt=0, le=1)
+    top_p: Number = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: sample from the likeliest tokens that together have this probability."""
     stop_ids: Text | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
@@ -170,9 +171,9 @@ class TrainOptions(BaseModel):
     """Learning rate of the policy."""
     critic_learning_rate: Positive = 1e-5
     """Learning rate of the critic."""
-    beta1: Number = Field(0.9, ge=0, lt=1)
+    beta1: Number = Field(default=0.9, ge=0, lt=1)
     """AdamW's beta1, the decay of the mean gradient."""
-    beta2: Number = Field(0.999, ge=0, lt=1)
+    beta2: Number = Field(default=0.999, ge=0, lt=1)
     """AdamW's beta2, the decay of the mean squared gradient."""
     adam_eps: Positive = 1e-8
     """AdamW's epsilon, in the denominator."""
@@ -188,9 +189,9 @@ class TrainOptions(BaseModel):
     """Number of steps of the final decay (schedule wsd)."""
     min_ratio: Number = 0.0
     """Final learning rate, as a fraction of the full learning rate."""
-    clip_low: NotNegative = Field(None)
+    clip_low: NotNegative = LEFT_OUT
     """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
-    clip_high: NotNegative = Field(None)
+    clip_high: NotNegative = LEFT_OUT
     """Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."""
     dual_clip: Annotated[Number, Field(gt=1)] | None = None
     """Dual clip: cap the loss at this ratio where the advantage is negative (default: off)."""
@@ -200,11 +201,11 @@ class TrainOptions(BaseModel):
     """Coefficient of the critic's loss in the joint loss (--share-backbone)."""
     importance_cap: Positive | None = None
     """Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off)."""
-    aggregation: Literal["token-mean", "sequence-mean"] = Field(None)
+    aggregation: Literal["token-mean", "sequence-mean"] = LEFT_OUT
     """Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."""
     kl_coefficient: NotNegative = 0.0
     """Coefficient of the KL penalty against the reference model (0: off)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(None)
+    kl_estimator: Literal["k1", "k2", "k3"] = LEFT_OUT
     """Estimator of the KL penalty: k1, k2 or k3 (default: k1 in rewards, k3 in losses)."""
     entropy_coefficient: Number = 0.0
     """Coefficient of the entropy bonus (0: off)."""
