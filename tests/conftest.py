@@ -9,7 +9,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
-from rl_train.cluster.slow_imports import slow_imports
+from rl_train.cluster.launch import slow_imports
 
 # Transformer Engine asks cuBLAS for TF32, whose operands have 11 bits, wherever it is given fp32. This keeps fp32 fp32;
 # cuBLAS reads it when it is first used, so it is set before any rank starts.

@@ -10,8 +10,7 @@ from hypothesis import settings
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
-from rl_train.cluster.launch import prepare
-from rl_train.cluster.slow_imports import slow_imports
+from rl_train.cluster.launch import prepare, slow_imports
 from rl_train.quickstart.task import make_checkpoint
 
 settings.register_profile("shared-machine", deadline=None, max_examples=50)

@@ -7,7 +7,7 @@ import pytest
 
 import rl_train
 from parallel_layers import ParallelDims
-from rl_train.cluster.slow_imports import slow_imports
+from rl_train.cluster.launch import slow_imports
 
 
 def test_every_public_name_is_there() -> None:

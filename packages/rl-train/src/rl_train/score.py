@@ -18,8 +18,7 @@ from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
 from rl_models.workers.whole_batches import WholeBatches
 from rl_models.workers.worker import Worker
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks
-from rl_train.cluster.slow_imports import slow_imports
+from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.data.prompts import parse_json
 from rl_train.planner.preflight import check_native_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rl_train.cluster.host import Raised
@@ -29,31 +28,19 @@ class RankDied(RankFailed):
     """
 
     def __init__(self, message: str, rank: int, node: str, method: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.node = node
-        self.method = method
+        super().__init__(message, died=True)
+        self.rank, self.node, self.method = rank, node, method
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a call on all ranks.
+class Future(Generic[T]):
+    """A call that `RayModelGroup.submit` has started; `result()` waits for its result.
 
     Attributes:
         method: The name of the method.
         raised: The exceptions of the ranks, by rank.
-        waiting: Ray's references to the missing answers, by rank.
-        died: The error of the first rank that died.
+        waiting: Ray's references to the missing answers, and their ranks.
+        death: The error of the first rank that died.
     """
-
-    method: str
-    raised: dict[int, Raised]
-    waiting: dict[int, Any]
-    died: RankDied | None
-
-
-class Future(Generic[T]):
-    """A call that `RayModelGroup.submit` has started; `result()` waits for its result."""
 
     def __init__(
         self,
@@ -62,13 +49,14 @@ class Future(Generic[T]):
         references: list[Any],
         nodes: list[str],
         join: Callable[[list[Any]], T],
-        settle: Callable[[Outcome], None],
+        settle: Callable[[Future[Any]], None],
     ) -> None:
-        self._label, self._method = label, method
-        self._nodes, self._join, self._settle = nodes, join, settle
-        self._waiting = {reference: rank for rank, reference in enumerate(references)}
+        self.method = method
+        self.raised: dict[int, Raised] = {}
+        self.waiting = {reference: rank for rank, reference in enumerate(references)}
+        self.death: RankDied | None = None
+        self._label, self._nodes, self._join, self._settle = label, nodes, join, settle
         self._answers: dict[int, Any] = {}
-        self._raised: dict[int, Raised] = {}
         self._deadline = float("inf")
         self._result: T | None = None
         self._error: Exception | None = None
@@ -94,7 +82,7 @@ class Future(Generic[T]):
         self._receive(timeout)
         if not self._over:
             raise TimeoutError(
-                f"{self._label} did not end within {timeout:g} s; ranks {sorted(self._waiting.values())} still run"
+                f"{self._label} did not end within {timeout:g} s; ranks {sorted(self.waiting.values())} still run"
             )
         if self._error is not None:
             raise self._error
@@ -105,55 +93,49 @@ class Future(Generic[T]):
         ray = import_ray()
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._over:
-            if not self._waiting:
-                self._end(None)
+            if not self.waiting:
+                self._end()
                 return
             left = min(until, self._deadline) - time.monotonic()
-            ready, _ = ray.wait(list(self._waiting), timeout=None if left == float("inf") else max(0.0, left))
+            ready, _ = ray.wait(list(self.waiting), timeout=None if left == float("inf") else max(0.0, left))
             for reference in ready:
-                rank = self._waiting.pop(reference)
+                rank = self.waiting.pop(reference)
                 try:
                     answer = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    self._end(self._death(rank, error))
+                    where, node = f"rank {rank} (node {self._nodes[rank]})", self._nodes[rank]
+                    self.death = RankDied(f"{where} died during {self._label}: {error}", rank, node, self.method)
+                    self._end()
                     return
                 if isinstance(answer, Raised):
-                    self._raised[rank] = answer
+                    self.raised[rank] = answer
                     grace = _DEATH_SECONDS if isinstance(answer.exception(), RuntimeError) else _GRACE_SECONDS
                     self._deadline = min(self._deadline, time.monotonic() + grace)
                 else:
                     self._answers[rank] = answer
             if not ready and time.monotonic() >= self._deadline:
-                self._end(None)
+                self._end()
             elif not ready and time.monotonic() >= until:
                 return
 
-    def _end(self, died: RankDied | None) -> None:
-        waiting = {rank: reference for reference, rank in self._waiting.items()}
+    def _end(self) -> None:
         self._over = True
-        if died is not None:
-            self._error = died
-        elif self._raised:
-            self._error = self._as_exception()
-        self._settle(Outcome(self._method, self._raised, waiting, died))
+        self._error = self.death or (self._as_exception() if self.raised else None)
+        self._settle(self)
         if self._error is None:
             try:
                 self._result = self._join([self._answers[rank] for rank in sorted(self._answers)])
             except Exception as error:
                 self._error = error
         # Release the ranks' results in Ray's object store.
-        self._waiting, self._answers = {}, {}
-
-    def _death(self, rank: int, error: Exception) -> RankDied:
-        where = f"rank {rank} (node {self._nodes[rank]})"
-        return RankDied(f"{where} died during {self._label}: {error}", rank, self._nodes[rank], self._method)
+        self._answers = {}
 
     def _as_exception(self) -> Exception:
-        first = min(self._raised)
-        error = self._raised[first].exception()
-        for rank, raised in sorted(self._raised.items()):
+        first = min(self.raised)
+        error = self.raised[first].exception()
+        for rank, raised in sorted(self.raised.items()):
             note = f"on rank {rank} (node {self._nodes[rank]}), in {raised.method}:\n{raised.text}"
-            if raised.method != self._method:
+            if raised.method != self.method:
                 note += f"{self._label} was not run after that."
             error.add_note(note)
         return error

@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -29,9 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Modules such as transformers ask for CUDA at import. This makes torch ask NVML instead of CUDA: a process that has
-# initialised CUDA cannot be forked into ranks that use CUDA.
-_CUDA_UNTOUCHED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+from parallel_layers import ParallelDims
+
+# Modules such as transformers ask for CUDA at import. With this variable torch asks NVML instead: a process that
+# has initialised CUDA cannot be forked into ranks that use CUDA.
+_CUDA_UNTOUCHED = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 # Seconds to wait for reports of the other ranks after one rank has failed; then they are ended.
 _GRACE_SECONDS = 3.0
@@ -110,12 +112,14 @@ class Devices:
 class RankFailed(RuntimeError):
     """A rank raised an exception, or its process ended; the message holds the traceback of the rank.
 
-    `mistake` is the text of a ValueError or of a disk error, to show without a traceback; None for other errors.
+    Attributes:
+        mistake: The text of a ValueError or of a disk error, to show without a traceback; None for other errors.
+        died: Whether the process ended.
     """
 
-    def __init__(self, message: str, mistake: str | None = None) -> None:
+    def __init__(self, message: str, mistake: str | None = None, died: bool = False) -> None:
         super().__init__(message)
-        self.mistake = mistake
+        self.mistake, self.died = mistake, died
 
 
 @dataclass(frozen=True)
@@ -130,16 +134,6 @@ class _Setup:
     connection: Connection
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The failure of a rank; `mistake` as in `RankFailed`."""
-
-    rank: int
-    text: str
-    mistake: str | None = None
-    died: bool = False
-
-
 def prepare(*modules: str) -> None:
     """Start the server that forks the ranks; the server imports these modules in the background.
 
@@ -147,23 +141,32 @@ def prepare(*modules: str) -> None:
     device, so forking it is safe. A second call changes nothing.
     """
     forkserver.set_forkserver_preload(list(modules))
-    with _environment(_CUDA_UNTOUCHED):
-        forkserver.ensure_running()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    before = os.environ.get(_CUDA_UNTOUCHED)
+    os.environ[_CUDA_UNTOUCHED] = "1"
     try:
-        yield
+        forkserver.ensure_running()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ[_CUDA_UNTOUCHED]
+        else:
+            os.environ[_CUDA_UNTOUCHED] = before
+
+
+def slow_imports(dims: ParallelDims, *, saves: bool = False) -> list[str]:
+    """Return the parts of torch that take a second or more to import and that the ranks of a grid need.
+
+    Args:
+        dims: The grid.
+        saves: The ranks write training checkpoints.
+    """
+    needed = {
+        # torch imports torch._dynamo at the first operator written in Python, or the first optimizer.
+        "torch._dynamo": True,
+        "torch.distributed.fsdp": dims.dp * dims.cp > 1,
+        "torch.distributed.pipelining": dims.pp > 1,
+        "torch.distributed.checkpoint": saves,
+    }
+    return [name for name, needs in needed.items() if needs]
 
 
 def run_on_ranks(
@@ -217,7 +220,7 @@ def _collect(
     connections: dict[Connection, int], processes: list[ForkServerProcess], on_event: Callable[[Any], None]
 ) -> Any:
     """Pass events on until every rank has returned, and return rank 0's result; raise if a rank fails."""
-    failures: list[_Failure] = []
+    failures: list[RankFailed] = []
     result: Any = None
     deadline = float("inf")
     while connections and time.monotonic() < deadline:
@@ -228,8 +231,8 @@ def _collect(
                 kind, value = pickle.loads(ready.recv_bytes())
             except (EOFError, OSError):
                 processes[rank].join(timeout=_GRACE_SECONDS)
-                text = f"its process ended with exit code {processes[rank].exitcode}"
-                kind, value = "raised", _Failure(rank, text, died=True)
+                text = f"rank {rank} failed:\nits process ended with exit code {processes[rank].exitcode}"
+                kind, value = "raised", RankFailed(text, died=True)
             if kind == "event":
                 on_event(value)
                 continue
@@ -240,14 +243,9 @@ def _collect(
             elif rank == 0:
                 result = value
     if failures:
-        raise _cause(failures)
+        # Show a death, else a caller's mistake, else the first failure to arrive.
+        raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result
-
-
-def _cause(failures: list[_Failure]) -> RankFailed:
-    """Return the failure to show: a death, else a caller's mistake, else the first to arrive."""
-    cause = min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
-    return RankFailed(f"rank {cause.rank} failed:\n{cause.text}", cause.mistake)
 
 
 def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -270,7 +268,8 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
                 "arrive; if ranks only take long (slow rewards, for example), raise the timeout"
             )
         with suppress(OSError):
-            send("raised", _Failure(setup.rank, "".join(traceback.format_exception(error)), mistake))
+            text = "".join(traceback.format_exception(error))
+            send("raised", RankFailed(f"rank {setup.rank} failed:\n{text}", mistake))
     # The launcher ends this process. If it left by itself, working peers would lose their connections and report
     # that instead of the cause.
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_models.workers.dispatch import Method
-from rl_train.cluster.future import Future, Outcome
+from rl_train.cluster.future import Future
 from rl_train.cluster.host import RankHost, Seat
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Placement, rank_order
@@ -47,7 +47,7 @@ class Ranks:
         self._calls = 0
         self._settled = -1
         self._broken: str | None = None
-        self._behind: Outcome | None = None
+        self._behind: Future[Any] | None = None
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankHost)
         runtime_env = {"env_vars": _process_environment(name, stand)}
         hosts = [
@@ -109,27 +109,26 @@ class Ranks:
         self._hosts = []
         self._broken = "its processes have been ended"
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, ended: Future[Any]) -> None:
         """Record from the end of a call whether the next call can run."""
-        if outcome.died is not None:
-            died = outcome.died
-            self._broken = f"rank {died.rank} (node {died.node}) died during {died.method}"
-        elif outcome.raised:
-            failed = ", ".join(map(str, sorted(outcome.raised)))
-            methods = sorted({raised.method for raised in outcome.raised.values()})
-            on_some = len(outcome.raised) < len(self.seats)
+        if (death := ended.death) is not None:
+            self._broken = f"rank {death.rank} (node {death.node}) died during {death.method}"
+        elif ended.raised:
+            failed = ", ".join(map(str, sorted(ended.raised)))
+            methods = sorted({raised.method for raised in ended.raised.values()})
+            on_some = len(ended.raised) < len(self.seats)
             if on_some and any(self._methods[name].changes for name in methods):
                 self._broken = f"{', '.join(methods)} failed on ranks {failed} alone, so the ranks no longer agree"
-            elif outcome.waiting:
-                self._behind = outcome
+            elif ended.waiting:
+                self._behind = ended
             else:
-                self._settled = max(self._settled, *(raised.number for raised in outcome.raised.values()))
+                self._settled = max(self._settled, *(raised.number for raised in ended.raised.values()))
 
     def _require_in_step(self, method: str) -> None:
         if self._behind is not None:
             # Ranks that were still working when the call was abandoned may have finished since.
-            waiting = self._behind.waiting
-            ready, _ = import_ray().wait(list(waiting.values()), num_returns=len(waiting), timeout=0)
+            waiting = list(self._behind.waiting)
+            ready, _ = import_ray().wait(waiting, num_returns=len(waiting), timeout=0)
             if len(ready) == len(waiting):
                 self._settled = max(self._settled, *(raised.number for raised in self._behind.raised.values()))
                 self._behind = None
@@ -137,7 +136,7 @@ class Ranks:
         if self._behind is not None:
             why = (
                 f"{self._behind.method} failed on ranks {sorted(self._behind.raised)}, and ranks "
-                f"{sorted(self._behind.waiting)} have not finished it"
+                f"{sorted(self._behind.waiting.values())} have not finished it"
             )
         if why is not None:
             raise RankFailed(f"{self.name}.{method} cannot run: {why}; call restart(), or shutdown()")

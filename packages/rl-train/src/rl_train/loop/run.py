@@ -16,8 +16,7 @@ from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
 from rl_models.workers.whole_batches import WholeBatches, from_first
 from rl_models.workers.worker import Worker
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks
-from rl_train.cluster.slow_imports import slow_imports
+from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.loop.folder import saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
