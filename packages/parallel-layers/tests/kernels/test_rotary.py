@@ -33,7 +33,7 @@ def test_rotation_and_gradients(
     cos, sin = angles([5, 0, 1, 7], dim, device)
     q = torch.randn(13, q_heads, head_dim, device=device).to(dtype).requires_grad_()
     k = torch.randn(13, k_heads, head_dim, device=device).to(dtype).requires_grad_()
-    rotated = fused_rotary(q, k, cos, sin, interleaved=interleaved)
+    rotated = fused_rotary(q, k, cos, sin, interleaved)
     grads = [torch.randn_like(x) for x in rotated]
     torch.autograd.backward(rotated, grads)
 
@@ -80,8 +80,8 @@ def test_a_fused_projection_is_taken_apart_and_its_gradient_put_together(
     cos, sin = angles([5, 0, 1, 7], dim, device)
     qkv = torch.randn(13, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype).requires_grad_()
     q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
-    expected = *fused_rotary(q, k, cos, sin, interleaved=interleaved), v
-    actual = fused_split_and_rotary(qkv, kv_heads, cos, sin, interleaved=interleaved)
+    expected = *fused_rotary(q, k, cos, sin, interleaved), v
+    actual = fused_split_and_rotary(qkv, kv_heads, cos, sin, interleaved)
     # Gradients as attention may leave them: not of contiguous tokens, nor of contiguous dims.
     grads = [torch.randn(head_dim, 13, heads, device=device).to(dtype).movedim(0, -1) for heads in (q_heads, kv_heads)]
     grads.append(torch.randn(kv_heads, 13, head_dim, device=device).to(dtype).transpose(0, 1))

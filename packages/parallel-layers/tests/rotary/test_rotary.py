@@ -67,14 +67,14 @@ def test_table_covers_every_rope_type_of_transformers() -> None:
     assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
 
 
-@pytest.mark.parametrize("length", [1, 20, 50, 64, 65, 300])
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_equals_transformers_for_one_sequence(case: str, length: int) -> None:
-    position_ids = torch.arange(length)
-    expected = LlamaRotaryEmbedding(config_of(PARAMETERS[case]))(torch.zeros(1), position_ids[None])
-    for ours, theirs in zip(ours_of(PARAMETERS[case])(position_ids), expected, strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs[0], rtol=1e-6, atol=1e-5 if case == "dynamic" else 1e-6)
+def test_equals_transformers_for_one_sequence(case: str) -> None:
+    rotary, theirs = ours_of(PARAMETERS[case]), LlamaRotaryEmbedding(config_of(PARAMETERS[case]))
+    for length in (1, 20, 50, 64, 65, 300):
+        position_ids = torch.arange(length)
+        for mine, expected in zip(rotary(position_ids), theirs(torch.zeros(1), position_ids[None]), strict=True):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, expected[0], rtol=1e-6, atol=1e-5 if case == "dynamic" else 1e-6)
 
 
 @pytest.mark.gpu
@@ -113,36 +113,34 @@ def test_a_long_sequence_leaves_no_trace(case: str) -> None:
     assert torch.equal(before[1], after[1])
 
 
-@pytest.mark.parametrize(
-    "position_ids",
-    [list(range(40, 80)), [90, 3, 3, 0, 64, 5], list(range(131052, 131072)), [1_000_000, 7, 999_999]],
-    ids=["late", "in any order", "as in long contexts", "far past the maximum"],
-)
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_explicit_positions_equal_transformers(case: str, position_ids: list[int]) -> None:
-    positions = torch.tensor(position_ids)
-    theirs = LlamaRotaryEmbedding(config_of(PARAMETERS[case]))(torch.zeros(1), positions[None])
-    # One unit in the last place of a frequency, at this angle: what a power is rounded by when it is taken.
-    atol = 1e-5 + max(position_ids) * 2**-25 if case == "dynamic" else 1e-6
-    for mine, expected in zip(ours_of(PARAMETERS[case])(positions), theirs, strict=True):
-        torch.testing.assert_close(mine, expected[0], rtol=1e-6, atol=atol)
+def test_explicit_positions_equal_transformers(case: str) -> None:
+    """Late positions, positions in any order, and positions far beyond the maximum."""
+    rotary = ours_of(PARAMETERS[case])
+    for position_ids in (range(40, 80), [90, 3, 3, 0, 64, 5], range(131052, 131072), [1_000_000, 7, 999_999]):
+        positions = torch.tensor(position_ids)
+        theirs = LlamaRotaryEmbedding(config_of(PARAMETERS[case]))(torch.zeros(1), positions[None])
+        # "dynamic" takes a power for each sequence, which rounds by one unit in the last place of a frequency.
+        atol = 1e-5 + max(position_ids) * 2**-25 if case == "dynamic" else 1e-6
+        for mine, expected in zip(rotary(positions), theirs, strict=True):
+            torch.testing.assert_close(mine, expected[0], rtol=1e-6, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_tables_are_fp32_whatever_the_default_dtype(case: str, dtype: torch.dtype) -> None:
-    """In which a model is built, and under autocast: the same bits."""
+def test_cos_and_sin_are_fp32_for_every_default_dtype(case: str) -> None:
+    """Build the module under another default dtype and call it under autocast: the same bits."""
     positions, cu_seqlens = torch.arange(90), torch.tensor([0, 20, 90]).int()
     expected = ours_of(PARAMETERS[case])(positions, cu_seqlens)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            tables = ours_of(PARAMETERS[case]).to(dtype)(positions, cu_seqlens)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for mine, table in zip(tables, expected, strict=True):
-        assert mine.dtype == torch.float32
-        assert torch.equal(mine, table)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                tables = ours_of(PARAMETERS[case]).to(dtype)(positions, cu_seqlens)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for mine, table in zip(tables, expected, strict=True):
+            assert mine.dtype == torch.float32
+            assert torch.equal(mine, table)
 
 
 def test_position_ids_are_honoured_in_any_order() -> None:
@@ -210,51 +208,6 @@ def test_without_an_original_length_the_maximum_is_it(case: str) -> None:
         torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn"])
-def test_multi_axis_of_a_part_of_a_head(rope_type: str) -> None:
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
-
-    position_ids = torch.stack([torch.arange(90), torch.arange(90) // 5, torch.arange(90) % 7])
-    sections = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    parameters = PARAMETERS[rope_type] | sections
-    config = Qwen3_5TextConfig(
-        hidden_size=4 * HEAD_DIM, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITION, rope_parameters=parameters | {"rope_theta": 500.0},
-    )  # fmt: skip
-    expected = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), position_ids[:, None])
-    for mine, table in zip(ours_of(parameters)(position_ids), expected, strict=True):
-        torch.testing.assert_close(mine, table[0], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_multi_axis(interleaved: bool) -> None:
-    position_ids = torch.stack([torch.arange(30), torch.arange(30) // 5, torch.arange(30) % 7])
-    parameters = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": interleaved}
-    if interleaved:
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig as Config
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding as Rotary
-    else:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig as Config
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding as Rotary
-    config = Config(
-        hidden_size=4 * HEAD_DIM,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITION,
-        rope_parameters=parameters | {"rope_theta": 500.0},
-    )
-    config.head_dim = HEAD_DIM
-    expected = Rotary(config)(torch.zeros(1), position_ids[:, None])
-    cos, sin = ours_of(parameters)(position_ids)
-    torch.testing.assert_close(cos, expected[0][0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(sin, expected[1][0], rtol=0, atol=1e-6)
-    # Text has one position on all axes: the same as a model of one axis.
-    text = ours_of(parameters)(torch.arange(30).expand(3, -1))
-    assert torch.equal(text[0], ours_of({"rope_type": "default"})(torch.arange(30))[0])
-    assert torch.equal(text[0], ours_of(parameters)(torch.arange(30))[0])
-
-
 def test_rotation_equals_transformers() -> None:
     cos, sin = ours_of(LLAMA3)(torch.arange(12))
     q, k = torch.randn(12, 4, HEAD_DIM), torch.randn(12, 2, HEAD_DIM)
@@ -308,17 +261,11 @@ def test_frequencies_survive_casts_moves_and_materialisation() -> None:
             "rope_theta": 500.0,
             "rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}},
         },
-        {
-            "rope_parameters": {
-                "full_attention": LLAMA3 | {"rope_theta": 500.0},
-                "sliding_attention": {"rope_theta": 1.0},
-            }
-        },
     ],
 )
 def test_from_config(config: dict) -> None:
     sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION}
-    rotary = RotaryEmbedding.from_config(sizes | config, layer_type="full_attention")
+    rotary = RotaryEmbedding.from_config(sizes | config)
     assert torch.equal(rotary.inv_freq, ours_of(LLAMA3).inv_freq)
 
 
@@ -343,13 +290,6 @@ def test_deepseek_scale_and_rotary_dims(parameters: dict | None) -> None:
     assert yarn_softmax_scale(16, parameters) == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
     as_in_file = {name: value for name, value in config.to_dict().items() if name != "head_dim"}
     assert RotaryEmbedding.from_config(as_in_file).spec.head_dim == 4
-
-
-@pytest.mark.parametrize("layer_type", [None, "chunked_attention"])
-def test_rope_parameters_of_other_layer_types_are_refused(layer_type: str | None) -> None:
-    by_type = {"full_attention": LLAMA3, "sliding_attention": {"rope_theta": 1.0}}
-    with pytest.raises(ValueError, match=rf"by layer type, full_.*, sliding_.* none for layer_type={layer_type!r}; "):
-        RotaryEmbedding.from_config({"head_dim": HEAD_DIM, "rope_parameters": by_type}, layer_type=layer_type)
 
 
 def test_tables_of_other_tokens_are_refused() -> None:
@@ -377,9 +317,10 @@ def test_mistakes_are_named() -> None:
         RotaryEmbedding(HEAD_DIM, 1.0, {"rope_theta": 2.0})
     with pytest.raises(ValueError, match=r"= 7 rotary dims"):
         RotaryEmbedding(7)
-    with pytest.raises(ValueError, match=r"mrope_section=\[1, 1, 1\] sums to 3, not to 8"):
-        RotaryEmbedding(HEAD_DIM, parameters={"mrope_section": [1, 1, 1]})
-    with pytest.raises(ValueError, match=r"have 3 axes, but the rope parameters have no mrope_section"):
+    with pytest.raises(ValueError, match=r"position_ids \[3, 4\] must be \[T\]"):
         RotaryEmbedding(HEAD_DIM)(torch.zeros(3, 4, dtype=torch.int64))
+    by_type = {"full_attention": LLAMA3, "sliding_attention": {"rope_theta": 1.0}}
+    with pytest.raises(ValueError, match=r"by layer type, full_attention, sliding_attention; build one module from"):
+        RotaryEmbedding.from_config({"head_dim": HEAD_DIM, "rope_parameters": by_type})
     with pytest.raises(ValueError, match=r"longrope needs 8 factors"):
         RotaryEmbedding(HEAD_DIM, parameters=LONGROPE | {"short_factor": [1.0]})

@@ -1,15 +1,12 @@
-"""Rotary embedding of queries and keys in one kernel, from cos and sin per token.
+"""The rotation of `parallel_layers.rotary.apply_rotary` for queries and keys in one kernel.
 
-    (a, b) -> (a cos - b sin, b cos + a sin),   a, b the two halves of the D rotary dims of a head, or its even and
-                                                odd dims (interleaved)
-
-Dims past D are copied. The backward is the inverse rotation by the same kernel; only cos and sin are saved. All
-arithmetic is fp32, rounded once.
+Dims past D are copied. The backward is the inverse rotation by the same kernel; only cos and sin are saved. Arithmetic
+is fp32, rounded once. Tensors may be strided, such as slices of a fused projection; results are contiguous.
 
 The same kernel splits a fused projection into queries, keys and values (copied), and assembles its gradient in the
 backward.
 
-Shape legend: T tokens, Q query heads, K key heads (and as many value heads), N = Q + 2K, D rotary dims. https://arxiv.org/abs/2104.09864
+Shape legend: T tokens, Q query heads, K key heads (and as many value heads), D rotary dims.
 """
 
 # Triton reads a kernel's annotations as its own.
@@ -22,44 +19,8 @@ from torch import Tensor
 
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
-HEADS = 8
+HEADS = 8  # the most heads of one token in a program
 NUM_WARPS = 4
-
-
-def fused_rotary(
-    q_TQD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their tokens' angles.
-
-    Args:
-        q_TQD: `[T, Q, head_dim]`; heads may be strided (a slice of a fused projection).
-        k_TKD: `[T, K, head_dim]`; heads may be strided.
-        cos_TD: `[T, D]` fp32 from `RotaryEmbedding`, D <= head_dim. Both halves are equal; the first is read.
-        sin_TD: `[T, D]`, like `cos_TD`.
-        interleaved: True: pairs are neighbouring dims. False: pairs are D/2 apart.
-
-    Returns:
-        Rotated queries and keys, contiguous, in their own dtype.
-    """
-    return rotary_op(q_TQD, k_TKD, cos_TD, sin_TD, interleaved, False)
-
-
-def fused_split_and_rotary(
-    qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection and rotate its queries and keys.
-
-    Args:
-        qkv_TND: `[T, Q + 2K, head_dim]`: queries, keys, values.
-        num_kv_heads: K.
-        cos_TD: See `fused_rotary`.
-        sin_TD: See `fused_rotary`.
-        interleaved: See `fused_rotary`.
-
-    Returns:
-        Queries `[T, Q, head_dim]`, keys and values `[T, K, head_dim]`, each in its own memory.
-    """
-    return split_rotary_op(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved)
 
 
 @triton.jit
@@ -212,33 +173,23 @@ def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @on_its_device
-def launch(
+def _launch(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
+    outs: tuple[Tensor, Tensor, Tensor | None],
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
     inverse: bool,
-    *,
-    v: Tensor | None = None,
-    out: Tensor | None = None,
-    heads: int = HEADS,
-    num_warps: int = NUM_WARPS,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the kernel, with at most `heads` heads of one token per program.
-
-    `v [T, K, head_dim]` is copied. Results go to new tensors, or side by side to `out [T, Q + 2K, head_dim]`.
-    """
+) -> None:
+    """Rotate `q` and `k` into the first two of `outs`, and copy `v` into the third."""
     check_rotary(q, k, cos, sin)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = v if v is None or v.stride(-1) == 1 else v.contiguous()
-    (tokens, q_heads, head_dim), k_heads, dims = q.shape, k.shape[1], cos.shape[1]
-    if out is None:
-        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-        v_out = None if v is None else v.new_empty(v.shape)
-    else:
-        q_out, k_out, v_out = out.split([q_heads, k_heads, k_heads], dim=1)
-    heads = min(heads, next_power_of_2(max(q_heads, k_heads)))
+    (q_out, k_out, v_out), dims = outs, cos.shape[1]
+    (tokens, q_heads, head_dim), k_heads = q.shape, k.shape[1]
+    heads = min(HEADS, next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
     blocks = q_blocks + k_blocks * (1 if v is None else 2)
     if grid := tokens * blocks:
@@ -273,66 +224,54 @@ def launch(
             HEADS=heads,
             INTERLEAVED=interleaved,
             INVERSE=inverse,
-            num_warps=num_warps,
+            num_warps=NUM_WARPS,
         )
-    return q_out, k_out, v_out
 
 
 @torch.library.custom_op("parallel_layers::rotary", mutates_args=())
-def rotary_op(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+def fused_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_rotary`; `inverse` rotates by the negative angles."""
-    return launch(q, k, cos, sin, interleaved, inverse)[:2]
+    """Rotate queries `[T, Q, head_dim]` and keys `[T, K, head_dim]`; `inverse` rotates by the negative angles.
+
+    cos and sin are `[T, D]` fp32 with two equal halves; the first is read.
+    """
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    _launch(q, k, None, (q_out, k_out, None), cos, sin, interleaved, inverse)
+    return q_out, k_out
 
 
-@rotary_op.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+@fused_rotary.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, cos, sin, *ctx.options = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    dq, dk = rotary_op(dq, dk, cos, sin, ctx.interleaved, not ctx.inverse)
-    return dq, dk, None, None, None, None
+    interleaved, inverse = ctx.options
+    return *fused_rotary(dq, dk, *ctx.saved_tensors, interleaved, not inverse), None, None, None, None
 
 
-rotary_op.register_autograd(_backward, setup_context=_context)
+fused_rotary.register_autograd(_backward, setup_context=_context)
 
 
 @torch.library.custom_op("parallel_layers::split_rotary", mutates_args=())
-def split_rotary_op(
-    qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool
+def fused_split_and_rotary(
+    qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused_split_and_rotary`."""
-    q, k, v = _parts(qkv, num_kv_heads)
-    q, k, copied = launch(q, k, cos, sin, interleaved, False, v=v)
-    assert copied is not None
-    return q, k, copied
+    """Split `[T, Q + 2K, head_dim]` into rotated queries, rotated keys and values, each in its own memory."""
+    outs = _empty_parts(qkv, num_kv_heads)
+    _launch(*_parts(qkv, num_kv_heads), outs, cos, sin, interleaved, False)
+    return outs
 
 
-@split_rotary_op.register_fake
-def _(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part.new_empty(part.shape) for part in _parts(qkv, num_kv_heads))
-    return q, k, v
-
-
-@torch.library.custom_op("parallel_layers::split_rotary_backward", mutates_args=())
-def split_rotary_backward_op(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return the gradient of the fused projection, `[T, Q + 2K, head_dim]`."""
-    d_qkv = dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
-    launch(dq, dk, cos, sin, interleaved, True, v=dv, out=d_qkv)
-    return d_qkv
-
-
-@split_rotary_backward_op.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
+@fused_split_and_rotary.register_fake
+def _(qkv: Tensor, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_parts(qkv, num_kv_heads)
 
 
 def _parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,13 +279,29 @@ def _parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _split_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, cos, sin, ctx.interleaved = inputs
-    ctx.save_for_backward(cos, sin)
+def _empty_parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (part.new_empty(part.shape) for part in _parts(qkv, num_kv_heads))
+    return q, k, v
 
 
-def _split_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    return split_rotary_backward_op(dq, dk, dv, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
+@torch.library.custom_op("parallel_layers::split_rotary_backward", mutates_args=())
+def _split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    d_qkv = _empty_together(dq, dk)
+    _launch(dq, dk, dv, _parts(d_qkv, dk.shape[1]), cos, sin, interleaved, True)
+    return d_qkv
 
 
-split_rotary_op.register_autograd(_split_backward, setup_context=_split_context)
+@_split_rotary_backward.register_fake
+def _(dq: Tensor, dk: Tensor, *_: Any) -> Tensor:
+    return _empty_together(dq, dk)
+
+
+def _empty_together(dq: Tensor, dk: Tensor) -> Tensor:
+    return dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
+
+
+def _split_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    return _split_rotary_backward(*gradients, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+fused_split_and_rotary.register_autograd(_split_backward, setup_context=_context)

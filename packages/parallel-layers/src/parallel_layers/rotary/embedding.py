@@ -12,20 +12,6 @@ from torch import Tensor, nn
 from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
 
 
-def _frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Return the position axis (0 time, 1 height, 2 width) of each frequency: `[D/2]` int64.
-
-    Contiguous (Qwen2-VL): the sections follow each other. Interleaved (Qwen3-VL): axes alternate t h w t h w ... until
-    the spatial sections are used up; the rest is time.
-    """
-    if not interleaved:
-        return torch.cat([torch.full((size,), i % 3, dtype=torch.int64) for i, size in enumerate(sections)])
-    axes = torch.zeros(sum(sections), dtype=torch.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
-
-
 class RotaryEmbedding(nn.Module):
     """Compute cos and sin of every token's rotation angles from position ids; one module serves a whole model.
 
@@ -37,14 +23,14 @@ class RotaryEmbedding(nn.Module):
         head_dim: Size of a head.
         theta: Base of the frequencies; None: `rope_theta` of the parameters, or 10000.
         parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config: `rope_type` and the type's options,
-            `partial_rotary_factor`, `mrope_section`, `mrope_interleaved`. None: the default type.
+            `partial_rotary_factor`. None: the default type.
         max_position_embeddings: Required by `dynamic`, by `yarn` and `longrope` without a `factor`, and by `yarn`,
             `longrope` and `llama3` without `original_max_position_embeddings`.
         device: Device of the frequencies.
 
     Raises:
-        ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, the number of
-            rotary dims is odd, or multi-axis sections do not fill the frequencies.
+        ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, or the number of
+            rotary dims is odd.
     """
 
     inv_freq: Tensor
@@ -76,48 +62,35 @@ class RotaryEmbedding(nn.Module):
         self.spec = RopeSpec(
             dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
         )
-        # Compute on the CPU: the bits are the same for all devices, including meta.
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # the bits are the same for all devices, including meta
             self._table = self.rope_type.frequencies(self.spec).reshape(-1, dim // 2)
-            sections = parameters.get("mrope_section")
-            self._axes = None
-            if sections is not None:
-                if sum(sections) != dim // 2:
-                    raise ValueError(
-                        f"mrope_section={list(sections)} sums to {sum(sections)}, not to {dim // 2} frequencies"
-                    )
-                self._axes = _frequency_axes(list(sections), bool(parameters.get("mrope_interleaved", False)))
-        self.attention_factor = self.rope_type.attention_factor(self.spec)
-        if self.rope_type.by_length is not None:  # raise for a missing option at construction
-            self.rope_type.by_length(self.spec, self._table, torch.zeros(1, dtype=torch.int64, device="cpu"))
+            if self.rope_type.by_length is not None:  # raise for a missing option at construction
+                self.rope_type.by_length(self.spec, self._table, torch.zeros(1, dtype=torch.int64))
+        factor = self.rope_type.attention_factor
+        self.attention_factor = (
+            1.0 if factor is None else float(parameters.get("attention_factor") or factor(self.spec))
+        )
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.register_buffer(
             "inv_freq", self._table.to("cpu" if target.type == "meta" else target, copy=True), persistent=False
         )
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], *, layer_type: str | None = None, device: torch.device | str | None = None
-    ) -> Self:
+    def from_config(cls, config: Mapping[str, Any], *, device: torch.device | str | None = None) -> Self:
         """Build from a Hugging Face config as a mapping (`config.to_dict()` or a parsed config.json).
 
-        `layer_type` chooses one of several sets of rope parameters, such as `sliding_attention` of Gemma 3. As in
-        transformers, `original_max_position_embeddings` of the config overrides that of its rope parameters (Phi-3).
+        As in transformers, `original_max_position_embeddings` of the config overrides that of its rope parameters
+        (Phi-3).
 
         Raises:
-            ValueError: There are several sets and none for `layer_type`, or the constructor raises.
+            ValueError: The rope parameters differ by layer type (Gemma 3), or the constructor raises.
         """
         parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        original = config.get("original_max_position_embeddings")
-        sets = {name: values for name, values in parameters.items() if isinstance(values, Mapping)}
-        if sets:
-            if layer_type not in sets:
-                raise ValueError(
-                    f"the rope parameters are by layer type, {', '.join(sorted(sets))}, and there are none for "
-                    f"layer_type={layer_type!r}; pass one of these"
-                )
-            parameters = dict(sets[layer_type])
-        elif original is not None:
+        if sets := sorted(name for name, values in parameters.items() if isinstance(values, Mapping)):
+            raise ValueError(
+                f"the rope parameters are by layer type, {', '.join(sets)}; build one module from each set"
+            )
+        if (original := config.get("original_max_position_embeddings")) is not None:
             parameters["original_max_position_embeddings"] = original
         for name in ("rope_theta", "partial_rotary_factor"):
             if config.get(name) is not None:
@@ -144,7 +117,7 @@ class RotaryEmbedding(nn.Module):
         """Return cos and sin of each token.
 
         Args:
-            position_ids_T: `[T]`, or `[3, T]` (time, height, width) for a multi-axis model.
+            position_ids_T: `[T]`.
             cu_seqlens: `[S+1]` boundaries of the packed sequences; None: one sequence. Only `dynamic` and `longrope`
                 use it: their frequencies depend on a sequence's length (its largest position + 1).
 
@@ -156,19 +129,14 @@ class RotaryEmbedding(nn.Module):
 
     def angles(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the rotation angles `[T, D]` fp32; arguments as in `forward`."""
+        if position_ids_T.dim() != 1:
+            raise ValueError(f"position_ids {list(position_ids_T.shape)} must be [T]: one position for each token")
         inv_freq = self.inv_freq.to(position_ids_T.device)
         if self.rope_type.by_length is None:
             rates = inv_freq[0]
         else:
             rates = self.rope_type.by_length(self.spec, inv_freq, _sequence_lengths(position_ids_T, cu_seqlens))
-        angles = position_ids_T[..., None].float() * rates
-        if angles.dim() == 3:
-            if self._axes is None:
-                raise ValueError(
-                    f"position_ids have {angles.shape[0]} axes, but the rope parameters have no mrope_section; pass [T]"
-                )
-            index = self._axes.to(angles.device).expand(1, *angles.shape[1:])
-            angles = angles.gather(0, index)[0]
+        angles = position_ids_T[:, None].float() * rates
         return torch.cat((angles, angles), dim=-1)
 
     def extra_repr(self) -> str:
@@ -176,9 +144,8 @@ class RotaryEmbedding(nn.Module):
         return f"{self.spec.dim} of {self.spec.head_dim}, theta={self.spec.theta}, {self.spec.parameters['rope_type']}"
 
 
-def _sequence_lengths(position_ids_T: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _sequence_lengths(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the largest position + 1 in each token's sequence: `[T]`, without host synchronisation."""
-    positions = position_ids_T if position_ids_T.dim() == 1 else position_ids_T.amax(0)
     if positions.numel() == 0:
         return positions
     if cu_seqlens is None:

@@ -54,6 +54,10 @@ class RopeSpec:
         value = self.parameters.get("original_max_position_embeddings")
         return self.maximum() if value is None else value
 
+    def extension(self) -> float:
+        """Return `factor`, or the maximum over the original maximum if it is missing."""
+        return float(self.parameters.get("factor") or self.maximum() / self.original_maximum())
+
     def powers(self) -> Tensor:
         """Return theta^(2i/D) for i in [0, D/2), fp32."""
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
@@ -93,10 +97,6 @@ def _llama3(spec: RopeSpec) -> Tensor:
     return torch.where(wavelength < original / high, inv_freq, stretched)
 
 
-def _yarn_factor(spec: RopeSpec) -> float:
-    return float(spec.parameters.get("factor") or spec.maximum() / spec.original_maximum())
-
-
 def _yarn(spec: RopeSpec) -> Tensor:
     """YaRN, https://arxiv.org/abs/2309.00071: interpolate the dims that turn less than beta_slow times in the original
     context, keep those that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
@@ -114,7 +114,7 @@ def _yarn(spec: RopeSpec) -> Tensor:
     width = high - low or 0.001  # a ramp of width 0 becomes a step
     keep = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     powers = spec.powers()
-    return (1.0 / (_yarn_factor(spec) * powers)) * (1 - keep) + (1.0 / powers) * keep
+    return (1.0 / (spec.extension() * powers)) * (1 - keep) + (1.0 / powers) * keep
 
 
 def _magnitude(factor: float, m: float) -> float:
@@ -124,10 +124,7 @@ def _magnitude(factor: float, m: float) -> float:
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
     """Return 0.1 m ln(factor) + 1 for m = 1, or its ratio at `mscale` and `mscale_all_dim` (DeepSeek)."""
-    given = spec.parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-    factor = _yarn_factor(spec)
+    factor = spec.extension()
     scale, scale_all = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
     if scale and scale_all:
         return _magnitude(factor, scale) / _magnitude(factor, scale_all)
@@ -137,9 +134,8 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> float:
     """Return the scale of DeepSeek's attention scores: (0.1 mscale_all_dim ln(factor) + 1)² / sqrt(head_dim).
 
-    YaRN scales whole queries and keys. In multi-head latent attention a part of a head is not rotated, so the scores
-    carry the factor of `mscale_all_dim`, and cos and sin carry the ratio of `mscale` and `mscale_all_dim`.
-    https://arxiv.org/abs/2405.04434, and the modelling code of DeepSeek-V3.
+    A part of a head is not rotated in multi-head latent attention. So the scores carry the factor of `mscale_all_dim`,
+    and cos and sin carry the ratio of `mscale` and `mscale_all_dim`. https://arxiv.org/abs/2405.04434
 
     Args:
         head_dim: Size of a query or key head, including the unrotated part.
@@ -171,12 +167,8 @@ def _longrope(spec: RopeSpec) -> Tensor:
 
 def _longrope_attention_factor(spec: RopeSpec) -> float:
     """Return sqrt(1 + ln(factor) / ln(original))."""
-    given = spec.parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
-    original = spec.original_maximum()
-    factor = spec.parameters.get("factor") or spec.maximum() / original
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factor = spec.extension()
+    return math.sqrt(1 + math.log(factor) / math.log(spec.original_maximum())) if factor > 1 else 1.0
 
 
 def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
@@ -198,16 +190,10 @@ def _dynamic(spec: RopeSpec) -> Tensor:
 def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
     """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
     factor, maximum = spec["factor"], spec.maximum()
-    stretch = factor * length.clamp(min=maximum).float() / maximum - (
-        factor - 1
-    )  # fp32, whatever torch's default dtype is
+    stretch = factor * length.clamp(min=maximum).float() / maximum - (factor - 1)
     theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=length.device) / spec.dim
     return torch.where((length > maximum)[..., None], 1.0 / theta[..., None] ** exponent, inv_freq[0])
-
-
-def _one(spec: RopeSpec) -> float:
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -216,14 +202,15 @@ class RopeType:
 
     Attributes:
         frequencies: Function of the spec; returns inverse frequencies `[D/2]`, or `[R, D/2]` for several tables.
-        attention_factor: Function of the spec; returns the factor of cos and sin.
+        attention_factor: Function of the spec; returns the factor of cos and sin, unless the parameters give
+            `attention_factor`. None: 1.
         by_length: Function of the spec, the tables `[R, D/2]` and the length of each token's sequence `[T]`; returns
             `[T, D/2]`. None: frequencies do not depend on the length.
         whole_head: The tables cover all head dims, for any partial rotary factor.
     """
 
     frequencies: Callable[[RopeSpec], Tensor]
-    attention_factor: Callable[[RopeSpec], float] = _one
+    attention_factor: Callable[[RopeSpec], float] | None = None
     by_length: Callable[[RopeSpec, Tensor, Tensor], Tensor] | None = None
     whole_head: bool = False
 
@@ -237,6 +224,4 @@ ROPE_TYPES: dict[str, RopeType] = {
     "longrope": RopeType(_longrope, _longrope_attention_factor, _longrope_by_length),
     "proportional": RopeType(_proportional, whole_head=True),
 }
-# Names in older configs.
-ROPE_TYPES["mrope"] = ROPE_TYPES["default"]
-ROPE_TYPES["su"] = ROPE_TYPES["longrope"]
+ROPE_TYPES["su"] = ROPE_TYPES["longrope"]  # the name in older configs

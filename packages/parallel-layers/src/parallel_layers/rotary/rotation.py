@@ -56,7 +56,7 @@ def rotate_queries_and_keys(
 ) -> tuple[Tensor, Tensor]:
     """Apply `apply_rotary` to `[T, Q, head_dim]` and `[T, K, head_dim]`; on CUDA one kernel each way."""
     if use_triton(q_TQD, k_TKD, cos_TD, sin_TD):
-        return fused_rotary(q_TQD, k_TKD, cos_TD, sin_TD, interleaved=interleaved)
+        return fused_rotary(q_TQD, k_TKD, cos_TD, sin_TD, interleaved)
     q, k = (apply_rotary(x, cos_TD, sin_TD, interleaved=interleaved) for x in (q_TQD, k_TKD))
     return q, k
 
@@ -64,11 +64,8 @@ def rotate_queries_and_keys(
 def split_and_rotate(
     qkv_TND: Tensor, num_kv_heads: int, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection `[T, Q + 2K, head_dim]` into queries, keys, values, and rotate queries and keys.
-
-    On CUDA this is one kernel each way.
-    """
+    """Split `[T, Q + 2K, head_dim]` into queries, keys and values, and rotate queries and keys; on CUDA one kernel."""
     if use_triton(qkv_TND, cos_TD, sin_TD):
-        return fused_split_and_rotary(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved=interleaved)
+        return fused_split_and_rotary(qkv_TND, num_kv_heads, cos_TD, sin_TD, interleaved)
     q, k, v = qkv_TND.split([qkv_TND.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     return *rotate_queries_and_keys(q, k, cos_TD, sin_TD, interleaved=interleaved), v
