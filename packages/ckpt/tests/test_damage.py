@@ -75,14 +75,14 @@ def pickle(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "truncated": (truncate, (".safetensors is truncated", "copy or download it again")),
-    "overlap": (shift(-4), (NORM, "overlaps the tensor before it")),
-    "out of range": (shift(1 << 40), (NORM, "leaves a hole before it")),
-    "overflow": (lie(shape=[2**31, 2**31, 2**31]), (NORM, "more elements than any file can hold")),
-    "offsets beyond 64 bits": (lie(data_offsets=[0, 2**64]), (NORM, "they must be [begin, end]")),
+    "truncated": (truncate, (".safetensors is damaged or truncated", "copy or download it again")),
+    "overlap": (shift(-4), ("invalid offset for tensor `", "damaged")),
+    "out of range": (shift(1 << 40), (f"invalid offset for tensor `{NORM}`",)),
+    "overflow": (lie(shape=[2**31, 2**31, 2**31]), ("overflow computing buffer size",)),
+    "offsets beyond 64 bits": (lie(data_offsets=[0, 2**64]), ("invalid JSON in header",)),
     "duplicate keys": (name_twice, (f"the key '{NORM}' appears twice",)),
-    "unknown dtype": (lie(dtype="F31"), (NORM, "has dtype 'F31'")),
-    "dtype of another size": (lie(dtype="F64"), (NORM, "needs 256 bytes")),
+    "unknown dtype": (lie(dtype="F31"), ("unknown variant `F31`",)),
+    "dtype of another size": (lie(dtype="F64"), ("invalid shape, data type, or offset",)),
     "integers for weights": (count_in_integers, (NORM, "torch.int32", "floating-point")),
     "an index naming a missing file": (point("model-9.safetensors"), ("model-9.safetensors is missing", HEAD)),
     "a path that escapes": (point("../model.safetensors"), ("'../model.safetensors', outside the folder",)),
@@ -146,7 +146,7 @@ def test_a_truncated_file_of_ours_is_refused_on_every_rank(
     first, second = ranks.run(load_saved_as_rank, str(source), str(folder), kind, world=2, timeout=10)
     # A rank that another one tells of it names that rank.
     assert second in (first, f"rank 0: {first}")
-    assert f"{victim.name} is truncated" in first
+    assert f"{victim.name} is damaged or truncated" in first
 
 
 class Runs:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckpt.files.header import build_header, parse_header, read_header
+from ckpt.files.header import build_header, read_header
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
@@ -49,27 +50,31 @@ def test_the_library_reads_what_is_built(tmp_path: Path) -> None:
 
 
 LIES: dict[str, tuple[Any, str]] = {
-    "not json": (b"{", "not valid JSON"),
-    "not utf-8": (b'{"\xff": 1}', "not valid JSON"),
-    "an array": ([], "not a JSON object"),
-    "deep": (b"[" * 100_000, "not valid JSON"),
-    "duplicate key": (b'{"a": {"dtype": "F32"}, "a": {}}', "'a' appears twice"),
-    "metadata": ({"__metadata__": {"a": 1}}, "__metadata__"),
-    "fields": ({"a": {"dtype": "F32", "shape": [2, 3]}}, "'a' must have"),
-    "dtype": ({"a": {**GOOD["a"], "dtype": "F31"}}, "'F31'"),
-    "negative size": ({"a": {**GOOD["a"], "shape": [-2, -3]}}, "shape"),
-    "boolean size": ({"a": {**GOOD["a"], "shape": [True, 6]}}, "shape"),
-    "overflow": ({"a": {**GOOD["a"], "shape": [2**40, 2**40]}}, "more elements"),
-    "huge number": (b'{"a": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 24]}}', "a"),
-    "wrong length": ({"a": {**GOOD["a"], "data_offsets": [0, 20]}}, "needs 24 bytes"),
-    "backwards": ({"a": {**GOOD["a"], "data_offsets": [24, 0]}}, "needs 24 bytes"),
-    "out of range": ({"a": {**GOOD["a"], "data_offsets": [8, 32]}}, "hole"),
-    "overlap": (
-        {**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [20, 24]}},
-        "'b' overlaps the tensor before it",
+    "not json": (b"{", "invalid JSON"),
+    "not utf-8": (b'{"\xff": 1}', "invalid UTF-8"),
+    "an array": ([], "invalid type: sequence"),
+    "deep": (b"[" * 100_000, "invalid JSON"),
+    "duplicate key": (
+        json.dumps(GOOD)[:-1].encode() + b', "a": ' + json.dumps(GOOD["a"]).encode() + b"}",
+        "'a' appears",
     ),
-    "too much data": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "longer than its header says"),
-    "truncated": ({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}, "truncated"),
+    "metadata": ({"__metadata__": {"a": 1}}, "expected a string"),
+    "fields": ({"a": {"dtype": "F32", "shape": [2, 3]}}, "missing field `data_offsets`"),
+    "dtype": ({"a": {**GOOD["a"], "dtype": "F31"}}, "F31"),
+    "a dtype that torch lacks": ({"a": {"dtype": "F4", "shape": [48], "data_offsets": [0, 24]}}, "'a' has dtype 'F4'"),
+    "negative size": ({"a": {**GOOD["a"], "shape": [-2, -3]}}, "integer `-2`"),
+    "boolean size": ({"a": {**GOOD["a"], "shape": [True, 6]}}, "boolean `true`"),
+    "overflow": ({"a": {**GOOD["a"], "shape": [2**40, 2**40]}}, "overflow"),
+    "huge number": (
+        b'{"a": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 24]}}',
+        "out of range",
+    ),
+    "wrong length": ({"a": {**GOOD["a"], "data_offsets": [0, 20]}}, "invalid shape, data type, or offset"),
+    "backwards": ({"a": {**GOOD["a"], "data_offsets": [24, 0]}}, "invalid offset for tensor `a`"),
+    "out of range": ({"a": {**GOOD["a"], "data_offsets": [8, 32]}}, "invalid offset for tensor `a`"),
+    "overlap": ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [20, 24]}}, "tensor `b`"),
+    "too much data": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "not fully covered"),
+    "truncated": ({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}, "is damaged or truncated"),
 }
 
 
@@ -93,7 +98,7 @@ def test_missing_and_tiny_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         read_header(tmp_path / "none.safetensors")
     (tmp_path / "tiny.safetensors").write_bytes(b"1234")
-    with pytest.raises(ValueError, match="truncated: 4 bytes"):
+    with pytest.raises(ValueError, match="truncated"):
         read_header(tmp_path / "tiny.safetensors")
 
 
@@ -111,37 +116,34 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
-@given(st.dictionaries(st.text(max_size=5), entries | json_values, max_size=4), st.integers(0, 200))
-def test_any_json_is_accepted_consistently_or_refused(header: dict[str, Any], data: int) -> None:
-    raw = json.dumps(header).encode()
-    check(raw, data)
+JSON = st.dictionaries(st.text(max_size=5), entries | json_values, max_size=4).map(
+    lambda value: json.dumps(value).encode()
+)
 
 
-@settings(max_examples=300)
-@given(st.binary(max_size=200), st.integers(0, 64))
-def test_any_bytes_are_accepted_consistently_or_refused(raw: bytes, data: int) -> None:
-    check(raw, data)
-
-
-@settings(max_examples=300)
-@given(st.data())
-def test_a_good_header_with_some_bytes_changed_is_accepted_consistently_or_refused(data: st.DataObject) -> None:
+@st.composite
+def changed_headers(draw: st.DrawFn) -> bytes:
+    """A good header of 32 bytes of data with some bytes changed."""
     raw = bytearray(json.dumps({**GOOD, "b": {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]}}).encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    check(bytes(raw), 32)
+    for _ in range(draw(st.integers(1, 4))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw)
 
 
-def check(raw: bytes, data: int) -> None:
+@settings(max_examples=300)
+@given(JSON | st.binary(max_size=200) | changed_headers(), st.integers(0, 64) | st.just(32))
+def test_any_header_is_accepted_consistently_or_refused(raw: bytes, data: int) -> None:
     """Either a ValueError, or tensors that tile the data exactly."""
     start = time.monotonic()
-    size = 8 + len(raw) + data
-    try:
-        header = parse_header(raw, size, "file", 0)
-    except ValueError:
-        return
-    finally:
-        assert time.monotonic() - start < 5
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            header = read_header(write(Path(folder) / "x.safetensors", raw, data))
+        except ValueError:
+            return
+        finally:
+            assert time.monotonic() - start < 5
     assert sum(info.nbytes for info in header.tensors.values()) == data
-    assert all(8 + len(raw) <= info.offset <= info.offset + info.nbytes <= size for info in header.tensors.values())
+    end = 8 + len(raw)
+    for info in header.tensors.values():
+        assert info.offset == end
+        end += info.nbytes

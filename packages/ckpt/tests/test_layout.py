@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt import Block, Grid, Place, layout_for
-from ckpt.layout.blocks import local_block
+from ckpt.layout.blocks import SizedRow
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -207,36 +207,28 @@ MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe
 @pytest.mark.parametrize(
     ("config", "missing", "where"),
     [
-        (LLAMA, "model.layers.{i}.self_attn.o_proj.weight", "everywhere"),
-        (LLAMA, "model.layers.{i}.self_attn.o_proj.weight", "tp rank 1"),
+        (LLAMA, "model.layers.0.self_attn.o_proj.weight", "everywhere"),
+        (LLAMA, "model.layers.0.self_attn.o_proj.weight", "tp rank 1"),
         (LLAMA, "model.norm.weight", "everywhere"),
         (LLAMA, "lm_head.weight", "tp rank 1"),
-        (MOE, "model.layers.{i}.mlp.experts.3.gate_proj.weight", "everywhere"),
-        (MOE, "model.layers.{i}.mlp.experts.3.gate_proj.weight", "tp rank 1"),
+        (MOE, "model.layers.0.mlp.experts.3.gate_proj.weight", "everywhere"),
+        (MOE, "model.layers.0.mlp.experts.3.gate_proj.weight", "tp rank 1"),
     ],
 )
 @pytest.mark.parametrize("target", ["parallel", "megatron"])
 def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
     target: Any, config: dict[str, Any], missing: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def incomplete(row: Any, place: Place, *model: Any) -> Iterator[tuple[str, Block]]:
-        for name, block in local_block(row, place, *model):
+    local = SizedRow.local
+
+    def incomplete(row: SizedRow, place: Place, *layer: int) -> Iterator[tuple[str, Block]]:
+        for name, block in local(row, place, *layer):
             if missing not in block.names or (where == "tp rank 1" and place.tp[0] != 1):
                 yield name, block
 
     layout_for(config, target).at(Place(tp=(0, 2)))
-    monkeypatch.setattr("ckpt.layout.model_layout.local_block", incomplete)
+    monkeypatch.setattr(SizedRow, "local", incomplete)
     # The whole block goes, and with it the experts that are stacked with this one; the first of them is named.
     first = missing.replace("experts.3", "experts.0") if target == "parallel" else missing
     with pytest.raises(ValueError, match=rf"not hold every element of {re.escape(first)} \(.* is covered 0 times"):
         layout_for(config, target).at(Place(tp=(0, 2)))
-
-
-def test_a_tensor_that_the_row_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(row: Any, place: Place, *model: Any) -> Iterator[tuple[str, Block]]:
-        for name, block in local_block(row, place, *model):
-            yield name, Block.whole("odd", block.shape) if name == "model.norm.weight" else block
-
-    monkeypatch.setattr("ckpt.layout.model_layout.local_block", odd)
-    with pytest.raises(ValueError, match=r"holds odd, which is none of the tensors of its row \['model.norm.weight'\]"):
-        layout_for(LLAMA).at(Place())

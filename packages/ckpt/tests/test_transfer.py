@@ -26,7 +26,6 @@ from ckpt import (
     save_hf,
     stream_hf,
 )
-from ckpt.files.boxio import FileForWriting
 from ckpt.transfer.exchange import plan_moves
 
 Checkpoints = Callable[..., Path]
@@ -241,10 +240,9 @@ def save_in_buckets(
         messages.append((input.nbytes, output.nbytes))
         return all_to_all(output, input, *args, **options)
 
-    class Recorded(FileForWriting):
-        def __init__(self, path: Path, **options: bool) -> None:
-            opened.append(path.name)
-            super().__init__(path, **options)
+    def recorded(path: Path, *args: Any, **options: Any) -> Any:
+        opened.append(path.name)
+        return open(path, *args, **options)
 
     def refused(*args: Any, **options: Any) -> None:
         raise AssertionError("a tensor travels by another call")
@@ -252,7 +250,7 @@ def save_in_buckets(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.transfer.save._can_write", lambda folder, plan: group.rank() in writers)
         patch.setattr("ckpt.transfer.save.plan_moves", functools.partial(plan_moves, bucket_bytes=bucket_bytes))
-        patch.setattr("ckpt.transfer.save.FileForWriting", Recorded)
+        patch.setattr("ckpt.transfer.save.open", recorded, raising=False)
         patch.setattr(dist, "all_to_all_single", recording)
         for name in ("send", "isend", "broadcast", "gather", "all_gather_into_tensor"):
             patch.setattr(dist, name, refused)

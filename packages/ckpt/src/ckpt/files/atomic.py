@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -23,19 +24,11 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.files.contents import entries, foreign, is_known, kind_of
+from ckpt.files.contents import entries, foreign, is_known
+from ckpt.files.disk import sync
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def check_target(target: Path) -> None:
@@ -50,12 +43,9 @@ def check_target(target: Path) -> None:
     if os.path.ismount(target):
         raise ValueError(f"{target} is a mount point, which cannot be replaced; save into a folder below it")
     held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
-    if not held:
-        return
-    kind = kind_of(target)
-    if kind is None:
+    others = foreign(target) if held else []
+    if others is None:
         raise ValueError(f"{target} exists and is no checkpoint ({held[:3]}); choose another path or empty it")
-    others = foreign(target, kind)
     if others:
         raise ValueError(
             f"{target} holds more than a checkpoint, {others[:5]} ({len(others)} in all), which a save in its place "
@@ -70,30 +60,25 @@ class FolderWriter:
         self.target = Path(os.path.abspath(target))
         check_target(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        prefix = f".{self.target.name}.saving-"
+        remove_abandoned(self.target.parent.glob(f"{glob.escape(prefix)}*"))
+        # Where folders cannot change places, the old one lies here between two renames.
+        self._previous = self.target.with_name(f".{self.target.name}.previous")
+        if self._previous.is_dir():
+            if self.target.exists():
+                remove_checkpoint(self._previous, self.target)
+            else:
+                os.rename(self._previous, self.target)
         self._found = _inode(self.target)
         self._held = set(entries(self.target)) if self._found else set()
         self._committed = False
-        self.path = self.target.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
+        self.path = self.target.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
         # The new version of a private folder must be private from its first byte on.
         self.path.mkdir(0o700 if self._found else 0o777)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Some network file systems have no locks; there no folder counts as abandoned.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    @property
-    def _prefix(self) -> str:
-        return f".{self.target.name}.saving-"
-
-    def _remove_leftovers(self) -> None:
-        remove_abandoned(self.target.parent.glob(f"{_escape(self._prefix)}*"))
-        previous = self.target.with_name(f".{self.target.name}.previous")
-        if previous.is_dir():
-            if self.target.exists():
-                remove_checkpoint(previous, self.target)
-            else:
-                os.rename(previous, self.target)
 
     def __enter__(self) -> Path:
         return self.path
@@ -114,10 +99,10 @@ class FolderWriter:
         """
         if self.target.is_dir():
             _take_modes(self.path, self.target)
-        sync_folder(self.path)
+        sync(self.path)
         with contextlib.ExitStack() as undo:
             replaced = self._put_in_place(undo)
-            sync_folder(self.target.parent)
+            sync(self.target.parent)
             undo.pop_all()
             self._committed = True
         if replaced is not None:
@@ -135,12 +120,11 @@ class FolderWriter:
         if _exchange(self.path, self.target):
             undo.callback(_exchange, self.path, self.target)
             return self.path
-        previous = self.target.with_name(f".{self.target.name}.previous")
-        os.rename(self.target, previous)
-        undo.callback(os.rename, previous, self.target)
+        os.rename(self.target, self._previous)
+        undo.callback(os.rename, self._previous, self.target)
         os.rename(self.path, self.target)
         undo.callback(os.rename, self.target, self.path)
-        return previous
+        return self._previous
 
     def discard(self) -> None:
         """Remove the temporary folder; the target stays as it was."""
@@ -227,10 +211,6 @@ def take_mode(path: Path, like: os.stat_result) -> None:
             mode = (mode & ~0o2070) | (mode & 0o007) << 3
     if stat.S_IMODE(os.stat(path).st_mode) != mode:
         os.chmod(path, mode)
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
 def _is_in_use(leftover: Path) -> bool:

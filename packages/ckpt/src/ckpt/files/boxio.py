@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -81,25 +80,6 @@ class StagingPool:
         return self._stagings[device]
 
 
-class FileForWriting:
-    """An existing file, opened for writing at offsets; synced (unless `sync=False`) and closed at the end."""
-
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
-        self._path = path
-        self._sync = sync
-
-    def __enter__(self) -> int:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        return self._fd
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None and self._sync:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-
-
 def view_of(tensor: Tensor, box: Box) -> Tensor:
     """Return the part of a tensor that a box covers, as a view."""
     for dim, (start, stop) in enumerate(box):
@@ -159,10 +139,6 @@ def _memory(view: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(view.data_ptr())).cast("B")
 
 
-def _is_direct(view: Tensor, info: TensorInfo) -> bool:
-    return view.device.type == "cpu" and view.dtype == info.dtype
-
-
 def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
     """Return the part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
     side."""
@@ -185,7 +161,7 @@ def read_box(
     Raises:
         ValueError: The file ended early, or a value is too large for the destination's type; names the tensor `name`.
     """
-    if _is_direct(destination, info):
+    if (destination.device.type, destination.dtype) == ("cpu", info.dtype):
         _move(os.preadv, fd, info, box, destination, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
@@ -202,7 +178,7 @@ def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Stag
     Raises:
         OSError: The disk is full, or the file cannot be written.
     """
-    if _is_direct(source, info):
+    if (source.device.type, source.dtype) == ("cpu", info.dtype):
         _move(os.pwritev, fd, info, box, source, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):

@@ -1,10 +1,9 @@
 """The names of a checkpoint's files: those that saves write, and those that saves copy from another checkpoint.
 
-A save never replaces a folder that holds any other file."""
+A save never replaces a folder that holds any other file.
+"""
 
 import fnmatch
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = "config.json"
@@ -40,23 +39,18 @@ COMPANIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of checkpoint folder: it has a file of `marks`, and may have files of `others`."""
-
-    marks: tuple[str, ...]
-    others: tuple[str, ...]
-
-
-# The kinds in the order in which they are tried: a Hugging Face checkpoint, a sharded one, a training checkpoint, and a
-# folder that has a configuration but no weights yet.
+# The kinds of checkpoint folders, in the order in which they are tried: a Hugging Face checkpoint, a sharded one, a
+# training checkpoint, and a configuration without weights. A folder of a kind has a file of the first patterns, and may
+# have files of the others.
 KINDS = (
-    Kind((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
-    Kind(("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
-    Kind(("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
-    Kind((CONFIG,), COMPANIONS),
+    ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
+    (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
+    (("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
+    ((CONFIG,), COMPANIONS),
 )
-_KNOWN = tuple(pattern for kind in KINDS for pattern in (*kind.marks, *kind.others))
+_KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *others))
+# The folders inside a checkpoint's folder.
+_FOLDERS = {pattern.partition("/")[0] for pattern in COMPANIONS if "/" in pattern}
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -85,45 +79,31 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         )
 
 
-def matching(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Return the files in a folder, and those in its folders that a pattern names, that match one of the patterns."""
-    return [name for name in _names(folder, patterns) if _matches(name, patterns)]
-
-
-def kind_of(folder: Path) -> Kind | None:
-    """Return a folder's kind; None where the folder is no checkpoint."""
-    names = list(_names(folder, ()))
-    return next((kind for kind in KINDS if any(_matches(name, kind.marks) for name in names)), None)
-
-
-def foreign(folder: Path, kind: Kind) -> list[str]:
-    """Return the entries of a folder that no checkpoint of this kind has; folders end in a slash."""
-    patterns = (*kind.marks, *kind.others)
-    return [name for name in _names(folder, patterns) if not _matches(name, patterns)]
-
-
 def entries(folder: Path) -> list[str]:
     """Return a folder's files, the entries of folders that checkpoints have, and other folders with a slash."""
-    return list(_names(folder, _KNOWN))
+    names = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and entry.name in _FOLDERS:
+            names += [f"{entry.name}/{inner.name}{'/' * inner.is_dir()}" for inner in sorted(entry.iterdir())]
+        else:
+            names.append(entry.name + "/" * entry.is_dir())
+    return names
+
+
+def foreign(folder: Path) -> list[str] | None:
+    """Return the entries of a folder that no checkpoint of its kind has; None where the folder is no checkpoint."""
+    names = entries(folder)
+    for marks, others in KINDS:
+        if any(matches(name, marks) for name in names):
+            return [name for name in names if not matches(name, (*marks, *others))]
+    return None
 
 
 def is_known(name: str) -> bool:
     """Return whether an entry has the name of a file that some kind of checkpoint has."""
-    return _matches(name, _KNOWN)
+    return matches(name, _KNOWN)
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    # A wildcard does not match a slash.
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether an entry's name fits one of the patterns, in which a wildcard does not match a slash."""
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _names(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Yield the entries of a folder in order; a folder that a pattern names is replaced by its entries."""
-    known = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
-    for entry in sorted(folder.iterdir()):
-        if not entry.is_dir():
-            yield entry.name
-        elif entry.name in known:
-            yield from (f"{entry.name}/{inner.name}{'/' * inner.is_dir()}" for inner in sorted(entry.iterdir()))
-        else:
-            yield f"{entry.name}/"

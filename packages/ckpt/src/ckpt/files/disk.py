@@ -1,4 +1,4 @@
-"""Explain a full disk: which folder, how many bytes the save needs, and how many are free."""
+"""Sync files to the disk, and explain a full disk."""
 
 import contextlib
 import errno
@@ -6,6 +6,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

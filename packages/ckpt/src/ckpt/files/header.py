@@ -1,30 +1,37 @@
-"""The header of a safetensors file, read strictly and written.
+"""Read and write the header of a safetensors file.
 
 A file is 8 bytes (little-endian header length), a JSON object `{name: {"dtype", "shape", "data_offsets"}}` with an
 optional `"__metadata__"` of strings, and the tensors' bytes without holes. Offsets count from the end of the header.
 Specification: https://huggingface.co/docs/safetensors (format).
 
-The reader checks every number against the file's size before it reads at that offset.
+The metadata entry `ckpt.checksums` is a JSON object: tensor name -> "CRC DTYPE SHAPE", such as "1c291ca3 BF16 32x48",
+with the CRC-32 of the tensor's bytes in 8 hexadecimal digits. A save writes zeros first, and fills in the checksums of
+the bytes in the file at the end. `read_header` compares names, dtypes and shapes with the entry;
+`ckpt.files.tensor_bytes` compares the bytes on request.
 """
 
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from ckpt.files.checksums import read_checksums
 from ckpt.files.contents import refuse_pointer
 from ckpt.files.dtypes import DTYPES, dtype_name
 from ckpt.layout.pieces import Shape
 
-MAX_HEADER_BYTES = 100_000_000
-MAX_DIMS = 64
-_MAX_NUMEL = 1 << 62
+_MAX_HEADER_BYTES = 100_000_000
+_CHECKSUMS = "ckpt.checksums"
+_CHECKSUM = re.compile(r"([0-9a-f]{8}) (.*)")
+_UNKNOWN = "0" * 8
+
+Kinds = Mapping[str, tuple[torch.dtype, Shape]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,119 +68,98 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check a file's header.
+    """Read a file's header; safetensors checks every number in the header against the file's size.
 
     Raises:
         ValueError: The file is missing, truncated or longer than its header says, or the header is inconsistent or
-            disagrees with the recorded checksums; names the file, the tensor and the values.
+            disagrees with the recorded checksums; names the file and, where safetensors does, the tensor.
     """
     try:
         with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            size = stat.st_size
-            if size < 8:
-                raise ValueError(f"{path} is truncated: {size} bytes hold no safetensors header")
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
             start = file.read(32)
             refuse_pointer(path, start)
-            length = int.from_bytes(start[:8], "little")
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(
-                    f"{path} is truncated or no safetensors file: its header claims {length} bytes, the file has {size}"
-                )
+            with safe_open(path, "np"):
+                pass  # opening the file checks the header
             file.seek(8)
-            raw = file.read(length)
+            raw = file.read(int.from_bytes(start[:8], "little"))
     except FileNotFoundError:
         what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
         raise ValueError(f"{path} {what}; download or copy the missing file into the folder") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_header(raw, size, str(path), stat.st_mtime_ns)
-
-
-def parse_header(raw: bytes, size: int, path: str, modified_ns: int) -> Header:
-    """Check a header's JSON against the size of its file.
-
-    Raises:
-        ValueError: As `read_header`.
-    """
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or truncated: {error!s:.300}; copy or download it again") from None
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: its header is not valid JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path}: its header is {type(entries).__name__}, not a JSON object")
+        entries = json.loads(raw, object_pairs_hook=_without_duplicates)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or download it again") from None
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ must map strings to strings, found {metadata!r:.200}")
-    start = 8 + len(raw)
-    tensors = {name: _tensor_info(path, name, entry, start) for name, entry in entries.items()}
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-    end = start
-    for name, info in ordered.items():
-        if info.offset != end:
-            what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-            raise ValueError(
-                f"{path}: tensor {name!r} {what}: it begins at {info.offset - start}, expected {end - start}"
-            )
-        end += info.nbytes
-    if end != size:
-        what = "truncated" if end > size else "longer than its header says"
-        raise ValueError(
-            f"{path} is {what}: its tensors end at byte {end}, the file has {size}; copy or download it again"
-        )
-    kinds = {name: (info.dtype, info.shape) for name, info in ordered.items()}
-    return Header(ordered, metadata, start, modified_ns, read_checksums(path, metadata, kinds))
+    length = 8 + len(raw)
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}")
+        tensors[name] = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]), length + entry["data_offsets"][0])
+    return Header(tensors, metadata, length, modified_ns, _read_checksums(path, metadata, tensors))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} appears twice")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears twice")
     return result
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not allowed")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_NUMEL
-
-
-def _tensor_info(path: str, name: str, entry: object, start: int) -> TensorInfo:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{path}: tensor {name!r} must have dtype, shape and data_offsets, found {entry!r:.200}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path}: tensor {name!r} has dtype {dtype!r:.100}; known: {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
-        raise ValueError(f"{path}: tensor {name!r} has shape {shape!r:.200}; it must be a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise ValueError(f"{path}: tensor {name!r} has data_offsets {offsets!r:.200}; they must be [begin, end]")
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
-    if not _is_size(needed):
-        raise ValueError(f"{path}: tensor {name!r} of shape {shape} has more elements than any file can hold")
-    if offsets[1] - offsets[0] != needed:
+def _read_checksums(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Return the recorded checksums by tensor name, after comparing names, dtypes and shapes with the file's."""
+    if _CHECKSUMS not in metadata:
+        return {}
+    try:
+        entry = json.loads(metadata[_CHECKSUMS])
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
         raise ValueError(
-            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {needed} bytes, "
-            f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
+            f"{path}: {_CHECKSUMS} in its metadata is no map of names to checksums; restore the file from a copy"
         )
-    return TensorInfo(DTYPES[dtype], tuple(shape), start + offsets[0])
+    sums: dict[str, str] = {}
+    for name in {**tensors, **entry}:
+        found = _CHECKSUM.fullmatch(str(entry.get(name)))
+        held = _kind(tensors[name].dtype, tensors[name].shape) if name in tensors else "not there"
+        if found is None or found[2] != held:
+            raise ValueError(
+                f"{path}: tensor {name!r} is {held}, its recorded checksum {entry.get(name, 'is missing')!r:.200}; the "
+                "header is damaged: restore the file from a copy"
+            )
+        sums[name] = found[1]
+    return sums
+
+
+def _kind(dtype: torch.dtype, shape: Shape) -> str:
+    return f"{dtype_name(dtype)} {'x'.join(map(str, shape))}"
 
 
 def build_header(
-    tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]
+    tensors: Kinds, metadata: Mapping[str, str], sums: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorInfo], int]:
     """Lay out a file: its header, and the place of each tensor.
 
     Wider dtypes come first, so that every tensor is aligned to its dtype. Spaces pad the header to 8 bytes.
 
+    Args:
+        tensors: Name -> dtype and shape.
+        metadata: Strings by name.
+        sums: The checksum of each tensor; None writes zeros in their place, in a header of the same length.
+
     Returns:
         The bytes before the tensors, each tensor's place in the file, and the size of the whole file.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    texts = {name: f"{_UNKNOWN if sums is None else sums[name]} {_kind(*kind)}" for name, kind in tensors.items()}
+    record = {_CHECKSUMS: json.dumps(texts, separators=(",", ":"), sort_keys=True)}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **record}}
     position = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         end = position + math.prod(shape) * dtype.itemsize
@@ -181,8 +167,8 @@ def build_header(
         position = end
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
-    if len(raw) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {len(raw)} bytes is over the limit of {MAX_HEADER_BYTES}; use smaller shards")
+    if len(raw) > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(raw)} bytes is over the limit of {_MAX_HEADER_BYTES}; use smaller shards")
     prefix = len(raw).to_bytes(8, "little") + raw
     infos = {
         name: TensorInfo(dtype, tuple(shape), len(prefix) + entries[name]["data_offsets"][0])

@@ -1,11 +1,11 @@
 """Compute the checksums of tensors in files, and compare their bytes."""
 
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ckpt.files.disk import sync
 from ckpt.files.header import Header, TensorInfo
 
 # Small enough for the processor's cache: the checksum then reads from the cache.
@@ -46,19 +46,11 @@ def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple
         OSError: The disk is full, or a file cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
-        syncs = [pool.submit(_sync, folder / file) for file in files]
+        syncs = [pool.submit(sync, folder / file) for file in files]
         sums = {name: pool.submit(crc32, folder / file, info) for name, (file, info) in tensors.items()}
-        for sync in syncs:
-            sync.result()
+        for done in syncs:
+            done.result()
         return {name: value.result() for name, value in sums.items()}
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def check_bytes(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) -> None:

@@ -6,13 +6,13 @@ would not do: some network file systems change them.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
-def require_unchanged(files: Mapping[Path, int]) -> None:
-    """Refuse files that have been written or replaced since `files` was made.
+@contextlib.contextmanager
+def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
+    """Check, after reading, that no file was replaced; a replaced file takes precedence over any other error.
 
     Args:
         files: The time of each file's last change (`st_mtime_ns`), taken before the file was read.
@@ -20,26 +20,14 @@ def require_unchanged(files: Mapping[Path, int]) -> None:
     Raises:
         ValueError: A file has changed; names the first.
     """
-    for path, modified_ns in files.items():
-        try:
-            same = os.stat(path).st_mtime_ns == modified_ns
-        except FileNotFoundError:
-            same = False
-        if not same:
+    try:
+        yield
+    finally:
+        for path, modified_ns in files.items():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime_ns == modified_ns:
+                    continue
             raise ValueError(
                 f"{path} was replaced while it was read, so that the tensors may be of two versions; "
                 "read again once nothing is saved there"
             )
-
-
-@contextlib.contextmanager
-def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
-    """Check, after reading, that no file was replaced; a replaced file takes precedence over any other error.
-
-    Raises:
-        ValueError: As `require_unchanged`.
-    """
-    try:
-        yield
-    finally:
-        require_unchanged(files)

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from ckpt.files.atomic import sync_folder
-from ckpt.files.boxio import FileForWriting
-from ckpt.files.checksums import checksum_entry
-from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, matching
+from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matches
+from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo, build_header
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
@@ -54,16 +52,15 @@ class FilePlan:
 
     def __post_init__(self) -> None:
         for file, shard in self.contents.items():
-            room = {**self.metadata, **checksum_entry(shard)}
-            self.prefixes[file], infos, self.sizes[file] = build_header(shard, room)
+            self.prefixes[file], infos, self.sizes[file] = build_header(shard, self.metadata)
             self.tensors.update({name: (file, info) for name, info in infos.items()})
 
     def record_checksums(self, folder: Path, sums: Mapping[str, str]) -> None:
         """Write the checksums into the headers of files that are otherwise complete, and sync the files."""
         for file, shard in self.contents.items():
-            filled = {**self.metadata, **checksum_entry(shard, sums)}
-            with FileForWriting(folder / file) as fd:
-                os.pwrite(fd, build_header(shard, filled)[0], 0)
+            with open(folder / file, "r+b", buffering=0) as opened:
+                os.pwrite(opened.fileno(), build_header(shard, self.metadata, sums)[0], 0)
+                os.fsync(opened.fileno())
 
     def complete(self, folder: Path) -> None:
         """Sync the files, after all tensors are written, and record the checksums.
@@ -74,22 +71,9 @@ class FilePlan:
         self.record_checksums(folder, sync_and_sum(folder, self.contents, self.tensors))
 
     @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for _, info in self.tensors.values())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(self.sizes.values())
-
-    def index(self) -> dict[str, Any]:
-        """Return the index of a sharded checkpoint."""
-        parameters = sum(math.prod(info.shape) for _, info in self.tensors.values())
-        return {
-            "metadata": {"total_parameters": parameters, "total_size": self.data_bytes},
-            "weight_map": {name: file for name, (file, _) in sorted(self.tensors.items())},
-        }
 
 
 def parse_size(size: int | str) -> int:
@@ -137,23 +121,17 @@ def create_files(folder: Path, plan: FilePlan) -> None:
         OSError: There is no room.
     """
     for file, prefix in plan.prefixes.items():
-        fd = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            _reserve(fd, plan.sizes[file])
+        with open(folder / file, "xb", buffering=0) as opened:
+            fd = opened.fileno()
+            try:
+                os.posix_fallocate(fd, 0, plan.sizes[file])
+            except OSError as error:
+                # Some file systems cannot reserve blocks.
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(fd, plan.sizes[file])
             os.pwrite(fd, prefix, 0)
             os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Give a file its size, and its blocks where the file system can reserve them."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, size)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -178,14 +156,13 @@ def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLi
     folder, out = Path(source), Path(destination)
     if not folder.is_dir():
         raise ValueError(f"copy_from={folder} is no folder; pass the checkpoint whose tokenizer files are to be copied")
-    copies = {folder / name: out / name for name in matching(folder, COMPANIONS) if (folder / name).is_file()}
-    for file, copy in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-        with FileForWriting(copy):
-            pass  # leaving it syncs the copy
-    for parent in {copy.parent for copy in copies.values()}:
-        sync_folder(parent)
+    names = [name for name in entries(folder) if matches(name, COMPANIONS) and (folder / name).is_file()]
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, out / name)
+        sync(out / name)
+    for parent in {(out / name).parent for name in names}:
+        sync(parent)
 
 
 def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
@@ -230,4 +207,10 @@ def write_companions(folder: Path, plan: FilePlan, layout: Layout, config: Confi
         copy_companions(copy_from, folder)
     write_json(folder / CONFIG, saved_config(layout, config, plan))
     if len(plan.prefixes) > 1:
-        write_json(folder / INDEX, plan.index())
+        infos = [info for _, info in plan.tensors.values()]
+        sizes = {
+            "total_parameters": sum(math.prod(info.shape) for info in infos),
+            "total_size": sum(info.nbytes for info in infos),
+        }
+        weight_map = {name: file for name, (file, _) in sorted(plan.tensors.items())}
+        write_json(folder / INDEX, {"metadata": sizes, "weight_map": weight_map})

@@ -5,15 +5,16 @@ file, process group or device. `Layout.at(place)` gives a place's local tensors,
 """
 
 import dataclasses
+import functools
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt.files.folder import open_checkpoint
-from ckpt.layout.blocks import local_block, row_shapes
+from ckpt.layout.blocks import SizedRow
 from ckpt.layout.config import (
     Config,
     ConfigLike,
@@ -26,12 +27,11 @@ from ckpt.layout.config import (
     repetitions,
     text_config,
 )
-from ckpt.layout.families import ROLES, Family, Role, Row, Target, family_of
-from ckpt.layout.pieces import Block, Shape, distinct_cover_problem
+from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, family_of
+from ckpt.layout.pieces import Block, Box, Shape, cover_problem
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 from ckpt.layout.sizes import DoesNotDivide
 
-TARGETS: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
 
@@ -67,7 +67,6 @@ class Layout:
         layers: Layers of each pipeline chunk (see `place_layers`).
         vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
-        canonical: Every canonical tensor of the model, in the model's order.
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
@@ -81,8 +80,6 @@ class Layout:
     layers: LayerPlacement = None
     vocab_multiple: int = 1
     carried: Mapping[str, Shape] = field(default_factory=dict)
-    canonical: dict[str, Canonical] = field(init=False, repr=False, compare=False)
-    _text: Config = field(init=False, repr=False, compare=False)
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
     kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     _grids: set[Grid] = field(init=False, repr=False, compare=False, default_factory=set)
@@ -99,9 +96,8 @@ class Layout:
             )
         if self.vocab_multiple < 1:
             raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
-        object.__setattr__(self, "_text", text_config(self.config))
-        refuse_unread(self._text, self.family.fields, self.family.name)
-        absent = [row for row in self.family.rows if self._active(row) and not row.local_name(self.target)]
+        refuse_unread(self.text, self.family.fields, self.family.name)
+        absent = [row for row in self.family.rows if self._active(row) and not row.local_name(self.target, 0, 0)]
         if absent:
             names = ", ".join(name for row in absent for name in row.sources)
             raise ValueError(
@@ -113,22 +109,22 @@ class Layout:
                 f"num_hidden_layers={self.num_layers} with {self.num_experts} experts is more than any model has; "
                 "correct config.json"
             )
-        object.__setattr__(self, "canonical", dict(self._canonical()))
+        _ = self.canonical  # reading it checks the sizes
 
-    @property
+    @functools.cached_property
     def text(self) -> Config:
         """The language model's configuration with its defaults filled in."""
-        return self._text
+        return text_config(self.config)
 
-    @property
+    @functools.cached_property
     def num_layers(self) -> int:
         """The number of decoder layers."""
-        return integer(self._text, "num_hidden_layers")
+        return integer(self.text, "num_hidden_layers")
 
-    @property
+    @functools.cached_property
     def num_experts(self) -> int:
         """The number of routed experts; 0 for a dense model."""
-        return count_or_zero(self._text, "num_experts") if self.family.experts else 0
+        return count_or_zero(self.text, "num_experts") if self.family.experts else 0
 
     @property
     def tied(self) -> bool:
@@ -138,7 +134,7 @@ class Layout:
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer has experts."""
-        text = self._text
+        text = self.text
         if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
             return False
         if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
@@ -176,10 +172,6 @@ class Layout:
         """Return whether a local tensor is carried whole, without a known structure and dtype."""
         return any(self.canonical[name].carried for name in block.names)
 
-    def carrying(self, shapes: Mapping[str, Shape]) -> "Layout":
-        """Return this layout with other tensors that are carried whole."""
-        return dataclasses.replace(self, carried=dict(shapes))
-
     def missing_carried(self) -> list[str]:
         """Return the names of the vision tower's tensors that this layout does not carry.
 
@@ -202,77 +194,50 @@ class Layout:
         if row.when is None:
             return True
         negated, flag = row.when.startswith("not "), row.when.removeprefix("not ")
-        return self.family.flag(flag, self._text) != negated
+        return self.family.flag(flag, self.text) != negated
 
-    def _rows(self, where: str, layer: int | None = None) -> Iterator[Row]:
-        kind = None if layer is None else "moe" if self.is_moe(layer) else "dense"
-        for row in self.family.rows:
-            if row.where == where and row.layers in ("all", kind or "all") and self._active(row):
-                yield row
+    @functools.cached_property
+    def _rows(self) -> list[SizedRow]:
+        """The rows of this model's layers and of both of its ends."""
+        kinds = {"all", *("moe" if self.is_moe(layer) else "dense" for layer in range(self.num_layers))}
+        model = (self.family, self.target, self.text, self.num_experts, self.vocab_multiple)
+        return [SizedRow.of(row, *model) for row in self.family.rows if row.layers in kinds and self._active(row)]
 
-    def _canonical(self) -> Iterator[tuple[str, Canonical]]:
-        for row in self._rows("first"):
-            yield from self._row_canonical(row, None)
-        for layer in range(self.num_layers):
-            for row in self._rows("layers", layer):
-                yield from self._row_canonical(row, layer)
-        for row in self._rows("last"):
-            if row.tied != "yes":
-                yield from self._row_canonical(row, None)
+    def _walk(self, layers: Sequence[int], *, first: bool, last: bool) -> Iterator[tuple[SizedRow, int, int]]:
+        """Yield (row, layer in the model, layer in the chunk) for a chunk that has these layers and ends."""
+        for row in self._rows:
+            if row.row.where == "first" and first:
+                yield row, 0, 0
+        for index, layer in enumerate(layers):
+            kinds = ("all", "moe" if self.is_moe(layer) else "dense")
+            for row in self._rows:
+                if row.row.where == "layers" and row.row.layers in kinds:
+                    yield row, layer, index
+        for row in self._rows:
+            # On a single chunk the tied head is the embedding itself.
+            if row.row.where == "last" and last and not (row.row.tied == "yes" and first):
+                yield row, 0, 0
+
+    @functools.cached_property
+    def canonical(self) -> dict[str, Canonical]:
+        """Every canonical tensor of the model, in the model's order."""
+        tensors = {}
+        for sized, layer, _ in self._walk(range(self.num_layers), first=True, last=True):
+            row = sized.row
+            for (name, *others), shape in sized.canonical(layer):
+                tensors[name] = Canonical(shape, row.optional, (*row.aliases, *others), row.keep_dtype)
         for name, shape in self.carried.items():
-            aliases = tuple(other for other in self.family.carried_names(name) if other != name)
-            yield name, Canonical(tuple(shape), aliases=aliases, carried=True)
-
-    def _row_canonical(self, row: Row, layer: int | None) -> Iterator[tuple[str, Canonical]]:
-        shapes = row_shapes(row, self.family, self._text)
-        for expert in range(self.num_experts) if any("{e}" in name for name in row.sources) else (0,):
-            for template, shape in shapes.items():
-                generic = template.replace("{i}", str(layer)).replace("{e}", str(expert))
-                name = self.family.canonical_name(generic)
-                others = (self.family.canonical_name(generic, prefix) for prefix in self.family.other_prefixes)
-                aliases = (*row.aliases, *(other for other in others if other != name))
-                yield name, Canonical(shape, row.optional, aliases, row.keep_dtype)
+            aliases = tuple(other for other in self.family.file_names(name) if other != name)
+            tensors[name] = Canonical(tuple(shape), aliases=aliases, carried=True)
+        return tensors
 
     def _local(self, place: Place) -> Iterator[tuple[str, Block]]:
         chunks = self.chunk_layers(place.grid)
         first, last = place.chunk == 0, place.chunk == len(chunks) - 1
-        if first:
-            for row in self._rows("first"):
-                yield from self._row_local(row, place, None, 0)
-            for name, shape in self.carried.items():
-                yield name, Block.whole(name, shape)
-        for index, layer in enumerate(chunks[place.chunk]):
-            for row in self._rows("layers", layer):
-                yield from self._row_local(row, place, layer, index)
-        if last:
-            for row in self._rows("last"):
-                # On a single chunk the tied head is the embedding itself.
-                if not (row.tied == "yes" and first):
-                    yield from self._row_local(row, place, None, 0)
-
-    def _all_shapes(self, row: Row) -> dict[str, Shape]:
-        """Return the shape of each canonical tensor of a row, for every source and expert. `{i}` stays in the names."""
-        shapes = row_shapes(row, self.family, self._text)
-        experts = range(self.num_experts) if any("{e}" in name for name in shapes) else (0,)
-        return {name.replace("{e}", str(e)): shape for name, shape in shapes.items() for e in experts}
-
-    def _local_blocks(self, row: Row, place: Place) -> Iterator[tuple[str, Block]]:
-        return local_block(row, place, self.family, self.target, self._text, self.num_experts, self.vocab_multiple)
-
-    def _row_local(self, row: Row, place: Place, layer: int | None, index: int) -> Iterator[tuple[str, Block]]:
-        for name, block in self._local_blocks(row, place):
-            pieces = tuple(
-                dataclasses.replace(piece, name=self.family.canonical_name(piece.name.replace("{i}", str(layer))))
-                for piece in block.pieces
-            )
-            local = name.replace("{i}", str(layer)).replace("{l}", str(index))
-            yield local, dataclasses.replace(block, pieces=pieces)
-
-    def _distinct_rows(self) -> list[Row]:
-        """Return the rows of all layers and both ends of the model, each once."""
-        rows = {id(row): row for layer in range(self.num_layers) for row in self._rows("layers", layer)}
-        rows |= {id(row): row for where in ("first", "last") for row in self._rows(where)}
-        return list(rows.values())
+        for row, layer, index in self._walk(chunks[place.chunk], first=first, last=last):
+            yield from row.local(place, layer, index)
+        for name, shape in self.carried.items() if first else ():
+            yield name, Block.whole(name, shape)
 
     def require_tp(self, tp: int, etp: int | None = None) -> None:
         """Refuse a size of tensor parallelism over which a size of the model does not divide.
@@ -284,14 +249,12 @@ class Layout:
         Raises:
             ValueError: Names the model's size, and all sizes of tensor parallelism that the model allows.
         """
-        rows = self._distinct_rows()
 
         def misfit(tp: int, etp: int | None) -> DoesNotDivide | None:
             place = Place(tp=(0, tp), etp=None if etp is None else (0, etp))
             try:
-                for row in rows:
-                    for _ in self._local_blocks(row, place):
-                        break
+                for row in self._rows:
+                    next(row.local(place), None)
             except DoesNotDivide as found:
                 return found
             return None
@@ -302,7 +265,7 @@ class Layout:
         if found.axis == "etp":
             fits = [size for size in range(1, (etp or 1) + 1) if misfit(tp, size) is None]
         else:
-            heads = integer(self._text, "num_attention_heads")
+            heads = integer(self.text, "num_attention_heads")
             fits = [size for size in range(1, heads + 1) if heads % size == 0 and misfit(size, etp) is None]
         raise ValueError(f"{found}; use {found.axis} in {{{', '.join(map(str, fits))}}}")
 
@@ -321,24 +284,17 @@ class Layout:
             dataclasses.replace(place, pp=(0, 1), vpp=(0, 1))
             for place in Grid(grid.tp, ep=grid.ep, etp=grid.etp).places()
         ]
-        for row in self._distinct_rows():
-            boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+        for row in self._rows:
+            boxes: dict[str, set[Box]] = {names[0]: set() for names, _ in row.canonical(0)}
             for place in places:
-                for _, block in self._local_blocks(row, place):
+                for _, block in row.local(place):
                     for piece in block.pieces:
                         if piece.canonical_range is not None:
-                            boxes.setdefault(piece.name, set()).add(piece.canonical_range)
-            shapes = self._all_shapes(row)
-            unknown = next((name for name in boxes if name not in shapes), None)
-            if unknown is not None:
-                raise ValueError(
-                    f"{grid} holds {unknown}, which is none of the tensors of its row {[*shapes][:3]} ({len(shapes)}); "
-                    f"correct the row in the entry of {self.family.name}"
-                )
-            for name, shape in shapes.items():
-                problem = distinct_cover_problem(boxes.get(name, ()), shape)
+                            boxes[piece.name].add(piece.canonical_range)
+            for names, shape in row.canonical(0):
+                problem = cover_problem(sorted(boxes[names[0]]), shape)
                 if problem:
-                    raise ValueError(f"{grid} does not hold every element of {name} {shape}: {problem}")
+                    raise ValueError(f"{grid} does not hold every element of {names[0]} {shape}: {problem}")
         self._grids.add(grid)
 
 
@@ -375,7 +331,7 @@ def layout_for(
     carried: dict[str, Shape] = {}
     if family.carried and isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):
         carried = {
-            family.carried_names(name)[0]: info.shape
+            family.file_names(name)[0]: info.shape
             for name, (_, info) in open_checkpoint(config).tensors.items()
             if name.startswith(family.carried)
         }

@@ -7,7 +7,7 @@ descriptions on their canonical coordinates and copy what they share.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
@@ -221,11 +221,6 @@ def intersect(source: Piece, destination: Piece) -> Copy | None:
                 local_start = piece.local_range[local_dim][0] + start - own[0]
                 result[local_dim] = (local_start, local_start + stop - start)
     return Copy(tuple(source_range), tuple(destination_range))
-
-
-def distinct_cover_problem(boxes: Iterable[Box], shape: Shape) -> str | None:
-    """Return why the *distinct* boxes do not partition `shape`, or None. Replicas are equal boxes."""
-    return cover_problem(sorted(set(boxes)), shape)
 
 
 def shared(destination: Block, sources: dict[str, list[tuple[str, Piece]]]) -> Iterator[tuple[str, Copy]]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ckpt.layout.config import Config, integer
-from ckpt.layout.families.table import Family, Size
+from ckpt.layout.families import Family, Size
 from ckpt.layout.pieces import Shape
 from ckpt.layout.place import Place
 

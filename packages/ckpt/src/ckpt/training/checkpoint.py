@@ -29,7 +29,7 @@ from ckpt.files.boxio import BoxOf, IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import bytes_in, room_for
 from ckpt.files.tensor_bytes import check_bytes
-from ckpt.files.unchanged import require_unchanged, while_unchanged
+from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
@@ -337,8 +337,8 @@ def load_training(
         )
 
     def finish() -> None:
-        require_unchanged(files)
-        wanted.settle_counts()
+        with while_unchanged(files):
+            wanted.settle_counts()
 
     agree(finish, group)
     rng = agree(lambda: state_of_rank(state["rng"], rank), group)

@@ -4,8 +4,9 @@ import os
 import re
 from pathlib import Path
 
-from ckpt.files.atomic import remove_abandoned, remove_checkpoint, sync_folder, take_mode
+from ckpt.files.atomic import remove_abandoned, remove_checkpoint, take_mode
 from ckpt.files.contents import STATE
+from ckpt.files.disk import sync
 
 LATEST = "latest"
 # At most 20 digits: a longer name would exceed the limit of a file's name.
@@ -39,7 +40,7 @@ def point_to(root: Path, name: str) -> None:
     if (root / LATEST).is_file():
         take_mode(temporary, os.stat(root / LATEST))
     os.replace(temporary, root / LATEST)
-    sync_folder(root)
+    sync(root)
 
 
 def saved_steps(root: str | os.PathLike[str]) -> list[int]:

@@ -54,7 +54,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
             )
     missing = _match_fused(layout, missing, unread, sources)
     missing = [name for name in missing if not layout.canonical[name].optional]
-    carried = {name: layout.family.carried_names(name) for name in layout.missing_carried()}
+    carried = {name: layout.family.file_names(name) for name in layout.missing_carried()}
     missing += [name for name, spellings in carried.items() if not unread.keys() & spellings]
     unexpected = [name for name in unread if not _ignored(name, layout)]
     if missing or unexpected:
@@ -63,7 +63,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
     _refuse_integers(checkpoint, layout, sources)
     if HEAD in unread and layout.tied and layout.role != "value":
-        _refuse_other_head(checkpoint, sources[layout.family.canonical_name(EMBEDDING)][0][0])
+        _refuse_other_head(checkpoint, sources[layout.family.file_names(EMBEDDING)[0]][0][0])
     return sources
 
 
@@ -110,8 +110,7 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
     family = layout.family
     whole = dataclasses.replace(layout, target="parallel", layers=None)
     for local, block in whole.at(Place()).items():
-        names = (family.canonical_name(local, prefix) for prefix in (family.prefix, *family.other_prefixes))
-        found = next((name for name in names if unread.get(name) == block.shape), None)
+        found = next((name for name in family.file_names(local) if unread.get(name) == block.shape), None)
         if found is not None and not any(name in sources for name in block.names):
             del unread[found]
             for piece in block.pieces:

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, read_box, write_box
+from ckpt.files.boxio import IOCounter, StagingPool, read_box, write_box
 from ckpt.files.contents import CONFIG, LAYOUT
 from ckpt.files.disk import room_for
 from ckpt.files.dtypes import check_cast, refuse_overflow
@@ -189,7 +189,9 @@ class _Filler:
         create_files(self._folder, plan)
         copies: list[tuple[Path, TensorInfo, Copy, str]] = []
         with contextlib.ExitStack() as stack:
-            fds = {file: stack.enter_context(FileForWriting(self._folder / file, sync=False)) for file in plan.contents}
+            opened = {
+                file: stack.enter_context(open(self._folder / file, "r+b", buffering=0)) for file in plan.contents
+            }
             for name, entry in entries.items():
                 for key, copy in shared(entry.block, self._source.pieces):
                     copies.append((*self._source.tensors[key], copy, name))
@@ -199,7 +201,7 @@ class _Filler:
                 try:
                     for _, info, copy, name in group:
                         file, to = plan.tensors[name]
-                        self._copy(fd, info, fds[file], to, copy, name)
+                        self._copy(fd, info, opened[file].fileno(), to, copy, name)
                 finally:
                     os.close(fd)
         plan.complete(self._folder)

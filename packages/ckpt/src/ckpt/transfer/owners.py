@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ckpt.layout.pieces import Box, Piece, distinct_cover_problem, volume
+from ckpt.layout.pieces import Box, Piece, cover_problem, volume
 from ckpt.transfer.holdings import Holdings
 
 
@@ -36,7 +36,7 @@ def assign_owners(holdings: Holdings) -> dict[str, list[Held]]:
     load = [0] * len(holdings.ranks)
     owners: dict[str, list[Held]] = {}
     for name, boxes in holders.items():
-        problem = distinct_cover_problem(boxes, holdings.layout.canonical[name].shape)
+        problem = cover_problem(sorted(boxes), holdings.layout.canonical[name].shape)
         if problem:
             listed = ", ".join(str(chunk.place) for chunks in holdings.ranks for chunk in chunks)
             raise ValueError(

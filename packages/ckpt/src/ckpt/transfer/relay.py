@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
+from ckpt.files.boxio import IOCounter, StagingPool, view_of, write_box
 from ckpt.files.disk import room_for
 from ckpt.files.dtypes import DTYPES, dtype_name
 from ckpt.files.header import TensorInfo
@@ -116,11 +116,11 @@ def _write(folder: Path, plan: FilePlan, tensors: Tensors, counter: IOCounter) -
     create_files(folder, plan)
     stagings = StagingPool()
     for file in plan.contents:
-        with FileForWriting(folder / file, sync=False) as fd:
+        with open(folder / file, "r+b", buffering=0) as opened:
             for name, (_, info) in plan.tensors.items():
                 if math.prod(info.shape):
                     staging = stagings.on(tensors[name].device)
-                    write_box(fd, info, full_box(info.shape), tensors[name], staging, counter)
+                    write_box(opened.fileno(), info, full_box(info.shape), tensors[name], staging, counter)
     plan.complete(folder)
 
 

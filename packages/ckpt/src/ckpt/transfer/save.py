@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import FileForWriting, IOCounter, StagingPool, view_of, write_box
+from ckpt.files.boxio import IOCounter, StagingPool, view_of, write_box
 from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
@@ -172,14 +172,14 @@ def _write(
     meter = _Meter(progress, sum(_nbytes(plan, held) for entries in mine.values() for _, held in entries))
     stagings = StagingPool()
     for file, entries in mine.items():
-        with FileForWriting(folder / file, sync=False) as fd:
+        with open(folder / file, "r+b", buffering=0) as opened:
             for name, held in entries:
                 info = plan.tensors[name][1]
                 tensor = holdings.chunks[held.chunk].tensors[held.local]
                 copy = intersect(held.piece, Piece.whole(name, info.shape))
                 if copy is not None:
                     view = view_of(tensor, copy.source_range)
-                    write_box(fd, info, copy.destination_range, view, stagings.on(tensor.device), counter)
+                    write_box(opened.fileno(), info, copy.destination_range, view, stagings.on(tensor.device), counter)
                     meter.add(_nbytes(plan, held))
 
 
@@ -212,7 +212,8 @@ def _send(
         mine = [file for file in files if writer_of[file] == holdings.rank]
         meter = _Meter(progress, sum(info.nbytes for file, info in plan.tensors.values() if file in mine))
         fds = agree(
-            lambda: {file: stack.enter_context(FileForWriting(folder / file, sync=False)) for file in mine}, group
+            lambda: {file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno() for file in mine},
+            group,
         )
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:

@@ -26,7 +26,7 @@ from ckpt.layout.config import MOST_LENGTH, load_config, read_json_file
 from ckpt.layout.families import family_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.overlaps import is_dtensor
-from ckpt.layout.pieces import Box, distinct_cover_problem, full_box
+from ckpt.layout.pieces import Box, cover_problem, full_box
 from ckpt.layout.place import Grid, Place
 from ckpt.transfer.agreement import agree, all_gather_json
 from ckpt.transfer.relay import write_own_file
@@ -204,7 +204,7 @@ def _check_types(shards: Shards) -> None:
                     boxes.setdefault(piece.name, set()).add(piece.canonical_range)
                     types.setdefault(piece.name, {}).setdefault(info.dtype, shards.file(index))
     for name, held in boxes.items():
-        problem = distinct_cover_problem(held, shards.layout.canonical[name].shape)
+        problem = cover_problem(sorted(held), shards.layout.canonical[name].shape)
         if problem:
             raise ValueError(f"{shards.path} does not hold all of {name}: {problem}; a place has not saved it")
         if len(types[name]) > 1:

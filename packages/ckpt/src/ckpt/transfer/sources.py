@@ -1,5 +1,6 @@
 """Describe files as pieces of canonical tensors: a Hugging Face checkpoint or a sharded one."""
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,7 @@ def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None 
     source = open_source(path, role)
     infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
     shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
-    source.layout = source.layout.carrying({**source.layout.carried, **shapes})
+    source.layout = dataclasses.replace(source.layout, carried={**source.layout.carried, **shapes})
     source.pieces |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
     return source
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.layout.families.entries import FAMILIES
-from ckpt.layout.families.table import ROLES, Family, Role, Row, Size, Target
+from ckpt.layout.families.table import ROLES, TARGETS, Family, Role, Row, Size, Target
 
-__all__ = ["FAMILIES", "ROLES", "Family", "Role", "Row", "Size", "Target", "family_of"]
+__all__ = ["FAMILIES", "ROLES", "TARGETS", "Family", "Role", "Row", "Size", "Target", "family_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -27,7 +27,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     else:
         model_type = config.get("model_type")
         for family in FAMILIES.values():
-            if model_type in (family.name, *family.aliases):
+            if model_type == family.name:
                 return family
     raise ValueError(
         f"architectures={architectures} with model_type={config.get('model_type')!r} is not a known family; "

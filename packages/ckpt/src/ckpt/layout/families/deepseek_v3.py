@@ -1,61 +1,47 @@
 """DeepSeek-V3: multi-head latent attention; routed and shared experts behind the first dense layers."""
 
-from ckpt.layout.families.rows import (
-    ENDS,
-    GATED_MLP,
-    LAYER,
-    MEGATRON,
-    NORMS,
-    SIZES,
-    experts,
-    gate_up,
-    norm,
-    same,
-)
+from ckpt.layout.families.rows import ENDS, GATED_MLP, SIZES, experts, gate_up, norms
 from ckpt.layout.families.table import Row, Size
 
 
 def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
     """Return the rows of a down projection `[size, H]`, which only Megatron's local spec splits over tp."""
-    own = f"{LAYER}self_attn.{name}.weight"
-    theirs = f"{MEGATRON}self_attention.{megatron}.weight"
+    own, theirs = f"self_attn.{name}.weight", f"self_attention.{megatron}.weight"
     return (
-        Row({own: f"{size} H"}, own, theirs, when=when, targets=("parallel", "megatron_te")),
-        Row({own: f"{size}/tp H"}, own, theirs, when=when, targets=("megatron",)),
+        Row({own: f"{size} H"}, theirs, when=when, targets=("parallel", "megatron_te")),
+        Row({own: f"{size}/tp H"}, theirs, when=when, targets=("megatron",)),
     )
 
 
 _ATTENTION = (
-    norm("input_layernorm", "input_layernorm", "input_layernorm"),
     *_down("q_a_proj", "linear_q_down_proj", "A", when="q_lora"),
-    same(
-        "self_attn.q_a_layernorm.weight",
-        "A",
+    Row(
+        {"self_attn.q_a_layernorm.weight": "A"},
         "self_attention.q_layernorm.weight",
-        te="self_attention.linear_q_up_proj.layer_norm_weight",
+        megatron_te="self_attention.linear_q_up_proj.layer_norm_weight",
         when="q_lora",
     ),
-    same("self_attn.q_b_proj.weight", "Q/tp A", "self_attention.linear_q_up_proj.weight", when="q_lora"),
-    same("self_attn.q_proj.weight", "Q/tp H", "self_attention.linear_q_proj.weight", when="not q_lora"),
+    Row({"self_attn.q_b_proj.weight": "Q/tp A"}, "self_attention.linear_q_up_proj.weight", when="q_lora"),
+    Row({"self_attn.q_proj.weight": "Q/tp H"}, "self_attention.linear_q_proj.weight", when="not q_lora"),
     *_down("kv_a_proj_with_mqa", "linear_kv_down_proj", "CR"),
-    same(
-        "self_attn.kv_a_layernorm.weight",
-        "C",
+    Row(
+        {"self_attn.kv_a_layernorm.weight": "C"},
         "self_attention.kv_layernorm.weight",
-        te="self_attention.linear_kv_up_proj.layer_norm_weight",
+        megatron_te="self_attention.linear_kv_up_proj.layer_norm_weight",
     ),
-    same("self_attn.kv_b_proj.weight", "KV/tp C", "self_attention.linear_kv_up_proj.weight"),
-    same("self_attn.o_proj.weight", "H O/tp", "self_attention.linear_proj.weight"),
+    Row({"self_attn.kv_b_proj.weight": "KV/tp C"}, "self_attention.linear_kv_up_proj.weight"),
+    Row({"self_attn.o_proj.weight": "H O/tp"}, "self_attention.linear_proj.weight"),
 )
 
 _MOE = (
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    same("mlp.gate.e_score_correction_bias", "E", "mlp.router.expert_bias", layers="moe", keep_dtype=True),
+    Row({"mlp.gate.e_score_correction_bias": "E"}, "mlp.router.expert_bias", layers="moe", keep_dtype=True),
     gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
-    same("mlp.shared_experts.down_proj.weight", "H S/tp", "mlp.shared_experts.linear_fc2.weight", layers="moe"),
+    Row({"mlp.shared_experts.down_proj.weight": "H S/tp"}, "mlp.shared_experts.linear_fc2.weight", layers="moe"),
 )
 
-DEEPSEEK_ROWS = (*ENDS, *_ATTENTION, *NORMS[1:], *GATED_MLP, *_MOE)
+_NORMS = norms("input_layernorm", "post_attention_layernorm", first_te="")
+DEEPSEEK_ROWS = (*ENDS, *_NORMS, *_ATTENTION, *GATED_MLP, *_MOE)
 DEEPSEEK_SIZES = {
     **SIZES,
     "A": Size("q_lora_rank"),

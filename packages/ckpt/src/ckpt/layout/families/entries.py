@@ -5,19 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, DEEPSEEK_SIZES
-from ckpt.layout.families.rows import (
-    ATTENTION,
-    ENDS,
-    GATED_MLP,
-    LAYER,
-    MEGATRON,
-    NORMS,
-    SIZES,
-    experts,
-    norm,
-    norms,
-    same,
-)
+from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, SIZES, experts, norms
 from ckpt.layout.families.table import Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
@@ -31,39 +19,34 @@ _QK_NORM: Flags = {**_CONFIGURED_BIAS, "qk_norm": True}
 # The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
 # its own heads.
 _OLMO2_NORMS = (
-    norm("post_attention_layernorm", "post_attention_layernorm"),
-    norm("post_feedforward_layernorm", "post_feedforward_layernorm"),
-    same("self_attn.q_norm.weight", "Q"),
-    same("self_attn.k_norm.weight", "KV"),
+    Row({"post_attention_layernorm.weight": "H"}),
+    Row({"post_feedforward_layernorm.weight": "H"}),
+    Row({"self_attn.q_norm.weight": "Q"}),
+    Row({"self_attn.k_norm.weight": "KV"}),
 )
 
 # The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
 _APERTUS_MLP = (
-    same("mlp.up_proj.weight", "I/tp H", "mlp.linear_fc1.weight"),
-    same("mlp.down_proj.weight", "H I/tp", "mlp.linear_fc2.weight"),
-    same("mlp.act_fn.alpha_p", "L", "mlp.activation_func.alpha_p"),
-    same("mlp.act_fn.alpha_n", "L", "mlp.activation_func.alpha_n"),
-    same("mlp.act_fn.beta", "", "mlp.activation_func.beta", optional=True),
-    same("mlp.act_fn.eps", "", "mlp.activation_func.eps", optional=True),
+    Row({"mlp.up_proj.weight": "I/tp H"}, "mlp.linear_fc1.weight"),
+    Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
+    Row({"mlp.act_fn.alpha_p": "L"}, "mlp.activation_func.alpha_p"),
+    Row({"mlp.act_fn.alpha_n": "L"}, "mlp.activation_func.alpha_n"),
+    Row({"mlp.act_fn.beta": ""}, "mlp.activation_func.beta", optional=True),
+    Row({"mlp.act_fn.eps": ""}, "mlp.activation_func.eps", optional=True),
 )
 
 # GLM-4 has two more norms, behind attention and the MLP, and files hold its gate and up projections fused.
 _GLM4_LAYERS = (
-    norm("post_self_attn_layernorm", "post_self_attn_layernorm", "post_self_attn_layernorm"),
-    norm("post_mlp_layernorm", "post_mlp_layernorm", "post_mlp_layernorm"),
+    Row({"post_self_attn_layernorm.weight": "H"}, "post_self_attn_layernorm.weight"),
+    Row({"post_mlp_layernorm.weight": "H"}, "post_mlp_layernorm.weight"),
     *ATTENTION,
-    Row(
-        {f"{LAYER}mlp.gate_up_proj.weight": "I/tp+I/tp H"},
-        parallel=f"{LAYER}mlp.gate_up_proj.weight",
-        megatron=f"{MEGATRON}mlp.linear_fc1.weight",
-    ),
-    same("mlp.down_proj.weight", "H I/tp", "mlp.linear_fc2.weight"),
+    Row({"mlp.gate_up_proj.weight": "I/tp+I/tp H"}, "mlp.linear_fc1.weight"),
+    Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
 )
 
 # transformers saves the language model and the vision tower of newer families under "model."; older files do not.
 _NESTED: Mapping[str, Any] = {
-    "prefix": "model.language_model.",
-    "other_prefixes": ("model.",),
+    "prefixes": ("model.language_model.", "model."),
     "carried": ("model.visual.", "visual."),
 }
 _QWEN2_VISION = Family(
@@ -72,7 +55,7 @@ _QWEN2_VISION = Family(
     _DENSE,
     SIZES,
     _QKV_BIAS,
-    other_prefixes=("model.language_model.",),
+    prefixes=("model.", "model.language_model."),
     carried=("visual.", "model.visual."),
     tower=QWEN2_VL,
 )

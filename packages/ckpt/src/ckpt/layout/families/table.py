@@ -1,19 +1,18 @@
 """The dataclasses of a family's entry.
 
 An entry has a tuple of `Row`s. A row lists canonical (Hugging Face) tensors with their shapes in the config's symbols,
-how each is split, and the name of the fused local tensor on each target:
+how each is split, and the name of the local tensor on each target:
 
-    Row({"model.layers.{i}.self_attn.q_proj.weight": "Q/tp H",
-         "model.layers.{i}.self_attn.k_proj.weight": "KV/tp H",
-         "model.layers.{i}.self_attn.v_proj.weight": "KV/tp H"},
-        parallel="model.layers.{i}.self_attn.qkv_proj.weight",
-        megatron="decoder.layers.{l}.self_attention.linear_qkv.weight", megatron_order="groups")
+    Row({"self_attn.q_proj.weight": "Q/tp H",
+         "self_attn.k_proj.weight": "KV/tp H",
+         "self_attn.v_proj.weight": "KV/tp H"},
+        "self_attention.linear_qkv.weight", parallel="self_attn.qkv_proj.weight", megatron_order="groups")
 
-A shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum of symbols
-("C+R"); `/tp`, `/etp` after a symbol splits it over that axis. The sources of one row are concatenated along dimension
-0. In names `{i}` is the layer in the model, `{l}` the layer in its pipeline chunk, `{e}` the expert in the model, `{j}`
-the expert on its rank. A row whose sources have `{e}` and whose local name has no `{j}` stacks its experts in a leading
-dimension.
+Names in a layer count from `model.layers.I.` in files and on the native layers, and from `decoder.layers.I.` on
+Megatron-Core. A shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum
+of symbols ("C+R"); `/tp`, `/etp` after a symbol splits it over that axis. The sources of one row are concatenated along
+dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose sources have `{e}` and
+whose local name has no `{j}` stacks its experts in a leading dimension.
 """
 
 import re
@@ -23,9 +22,11 @@ from typing import Any, Literal, get_args
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 Target = Literal["parallel", "megatron", "megatron_te"]
+Layers = Literal["all", "dense", "moe"]
 # What decides a flag of a family: a constant, a config field (absent: False), or a field and its default.
 Flags = Mapping[str, bool | str | tuple[str, bool]]
 ROLES: tuple[Role, ...] = get_args(Role)
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Row:
 
     Attributes:
         sources: Canonical name -> shape, in the order in which the local tensor concatenates them.
-        parallel: Local name for the native layers.
         megatron: Local name in a Megatron-Core GPTModel of the local spec; empty: Megatron-Core has no such tensor, and
             a layout for Megatron-Core is refused.
-        megatron_te: Local name in the Transformer Engine spec, where it differs.
+        parallel: Local name on the native layers; empty: the only source's.
+        megatron_te: Local name in the Transformer Engine spec; empty: as in the local spec.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
         where: "layers", or the pipeline end that holds the row: "first", "last".
@@ -74,25 +75,33 @@ class Row:
     """
 
     sources: Mapping[str, str]
-    parallel: str
     megatron: str = ""
-    megatron_te: str | None = None
+    parallel: str = ""
+    megatron_te: str = ""
     megatron_order: Literal["parts", "groups"] = "parts"
     where: Literal["layers", "first", "last"] = "layers"
-    layers: Literal["all", "dense", "moe"] = "all"
+    layers: Layers = "all"
     when: str | None = None
     roles: tuple[Role, ...] = ROLES
     tied: Literal["any", "yes", "no"] = "any"
     optional: bool = False
     aliases: tuple[str, ...] = ()
     keep_dtype: bool = False
-    targets: tuple[Target, ...] = ("parallel", "megatron", "megatron_te")
+    targets: tuple[Target, ...] = TARGETS
 
-    def local_name(self, target: Target) -> str:
-        """Return the template of the local name on `target`."""
+    @property
+    def of_experts(self) -> bool:
+        """Return whether the row describes each routed expert."""
+        return any("{e}" in source for source in self.sources)
+
+    def local_name(self, target: Target, layer: int, index: int) -> str:
+        """Return the local name on `target` in a layer of the model, the `index`th of its chunk; empty: none."""
         if target == "parallel":
-            return self.parallel
-        return self.megatron_te or self.megatron if target == "megatron_te" else self.megatron
+            prefix, name = f"model.layers.{layer}.", self.parallel or next(iter(self.sources))
+        else:
+            prefix = f"decoder.layers.{index}."
+            name = self.megatron_te or self.megatron if target == "megatron_te" else self.megatron
+        return prefix + name if name and self.where == "layers" else name
 
 
 @dataclass(frozen=True)
@@ -105,17 +114,15 @@ class Family:
         rows: The tensors of a layer and of both ends.
         sizes: The symbols.
         flags: What decides each flag that rows name in `when`.
-        aliases: Further `model_type`s.
         inner_tie: Whether `tie_word_embeddings` of the config's `text_config` ties the embeddings, too, even where the
             outer field does not, as in transformers' classes of the family.
         experts: Whether the family has routed experts; `num_experts` says how many.
-        prefix: The prefix of the language model's tensors in files, which replaces the rows' "model.".
-        other_prefixes: The prefixes in other files of this family.
+        prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
+            that of the canonical names.
         carried: Prefixes of tensors that are carried whole on the first stage (a vision tower); transformers saves the
             first prefix.
         tower: The tensors that a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
-        reads: Further config fields that the family accepts, although the layout does not need them.
     """
 
     name: str
@@ -123,20 +130,17 @@ class Family:
     rows: tuple[Row, ...]
     sizes: Mapping[str, Size]
     flags: Flags = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
     inner_tie: bool = True
     experts: bool = False
-    prefix: str = "model."
-    other_prefixes: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ("model.",)
     carried: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"(^|\.)rotary_emb\.inv_freq$",)
-    reads: tuple[str, ...] = ()
 
     @property
     def fields(self) -> frozenset[str]:
         """Every config field that this entry reads."""
-        read = {field for size in self.sizes.values() for field in size.fields} | set(self.reads)
+        read = {field for size in self.sizes.values() for field in size.fields}
         read |= {_deciding(flag)[0] for flag in self.flags.values() if not isinstance(flag, bool)}
         if self.experts:
             read |= {"num_experts", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"}
@@ -150,14 +154,15 @@ class Family:
         field, default = _deciding(value)
         return default if config.get(field) is None else bool(config[field])
 
-    def canonical_name(self, template: str, prefix: str | None = None) -> str:
-        """Return the name in files of a row's source."""
-        return (prefix or self.prefix) + template.removeprefix("model.") if template.startswith("model.") else template
+    def file_names(self, name: str) -> tuple[str, ...]:
+        """Return the names that files may give the tensor that rows or a vision tower call `name`.
 
-    def carried_names(self, name: str) -> tuple[str, ...]:
-        """Return the names that files may give a tensor that is carried whole; the first is the canonical name."""
-        rest = next((name.removeprefix(prefix) for prefix in self.carried if name.startswith(prefix)), None)
-        return (name,) if rest is None else tuple(prefix + rest for prefix in self.carried)
+        The first is the canonical name.
+        """
+        for own, spelled in (*((prefix, self.carried) for prefix in self.carried), ("model.", self.prefixes)):
+            if name.startswith(own):
+                return tuple(prefix + name.removeprefix(own) for prefix in spelled)
+        return (name,)
 
 
 def _deciding(flag: str | tuple[str, bool]) -> tuple[str, bool]:
