@@ -14,7 +14,6 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
     linear_log_probs,
-    linear_policy_loss,
 )
 from parallel_layers.attention.context_parallel import ring_attention
 from parallel_layers.invariant import linear_log_probs as invariant_log_probs
@@ -66,18 +65,6 @@ def heads_differ(group: ProcessGroup | None, function: Callable[..., tuple[Tenso
 def test_the_head_is_a_head_in_bf16(ranks: RankPool, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
     assert heads_differ(None, function) == []
     assert ranks.run(heads_differ, function, world=2) == [[], []]
-
-
-def test_the_policy_loss_under_autocast() -> None:
-    hidden = numbers(TOKENS, HIDDEN).requires_grad_()
-    weight, labels = numbers(VOCABULARY, HIDDEN, seed=1), torch.arange(TOKENS)
-    with BF16:
-        loss = linear_policy_loss(hidden, weight, labels, lambda log_probs, entropy: log_probs.sum() + entropy.sum())
-        loss.backward()
-    out = linear_log_probs(hidden.bfloat16(), weight.bfloat16(), labels)
-    expected = out.log_probs.sum() + out.entropy.sum()
-    assert torch.equal(loss, expected)
-    assert torch.equal(hidden.grad, torch.autograd.grad(expected, hidden)[0])
 
 
 def test_mixed_dtypes_in_the_head_are_refused_outside() -> None:

@@ -18,7 +18,6 @@ from parallel_layers import (
     PackedSequence,
     linear_log_probs,
     next_token_labels,
-    vocab_parallel_entropy,
     vocab_parallel_log_probs,
 )
 
@@ -45,31 +44,23 @@ def log_probs_from_logits(
     group: ProcessGroup | None,
     vocab_size: int | None = None,
     entropy: bool = True,
-    ignore_index: int = -100,
 ) -> LogProbs:
     """Return the log-prob of each label, and the entropy, from vocabulary-sharded logits, which stay unchanged.
 
-    Forward: one all-gather of a few numbers per token for the log-prob, one for the entropy. Backward: no
-    communication. The forward works in chunks and makes no tensor of the logits' size; the backward makes their
-    gradient.
+    Forward: one all-gather of a few numbers per token. Backward: no communication. The forward works in chunks and
+    makes no tensor of the logits' size; the backward makes their gradient.
 
     Args:
         logits_TV: `[T, V]`, this rank's columns; -inf is an entry of probability zero.
-        labels_T: `[T]`, integers of the whole vocabulary, already shifted.
+        labels_T: `[T]`, integers of the whole vocabulary, already shifted; -100 means "no label".
         group: The tensor-parallel group (Megatron's is `tensor_parallel_group()`); None for whole logits.
         vocab_size: The true size of the vocabulary; columns beyond it are padding.
         entropy: Whether to compute the entropy.
-        ignore_index: The label that means "no label".
 
     Raises:
         ValueError: Shapes do not fit, or a label is outside the vocabulary (on every rank alike).
     """
-    log_probs = vocab_parallel_log_probs(
-        logits_TV, labels_T, group=group, vocab_size=vocab_size, ignore_index=ignore_index
-    )
-    return LogProbs(
-        log_probs, vocab_parallel_entropy(logits_TV, group=group, vocab_size=vocab_size) if entropy else None
-    )
+    return vocab_parallel_log_probs(logits_TV, labels_T, group=group, vocab_size=vocab_size, entropy=entropy)
 
 
 def response_positions(packed: PackedSequence, response_lengths: Sequence[int]) -> list[Tensor]:

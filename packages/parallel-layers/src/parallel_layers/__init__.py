@@ -17,9 +17,6 @@ from parallel_layers.head import (
     LogProbs,
     VocabParallelHead,
     linear_log_probs,
-    linear_policy_loss,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_entropy,
     vocab_parallel_log_probs,
 )
 from parallel_layers.head.embedding import VocabParallelEmbedding
@@ -76,14 +73,11 @@ __all__ = [
     "column_parallel_linear",
     "initialize_",
     "linear_log_probs",
-    "linear_policy_loss",
     "next_token_labels",
     "pack",
     "packed_attention",
     "row_parallel_linear",
     "unpack",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_entropy",
     "vocab_parallel_log_probs",
     "with_float8",
 ]

@@ -95,10 +95,6 @@ def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
     return {"": lambda group: run(group, False), "sp": lambda group: run(group, True)}
 
 
-def policy_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    return pl.linear_policy_loss(hidden, weight, labels, lambda log_probs, entropy: log_probs + entropy, **options)
-
-
 def loss(function: Callable[..., Tensor], *labels: Tensor) -> dict[str, Case]:
     return {"": lambda group: function(numbers(TOKENS, VOCAB // group.size()), *labels, group=group, vocab_size=VOCAB)}
 
@@ -223,10 +219,7 @@ CASES: dict[str, dict[str, Case]] = {
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
     ),
-    "linear_policy_loss": head(policy_loss),
     "vocab_parallel_log_probs": loss(pl.vocab_parallel_log_probs, LABELS),
-    "vocab_parallel_entropy": loss(pl.vocab_parallel_entropy),
-    "vocab_parallel_cross_entropy": loss(pl.vocab_parallel_cross_entropy, LABELS),
     "tp_invariant": {
         "row-parallel": row_parallel(False, invariant.tp_invariant),
         "row-parallel, sp": row_parallel(True, invariant.tp_invariant),

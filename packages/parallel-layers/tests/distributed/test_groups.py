@@ -25,7 +25,7 @@ from parallel_layers import (
     clip_grad_norm_,
     initialize_,
     linear_log_probs,
-    vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs,
 )
 from parallel_layers.distributed import collectives
 from parallel_layers.linear import Placement
@@ -82,7 +82,7 @@ def step(group: ProcessGroup | None, sp: bool) -> tuple[Tensor, Tensor]:
     fused = linear_log_probs(hidden, head, batch["labels"], sequence_parallel=sp, **options)
     gather = collectives.gather_from_sequence_parallel if sp else collectives.copy_to_tensor_parallel
     logits = gather(hidden, group) @ head.t()
-    loss = vocab_parallel_cross_entropy(logits, batch["labels"], **options) - fused.log_probs.mean()
+    loss = -vocab_parallel_log_probs(logits, batch["labels"], **options).log_probs.mean() - fused.log_probs.mean()
     loss.backward()
     return loss.detach(), clip_grad_norm_(model, 1.0, groups=[group])
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
-from parallel_layers.head import linear_log_probs, vocab_parallel_cross_entropy
+from parallel_layers.head import linear_log_probs, vocab_parallel_log_probs
 from parallel_layers.head.embedding import VocabParallelEmbedding
 from parallel_layers.linear import ColumnParallelLinear, Placement, RowParallelLinear
 from parallel_layers.sharding import blocks_of, load_full_
@@ -41,7 +41,7 @@ def loss_of(
         loss = -out.log_probs.sum()
     else:
         whole = gather_from_sequence_parallel(hidden, group) if sp else copy_to_tensor_parallel(hidden, group)
-        loss = vocab_parallel_cross_entropy(whole @ head.t(), labels, group=group, vocab_size=VOCAB, reduction="sum")
+        loss = -vocab_parallel_log_probs(whole @ head.t(), labels, group=group, vocab_size=VOCAB).log_probs.sum()
     loss.backward()
     result = {"loss": loss.detach()}
     for path, tensor in full.items():

@@ -1,6 +1,6 @@
 """Token ids and labels on the device are checked there, in the embedding and in the losses alike.
 
-On the CPU all of them raise ValueError: see `test_embedding.py` and `losses/`.
+On the CPU all of them raise ValueError: see the other files of this folder.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from parallel_layers.head.embedding import check_token_ids
-from parallel_layers.head.vocabulary import check_labels
 
 
 @pytest.mark.parametrize(
-    ("check", "arguments", "message"),
+    ("options", "message"),
     [
-        (check_token_ids, (9,), "a token id is outside the vocabulary 0..8"),
-        (check_labels, (9, -100), "a label is outside the vocabulary 0..8"),
+        ({}, "a token id is outside the vocabulary 0..8"),
+        ({"ignore_index": -100}, "a label is outside the vocabulary 0..8"),
     ],
 )
-def test_cuda_numbers_are_asserted_and_never_read(check: object, arguments: tuple[int, ...], message: str) -> None:
+def test_cuda_numbers_are_asserted_and_never_read(options: dict[str, int], message: str) -> None:
     """A fake tensor has no values: reading one on the host raises."""
-    assert callable(check)
     with FakeTensorMode(), mock.patch.object(torch, "_assert_async") as asserted:
         numbers = torch.zeros(3, dtype=torch.int64)
         with pytest.raises(DataDependentOutputException):
-            check(numbers, *arguments)
+            check_token_ids(numbers, 9, **options)
         with mock.patch.object(Tensor, "is_cuda", True):
-            check(numbers, *arguments)
+            check_token_ids(numbers, 9, **options)
     ((condition, text),) = (call.args for call in asserted.call_args_list)
     assert isinstance(condition, Tensor)
     assert condition.shape == ()

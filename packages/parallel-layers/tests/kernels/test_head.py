@@ -1,9 +1,10 @@
-"""The gradient of logits from kept exponentials, tile by tile; `tests/losses/test_fused.py` has the head as a whole."""
+"""The gradient of logits from kept exponentials, tile by tile; `tests/head/test_fused.py` has the head as a whole."""
 
 import pytest
 import torch
 
-from parallel_layers.kernels import head, head_triton
+from parallel_layers.head import fused
+from parallel_layers.kernels import head_triton
 from parallel_layers.kernels.runtime import tl, triton
 
 
@@ -21,7 +22,7 @@ def test_kept_gradient(
     """Compare a slice of the vocabulary whose tokens and entries do not divide the tiles, or its exponentials."""
     if device.type == "cpu":  # the interpreter has no hardware logarithm
         monkeypatch.setattr(head_triton, "_fast_log2", _log2)
-    monkeypatch.setattr(head, "BLOCK_V", 16)
+    monkeypatch.setattr(fused, "BLOCK_V", 16)
     torch.manual_seed(0)
     tokens, size = 37, 40
     logits = 2 * torch.randn(tokens, size, device=device)
@@ -33,9 +34,9 @@ def test_kept_gradient(
     entropies = -(log_probs.exp() * log_probs).sum(1)
     labels = torch.randint(size, (tokens,), device=device)
     grad_log_prob, grad_entropy = torch.randn(2, tokens, device=device)
-    rows = head.Rows(labels, None, grad_log_prob, grad_entropy, logits.logsumexp(1), entropies)
+    rows = (labels, None, grad_log_prob, grad_entropy, logits.logsumexp(1), entropies)
     gradient = exponentials if overwrite else torch.empty(tokens, entries, device=device)
-    head.kept_gradient(exponentials, parts, gradient, rows, head.Numbers(1.0, 0.0, 1.0), first_entry=first)
+    fused.kept_gradient(fused.Kept(exponentials, parts), gradient, rows, (1.0, 0.0, 1.0), first)
     is_label = torch.nn.functional.one_hot(labels, size)
     expected = grad_log_prob[:, None] * (is_label - log_probs.exp())
     expected -= grad_entropy[:, None] * log_probs.exp() * (log_probs + entropies[:, None])

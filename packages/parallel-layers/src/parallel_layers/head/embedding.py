@@ -85,22 +85,30 @@ class VocabParallelEmbedding(ParallelModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, rows {self.first}..{self.last - 1}"
 
 
-def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
-    """Return `(first, last)`: this rank holds the ids `first .. last - 1`, at most `ceil(V / tp)`."""
-    if group is None:
-        return 0, vocab_size
-    rows = -(-vocab_size // group.size())
-    return min(group.rank() * rows, vocab_size), min((group.rank() + 1) * rows, vocab_size)
+def vocab_range(vocab_size: int, group: ProcessGroup | None, rows: int | None = None) -> tuple[int, int]:
+    """Return `(first, last)`: this rank holds the ids `first .. last - 1`.
+
+    `rows` are the rows of each rank, padding included (default: `ceil(V / tp)`).
+    """
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    rows = -(-vocab_size // size) if rows is None else rows
+    return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
-def check_token_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError if an id is outside `0 .. vocab_size - 1` (CUDA or compiled: assert on the device)."""
+def check_token_ids(ids: Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
+    """Raise ValueError if an id is outside `0 .. vocab_size - 1` (CUDA or compiled: assert on the device).
+
+    With `ignore_index` the ids are labels, and this label is allowed.
+    """
+    name = "token id" if ignore_index is None else "label"
     wrong = (ids < 0) | (ids >= vocab_size)
+    if ignore_index is not None:
+        wrong &= ids != ignore_index
     if ids.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), f"a token id is outside the vocabulary 0..{vocab_size - 1}")
+        torch._assert_async(~wrong.any(), f"a {name} is outside the vocabulary 0..{vocab_size - 1}")
     elif not ids.is_meta and wrong.any():
         index = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"token id {ids[tuple(index)].item()} at index {index} is outside the vocabulary 0..{vocab_size - 1}; "
+            f"{name} {ids[tuple(index)].item()} at index {index} is outside the vocabulary 0..{vocab_size - 1}; "
             "check that the tokenizer belongs to the model"
         )

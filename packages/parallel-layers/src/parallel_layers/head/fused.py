@@ -1,27 +1,49 @@
 """The head on CUDA: fused kernels for the logits, plain GEMMs for the gradients of hidden states and weight.
 
-The functions are those of `chunked`. The forward is one kernel that multiplies and reduces. The backward walks the
-vocabulary: one kernel recomputes the logits of a slice and writes their gradient in bf16, then two GEMMs with fp32 sums
-compute the gradients. If the forward has kept the exponentials, the gradient of all logits may overwrite them in one
-slice.
+The functions are those of `chunked`. The forward is one kernel that multiplies and reduces; logits are never written to
+memory. The backward walks the vocabulary: one kernel recomputes the logits of a slice and writes their gradient in
+bf16, then two GEMMs with fp32 sums compute the gradients. If the forward has kept the exponentials, the gradient is
+computed from them without a GEMM, and the gradient of all logits may overwrite them in one slice.
+
+The kernels that multiply are persistent: one program per multiprocessor walks tiles of the logits, reads both operands
+through tensor descriptors (Hopper and newer), and finishes each tile in registers. All arithmetic after the GEMM is
+fp32. Exponentials are to base 2, which the hardware computes.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N tiles of it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_layers.head.logit_transform import LogitTransform
-from parallel_layers.head.softmax_statistics import UpstreamGradients
-from parallel_layers.kernels import head
-from parallel_layers.kernels.runtime import num_multiprocessors, use_triton
+from parallel_layers.head.softmax_statistics import LogitTransform, UpstreamGradients
+from parallel_layers.kernels.head_triton import (
+    descriptor,
+    kept_gradient_kernel,
+    label_logits_kernel,
+    merge_kernel,
+    product_gradient_kernel,
+    product_statistics_kernel,
+)
+from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, use_triton
+
+BLOCK_V = 256
+"""Vocabulary entries of a tile."""
+
+# 128 x 256 is the largest accumulator in registers of two warp groups.
+_BLOCK_T, _STEP, _KEPT_ROWS = 128, 64, 8
+# Prefetched steps of the contraction. A GEMM that also writes its tiles has shared memory for fewer.
+_STAGES, _STAGES_OF_WRITERS = 4, 3
 
 _SLICES = 10
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
+
+
+_Numbers = tuple[float, float, float]  # scale, soft-cap, inverse temperature of all tokens
+_Rows = tuple[Tensor | None, ...]  # labels, inverse temperatures and upstream gradients, `[T]` each
 
 
 class Kept(NamedTuple):
@@ -48,9 +70,8 @@ def supports(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
 def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
     """Allocate the tensors that the forward keeps."""
     # A tensor descriptor writes rows of whole 16 bytes.
-    row = -(-num_entries // 8) * 8
-    tiles = -(-num_entries // head.BLOCK_V)
-    return Kept(hidden_TH.new_empty(num_tokens, row), hidden_TH.new_empty(tiles, 3, num_tokens, dtype=torch.float32))
+    exponentials = hidden_TH.new_empty(num_tokens, cdiv(num_entries, 8) * 8)
+    return Kept(exponentials, hidden_TH.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens, dtype=torch.float32))
 
 
 def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
@@ -59,12 +80,12 @@ def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiproc
     Small slices read and write the fp32 gradient of the hidden states more often; large slices take memory. Of the
     sizes near a tenth, the function takes the size whose GEMMs for the weight's gradient need the fewest waves of SMs.
     """
-    most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // head.BLOCK_V * head.BLOCK_V
-    share = -(-max(num_entries // _SLICES, _MIN_SLICE) // head.BLOCK_V)
-    sizes = [n * head.BLOCK_V for n in range(round(0.9 * share), round(1.05 * share) + 1)]
+    most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
+    share = cdiv(max(num_entries // _SLICES, _MIN_SLICE), BLOCK_V)
+    sizes = [n * BLOCK_V for n in range(round(0.9 * share), round(1.05 * share) + 1)]
 
     def waves(entries: int) -> int:
-        return -(-entries * hidden_size // (_GRADIENT_TILE * multiprocessors))
+        return cdiv(entries * hidden_size, _GRADIENT_TILE * multiprocessors)
 
     def cost(entries: int) -> tuple[int, int]:
         whole, rest = divmod(num_entries, entries)
@@ -73,14 +94,7 @@ def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiproc
     return min(sorted({min(size, most) for size in sizes}, reverse=True), key=cost)
 
 
-def _numbers(transform: LogitTransform) -> tuple[head.Numbers, Tensor | None]:
-    """Return the transform as the kernels take it: one temperature, or one for each token."""
-    temperature = transform.temperature
-    if isinstance(temperature, Tensor):
-        return head.Numbers(transform.scale, transform.softcap, 1.0), temperature.float().reciprocal()
-    return head.Numbers(transform.scale, transform.softcap, 1.0 / temperature), None
-
-
+@on_its_device
 def head_statistics(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -89,18 +103,46 @@ def head_statistics(
     kept: Kept | None = None,
 ) -> Tensor:
     """Compute `chunked.head_statistics` by a kernel, and fill `kept`."""
+    hidden, weight = _readable(hidden_TH), _readable(weight_VH)
+    (num_tokens, hidden_size), num_entries = hidden.shape, len(weight)
     numbers, inverse_temperatures = _numbers(transform)
-    return head.product_statistics(
-        _readable(hidden_TH),
-        _readable(weight_VH),
+    statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden.device)
+    tiling = _tiling(hidden, weight, _STAGES if kept is None else _STAGES_OF_WRITERS)
+    parts = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if kept is None else kept.parts
+    exponentials = None
+    if kept is not None:
+        exponentials = descriptor(kept.exponentials[:, :num_entries], (_BLOCK_T, BLOCK_V))
+    product_statistics_kernel[(tiling["PROGRAMS"],)](
+        descriptor(hidden, (_BLOCK_T, _STEP)),
+        descriptor(weight, (BLOCK_V, _STEP)),
+        exponentials,
+        inverse_temperatures,
+        parts,
+        num_tokens,
+        num_entries,
+        hidden_size,
+        *numbers,
+        SOFTCAP=transform.softcap != 0.0,
+        KEEP=kept is not None,
+        **tiling,
+    )
+    merge_kernel[(cdiv(num_tokens, 32),)](parts, statistics, len(parts), num_tokens, BT=32, BN=64)
+    label_logits_kernel[(num_tokens,)](
+        hidden,
+        weight,
         labels_T,
         inverse_temperatures,
-        numbers,
-        parts_N3T=None if kept is None else kept.parts,
-        exponentials_TV=None if kept is None else kept.exponentials[:, : len(weight_VH)],
+        statistics[3],
+        num_entries,
+        hidden_size,
+        *numbers,
+        SOFTCAP=transform.softcap != 0.0,
+        BH=1024,
     )
+    return statistics
 
 
+@on_its_device
 def head_gradients(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -110,53 +152,96 @@ def head_gradients(
     *,
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
-    accumulate_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
     kept: Kept | None = None,
     overwrite: bool = False,
-    entries_a_slice: int | None = None,
 ) -> None:
     """Compute `chunked.head_gradients` by kernels; with `kept`, without a GEMM for the logits.
 
-    With `overwrite` the gradient of all logits overwrites the kept exponentials. Otherwise the vocabulary is cut into
-    slices of `entries_a_slice`, a multiple of `head.BLOCK_V` (default: `slice_entries`).
+    With `overwrite` the gradient of all logits overwrites the kept exponentials.
     """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
-    numbers, inverse_temperatures = _numbers(transform)
-    rows = head.Rows(
-        labels_T,
-        inverse_temperatures,
-        upstream.label.contiguous(),
-        None if upstream.entropy is None else upstream.entropy.contiguous(),
-        upstream.logsumexps,
-        upstream.entropies,
-    )
     num_tokens, num_entries = len(hidden), len(weight_VH)
     if kept is not None and overwrite:
         step, buffer = num_entries, kept.exponentials
     else:
-        multiprocessors = num_multiprocessors(hidden.device)
-        step = entries_a_slice or slice_entries(num_tokens, num_entries, hidden.shape[1], multiprocessors)
-        buffer = hidden.new_empty(num_tokens, min(step, -(-num_entries // head.BLOCK_V) * head.BLOCK_V))
+        step = slice_entries(num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device))
+        buffer = hidden.new_empty(num_tokens, min(step, cdiv(num_entries, BLOCK_V) * BLOCK_V))
+    numbers, inverse_temperatures = _numbers(transform)
+    rows = (labels_T, inverse_temperatures, *(None if x is None else x.contiguous() for x in upstream))
     for first in range(0, num_entries, step):
-        entries = slice(first, first + step)
-        weight = weight_VH[entries]
+        weight = weight_VH[first : first + step]
         gradient = buffer[:, : len(weight)]
         if kept is None:
-            head.product_gradient(hidden, weight, gradient, rows, numbers, first_entry=first)
+            _product_gradient(hidden, weight, gradient, rows, numbers, first)
         else:
-            head.kept_gradient(kept.exponentials, kept.parts, gradient, rows, numbers, first_entry=first)
+            kept_gradient(kept, gradient, rows, numbers, first)
         if grad_hidden_TH is not None:
             torch.addmm(grad_hidden_TH, gradient, weight, out_dtype=torch.float32, out=grad_hidden_TH)
         if first + step >= num_entries:
             hidden_done()
-        if grad_weight_VH is None:
-            continue
-        out = grad_weight_VH[entries]
-        if accumulate_weight:
-            torch.addmm(out, gradient.T, hidden, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(gradient.T, hidden, out=out)
+        if grad_weight_VH is not None:
+            torch.mm(gradient.T, hidden, out=grad_weight_VH[first : first + step])
+
+
+def _product_gradient(
+    hidden_TH: Tensor, weight_VH: Tensor, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int
+) -> None:
+    tiling = _tiling(hidden_TH, weight_VH, _STAGES_OF_WRITERS)
+    product_gradient_kernel[(tiling["PROGRAMS"],)](
+        descriptor(hidden_TH, (_BLOCK_T, _STEP)),
+        descriptor(weight_VH, (BLOCK_V, _STEP)),
+        descriptor(gradient_TV, (_BLOCK_T, BLOCK_V)),
+        *rows,
+        *gradient_TV.shape,
+        hidden_TH.shape[1],
+        first_entry,
+        *numbers,
+        SOFTCAP=numbers[1] != 0.0,
+        **tiling,
+    )
+
+
+def kept_gradient(kept: Kept, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:
+    """Write the gradient of the raw products from kept exponentials; `first_entry` is a multiple of `BLOCK_V`."""
+    num_tokens, num_entries = gradient_TV.shape
+    kept_gradient_kernel[(cdiv(num_entries, BLOCK_V) * cdiv(num_tokens, _KEPT_ROWS),)](
+        *kept,
+        gradient_TV,
+        *rows,
+        num_tokens,
+        num_entries,
+        kept.exponentials.stride(0),
+        gradient_TV.stride(0),
+        first_entry,
+        *numbers,
+        SOFTCAP=numbers[1] != 0.0,
+        BT=_KEPT_ROWS,
+        BV=BLOCK_V,
+        num_warps=4,
+    )
+
+
+def _numbers(transform: LogitTransform) -> tuple[_Numbers, Tensor | None]:
+    """Return the transform as the kernels take it: one inverse temperature, or one for each token."""
+    scale, softcap, temperature = transform
+    if isinstance(temperature, Tensor):
+        return (scale, softcap, 1.0), temperature.float().reciprocal()
+    return (scale, softcap, 1.0 / temperature), None
+
+
+def _tiling(hidden_TH: Tensor, weight_VH: Tensor, stages: int) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel that multiplies."""
+    tiles = cdiv(len(hidden_TH), _BLOCK_T) * cdiv(len(weight_VH), BLOCK_V)
+    return {
+        "BT": _BLOCK_T,
+        "BV": BLOCK_V,
+        "BH": _STEP,
+        "GROUP": 8,  # rows of tiles walked side by side, so that programs share operands in the L2 cache
+        "PROGRAMS": min(num_multiprocessors(hidden_TH.device), tiles),
+        "num_stages": stages,
+        "num_warps": 8,
+    }
 
 
 def _readable(x: Tensor) -> Tensor:

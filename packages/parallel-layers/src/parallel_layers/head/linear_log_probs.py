@@ -3,14 +3,13 @@
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.autocast import as_operand, wide
+from parallel_layers.autocast import as_operand
 from parallel_layers.head.linear_operators import linear_log_probs_op
 from parallel_layers.head.vocabulary import group_name, true_vocab_size
 
@@ -34,12 +33,9 @@ def linear_log_probs(
     entropy: bool = True,
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
-    ignore_index: int = -100,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    accumulate_main_grad: bool = False,
     keep_probabilities: bool = False,
-    check_labels: bool = True,
 ) -> LogProbs:
     """Return the log-probability of each label, and the entropy, under a language-model head.
 
@@ -65,23 +61,18 @@ def linear_log_probs(
         hidden_TH: Hidden states after the final norm, `[T, H]`; with `sequence_parallel` `[T/tp, H]`.
         weight_VH: This rank's rows of the head, in the same dtype. torch.autocast rounds both to its dtype first.
         labels_T: `[T]` integers: the token whose probability is returned (already shifted; see `next_token_labels`).
+            -100 is the label of tokens without a label; their log-prob is 0.
         group: The tensor-parallel group; None for an unsharded head.
         temperature: A positive number, or a tensor `[T]`. It gets no gradient.
         entropy: Return the entropy.
         sequence_parallel: The hidden states are sharded over `group` along the tokens.
         vocab_size: The size of the vocabulary without padding; rows beyond it have no effect. Default: all rows;
             required with several ranks.
-        ignore_index: The label of tokens without a label; their log-prob is 0.
         logit_scale: Factor on the logits.
         logit_softcap: Soft-cap of the scaled logits (Gemma 2, arXiv:2408.00118); None for no cap.
-        accumulate_main_grad: Add the weight's gradient to `weight_VH.main_grad` (fp32, or fp64 for an fp64 weight)
-            instead of returning it. The caller allocates `main_grad`.
         keep_probabilities: Keep the probabilities, `[T, V]` in bf16, for the backward, which then takes two GEMMs
-        instead
-            of three. It has an effect only where the fused kernels run. The last backward through a graph overwrites
-            them; a backward with `retain_graph` takes a tenth more memory.
-        check_labels: Refuse labels outside the vocabulary, as `VocabParallelEmbedding` refuses ids. Without the check
-            such a label gives NaN.
+            instead of three. It has an effect only where the fused kernels run. The last backward through a graph
+            overwrites them; a backward with `retain_graph` takes a tenth more memory.
 
     Returns:
         `LogProbs(log_probs, entropy)`, `[T]` fp32 (fp64 for fp64 inputs).
@@ -91,13 +82,6 @@ def linear_log_probs(
             positive; ranks have different rows or vocabularies (compared once for each group and size); or a label is
             outside the vocabulary. The last two are raised on every rank.
     """
-    main_grad = getattr(weight_VH, "main_grad", None) if accumulate_main_grad else None
-    if accumulate_main_grad and not _can_accumulate(main_grad, weight_VH):
-        raise ValueError(
-            f"accumulate_main_grad=True needs weight_VH.main_grad, a {wide(weight_VH.dtype)} tensor of shape "
-            f"{list(weight_VH.shape)}; "
-            f"it is {None if main_grad is None else (main_grad.dtype, list(main_grad.shape))}"
-        )
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
@@ -109,49 +93,15 @@ def linear_log_probs(
         weight_VH,
         labels_T,
         temperatures_T,
-        main_grad,
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         float(logit_scale),
         float(logit_softcap or 0.0),
         vocab_size,
-        ignore_index,
-        check_labels,
-        keep_probabilities and torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad),
         sequence_parallel,
         group_name(group),
+        keep_probabilities and torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad),
     )
     return LogProbs(log_probs, entropy_T if entropy else None)
-
-
-def _can_accumulate(main_grad: Tensor | None, weight_VH: Tensor) -> bool:
-    return main_grad is not None and main_grad.shape == weight_VH.shape and main_grad.dtype == wide(weight_VH.dtype)
-
-
-def linear_policy_loss(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    labels_T: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    **options: Any,
-) -> Tensor:
-    """Return `loss(log_probs, entropy)` of a language-model head, with three GEMMs instead of four.
-
-    The forward keeps this rank's probabilities, `[T, V]` in bf16, for the backward; use it where they fit. Log-probs,
-    entropies and the loss are bitwise those of `linear_log_probs`; gradients agree within bf16 rounding.
-
-    Args:
-        hidden_TH: As in `linear_log_probs`.
-        weight_VH: As in `linear_log_probs`.
-        labels_T: As in `linear_log_probs`.
-        loss: A differentiable function of `(log_probs [T], entropy [T])`, both fp32.
-        options: Keyword arguments of `linear_log_probs`, except `entropy` and `keep_probabilities`.
-
-    Returns:
-        The result of `loss`. Communication and errors are those of `linear_log_probs`.
-    """
-    out = linear_log_probs(hidden_TH, weight_VH, labels_T, entropy=True, keep_probabilities=True, **options)
-    assert out.entropy is not None
-    return loss(out.log_probs, out.entropy)
 
 
 def _validate(

@@ -14,28 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from parallel_layers.autocast import without_autocast
+from parallel_layers.autocast import wide, without_autocast
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head import chunked, fused
-from parallel_layers.head.chunked import accumulation_dtype
-from parallel_layers.head.logit_transform import LogitTransform
-from parallel_layers.head.softmax_statistics import UpstreamGradients, finish_statistics, merge_statistics
-from parallel_layers.head.vocabulary import (
-    LocalLabels,
-    LocalVocabulary,
-    check_labels,
-    check_rows,
-    gather_rows,
-    group_of,
+from parallel_layers.head.embedding import check_token_ids, vocab_range
+from parallel_layers.head.softmax_statistics import (
+    LogitTransform,
+    UpstreamGradients,
+    finish_statistics,
+    merge_statistics,
 )
-
-
-def _transform(
-    temperature: float, temperatures_T: Tensor | None, logit_scale: float, logit_softcap: float
-) -> LogitTransform:
-    return LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T)
+from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, gather_rows, group_of
 
 
 @torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
@@ -45,16 +35,13 @@ def linear_log_probs_op(
     weight_VH: Tensor,
     labels_T: Tensor,
     temperatures_T: Tensor | None,
-    main_grad_VH: Tensor | None,
     temperature: float,
     logit_scale: float,
     logit_softcap: float,
     vocab_size: int,
-    ignore_index: int,
-    check: bool,
-    keep: bool,
     sequence_parallel: bool,
     group_name: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
@@ -62,24 +49,20 @@ def linear_log_probs_op(
     """
     group = group_of(group_name)
     check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
-    if check:
-        check_labels(labels_T, vocab_size, ignore_index)
-    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
-    labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
+    check_token_ids(labels_T, vocab_size, ignore_index=IGNORE_INDEX)
+    first, last = vocab_range(vocab_size, group, len(weight_VH))
     hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
-    transform = _transform(temperature, temperatures_T, logit_scale, logit_softcap)
-    weight = weight_VH[: vocabulary.size]
+    weight, labels = weight_VH[: last - first], labels_T.long() - first
+    transform = LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T)
     kept = _new_kept(hidden, weight, len(labels_T), keep)
     if fused.supports(hidden, weight):
-        statistics = fused.head_statistics(
-            hidden, weight, labels.local, transform, kept if kept.parts.numel() else None
-        )
+        statistics = fused.head_statistics(hidden, weight, labels, transform, kept if kept.parts.numel() else None)
     else:
-        statistics = chunked.head_statistics(hidden, weight, labels.local, transform)
-    if group is not None and async_collectives.is_sharded(group):
+        statistics = chunked.head_statistics(hidden, weight, labels, transform)
+    if async_collectives.is_sharded(group):
         statistics = merge_statistics(gather_rows(statistics[None], group))
-    log_probs, logsumexp, entropy = finish_statistics(statistics)
-    return labels.mask(log_probs), entropy, logsumexp, *kept
+    log_probs, entropy, logsumexp = finish_statistics(statistics)
+    return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
 
 
 def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool) -> fused.Kept:
@@ -91,14 +74,14 @@ def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool)
 
 @linear_log_probs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    hidden_TH, weight_VH, labels_T, *_, vocab_size, _, _, keep, _, group_name = arguments
-    log_probs = hidden_TH.new_empty(labels_T.shape, dtype=accumulation_dtype(hidden_TH.dtype))
-    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group_of(group_name))
-    kept = _new_kept(hidden_TH, weight_VH[: vocabulary.size], len(labels_T), keep)
+    hidden_TH, weight_VH, labels_T, *_, vocab_size, _, group_name, keep = arguments
+    log_probs = hidden_TH.new_empty(labels_T.shape, dtype=wide(hidden_TH.dtype))
+    first, last = vocab_range(vocab_size, group_of(group_name), len(weight_VH))
+    kept = _new_kept(hidden_TH, weight_VH[: last - first], len(labels_T), keep)
     return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
 
 
-@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"main_grad_VH", "overwritten_TV"})
+@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"overwritten_TV"})
 @without_autocast
 def linear_log_probs_backward_op(
     grad_log_probs_T: Tensor,
@@ -111,100 +94,84 @@ def linear_log_probs_backward_op(
     exponentials_TV: Tensor,
     parts_N3T: Tensor,
     temperatures_T: Tensor | None,
-    main_grad_VH: Tensor | None,
     overwritten_TV: Tensor | None,
     temperature: float,
     logit_scale: float,
     logit_softcap: float,
     vocab_size: int,
-    ignore_index: int,
     sequence_parallel: bool,
     group_name: str,
     hidden_needs_grad: bool,
     weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients `(hidden, weight)`; empty if not needed, or added to `main_grad_VH`.
+    """Return the gradients `(hidden, weight)`; empty if not needed.
 
     `overwritten_TV` is `exponentials_TV` itself if the operator may overwrite it, else None.
     """
     group = group_of(group_name)
-    vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
-    labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
+    first, last = vocab_range(vocab_size, group, len(weight_VH))
     hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
-    dtype = accumulation_dtype(hidden.dtype)
-    grad_hidden = (
-        torch.zeros_like(hidden, dtype=dtype, memory_format=torch.contiguous_format) if hidden_needs_grad else None
-    )
-    grad_weight: Tensor | None = None
-    if weight_needs_grad and main_grad_VH is None:
-        grad_weight = torch.empty_like(weight_VH, memory_format=torch.contiguous_format)
-        grad_weight[vocabulary.size :].zero_()
-    target = main_grad_VH if weight_needs_grad and main_grad_VH is not None else grad_weight
-    weight = weight_VH[: vocabulary.size]
-    upstream = UpstreamGradients.of_log_probs(
-        labels.mask(grad_log_probs_T.to(dtype)),
-        None if grad_entropy_T is None else grad_entropy_T.to(dtype),
-        logsumexp_T,
-        entropy_T,
-    )
+    weight = weight_VH[: last - first]
+    dtype = wide(hidden.dtype)
+    grad_hidden: Tensor | None = None
+    if hidden_needs_grad:
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+    grad_weight = torch.empty_like(weight_VH, memory_format=torch.contiguous_format) if weight_needs_grad else None
+    if grad_weight is not None:
+        grad_weight[len(weight) :].zero_()
+    summed: Tensor | None = None
+
+    def start_sum() -> None:
+        """Start the all-reduce of the ranks' gradients; sequence parallel: the reduce-scatter."""
+        nonlocal summed
+        if grad_hidden is None or group is None or group.size() == 1:
+            return
+        if sequence_parallel:
+            summed = async_collectives.start_reduce_scatter(grad_hidden, group)
+        else:
+            summed = async_collectives.start_all_reduce(grad_hidden, group, owned=True)
+        async_collectives.head_start(summed)
+
     gradients: Callable[..., None] = chunked.head_gradients
     if fused.supports(hidden, weight):
         kept = fused.Kept(exponentials_TV, parts_N3T) if parts_N3T.numel() else None
         gradients = partial(fused.head_gradients, kept=kept, overwrite=overwritten_TV is not None)
-    sums: list[Tensor] = []
-
-    def send() -> None:
-        if grad_hidden is not None and group is not None and async_collectives.is_sharded(group):
-            sums.append(_start_sum(grad_hidden, group, sequence_parallel))
-
     gradients(
         hidden,
         weight,
-        labels.local,
-        _transform(temperature, temperatures_T, logit_scale, logit_softcap),
-        upstream,
+        labels_T.long() - first,
+        LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T),
+        UpstreamGradients(
+            grad_log_probs_T.to(dtype).masked_fill(labels_T == IGNORE_INDEX, 0.0),
+            None if grad_entropy_T is None else grad_entropy_T.to(dtype),
+            logsumexp_T,
+            entropy_T,
+        ),
         grad_hidden_TH=grad_hidden,
-        grad_weight_VH=None if target is None else target[: vocabulary.size],
-        accumulate_weight=main_grad_VH is not None,
-        hidden_done=send,
+        grad_weight_VH=None if grad_weight is None else grad_weight[: len(weight)],
+        hidden_done=start_sum,
     )
-    if grad_hidden is not None:
-        grad_hidden = (async_collectives.wait(sums[0]) if sums else grad_hidden).to(hidden_TH.dtype)
-    nothing = hidden_TH.new_empty(0)
+    if summed is not None:
+        grad_hidden = async_collectives.wait(summed)
     return (
-        nothing if grad_hidden is None else grad_hidden,
-        nothing.clone() if grad_weight is None else grad_weight,
+        hidden_TH.new_empty(0) if grad_hidden is None else grad_hidden.to(hidden_TH.dtype),
+        hidden_TH.new_empty(0) if grad_weight is None else grad_weight,
     )
-
-
-def _start_sum(grad_TH: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """Start the all-reduce of the ranks' gradients; sequence parallel: the reduce-scatter."""
-    if sequence_parallel:
-        summed = async_collectives.start_reduce_scatter(grad_TH, group)
-    else:
-        summed = async_collectives.start_all_reduce(grad_TH, group, owned=True)
-    async_collectives.head_start(summed)
-    return summed
 
 
 @linear_log_probs_backward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    hidden_TH, weight_VH = arguments[2:4]
-    main_grad_VH, hidden_needs_grad, weight_needs_grad = arguments[10], *arguments[-2:]
-
-    def gradient(of: Tensor, wanted: bool) -> Tensor:
-        return of.new_empty(of.shape) if wanted else of.new_empty(0)
-
-    return gradient(hidden_TH, hidden_needs_grad), gradient(weight_VH, weight_needs_grad and main_grad_VH is None)
+    hidden_TH, weight_VH, hidden_needs_grad, weight_needs_grad = *arguments[2:4], *arguments[-2:]
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if hidden_needs_grad else 0),
+        weight_VH.new_empty(weight_VH.shape if weight_needs_grad else 0),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden_TH, weight_VH, labels_T, temperatures_T, main_grad_VH, *numbers, _, _, sequence_parallel, name = inputs
+    hidden_TH, weight_VH, labels_T, temperatures_T, *ctx.options, _ = inputs
     _, entropy_T, *saved = output
     ctx.save_for_backward(hidden_TH, weight_VH, labels_T, entropy_T, *saved, temperatures_T)
-    # An attribute, not a saved tensor: other micro-batches write to main_grad before this backward.
-    ctx.main_grad_VH = main_grad_VH
-    ctx.options = (*numbers, sequence_parallel, name)
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
 
@@ -234,7 +201,6 @@ def _backward(
         exponentials_TV,
         parts_N3T,
         temperatures_T,
-        ctx.main_grad_VH,
         exponentials_TV if _is_last_backward() else None,
         *ctx.options,
         hidden_needs_grad,
@@ -242,7 +208,7 @@ def _backward(
     )
     return (
         grad_hidden if hidden_needs_grad else None,
-        grad_weight if weight_needs_grad and ctx.main_grad_VH is None else None,
+        grad_weight if weight_needs_grad else None,
         *(None for _ in others),
     )
 

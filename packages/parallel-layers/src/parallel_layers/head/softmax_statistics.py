@@ -1,4 +1,4 @@
-"""Softmax statistics of parts of the vocabulary, and their merge.
+"""Softmax statistics of parts of the vocabulary, their merge, and the gradient of the logits.
 
 The statistics of a token with logits z over a set of entries are four numbers (rows of a `[4, T]` tensor):
 
@@ -23,6 +23,39 @@ from torch import Tensor
 
 NEGLIGIBLE = -1e4
 """Least log-probability that multiplies its probability: e^-10000 is 0 in every dtype, while 0 * -inf would be NaN."""
+
+
+class LogitTransform(NamedTuple):
+    """The map `z = softcap * tanh(scale * raw / softcap) / temperature`, without the tanh if `softcap` is 0.
+
+    `temperature` is a number or a tensor `[T]`, and gets no gradient.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float | Tensor = 1.0
+
+    def apply_(self, raw_TV: Tensor, tokens: slice) -> tuple[Tensor, Tensor | float]:
+        """Turn a tile of raw products of `tokens` into logits, in place; return them and the derivative dz / draw.
+
+        The derivative is a number, a `[T, 1]` column, or (with a soft-cap) a tile.
+        """
+        logits_TV = raw_TV
+        derivative: Tensor | float = self.scale
+        if self.softcap:
+            tanh_TV = raw_TV.mul_(self.scale / self.softcap).tanh_()
+            one = torch.ones((), dtype=raw_TV.dtype, device=raw_TV.device)
+            derivative = torch.addcmul(one, tanh_TV, tanh_TV, value=-1.0).mul_(self.scale)
+            logits_TV = tanh_TV.mul_(self.softcap)
+        elif self.scale != 1.0:
+            logits_TV = raw_TV.mul_(self.scale)
+        if isinstance(self.temperature, Tensor):
+            inverse: Tensor | float = self.temperature[tokens].to(raw_TV.dtype).reciprocal()[:, None]
+        elif self.temperature != 1.0:
+            inverse = 1.0 / self.temperature
+        else:
+            return logits_TV, derivative
+        return logits_TV.mul_(inverse), derivative * inverse
 
 
 def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -56,43 +89,29 @@ def merge_statistics(parts_N4T: Tensor) -> Tensor:
     # For sets without weight (empty, or -inf alone) 0 * -inf would be NaN.
     shifts = torch.where(maxima == -math.inf, 0.0, maxima - maximum)
     factors = torch.where(maxima == -math.inf, 0.0, shifts.exp())
-    return torch.stack(
-        (
-            maximum,
-            (sums * factors).sum(dim=0),
-            ((moments + shifts * sums) * factors).sum(dim=0),
-            label_logits.sum(dim=0),
-        )
-    )
+    total = (sums * factors).sum(dim=0)
+    moment = ((moments + shifts * sums) * factors).sum(dim=0)
+    return torch.stack((maximum, total, moment, label_logits.sum(dim=0)))
 
 
 def finish_statistics(statistics_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `(log_probs, logsumexp, entropy)`, each `[T]`, from the statistics of the whole vocabulary."""
+    """Return `(log_probs, entropy, logsumexp)`, each `[T]`, from the statistics of the whole vocabulary."""
     maximum, total, moment, label_logit = statistics_4T.unbind(dim=0)
     log_total = total.log()
     # (t - m) first: the difference of two logits is exact where the sum m + log s would round.
-    return (label_logit - maximum) - log_total, maximum + log_total, log_total - moment / total
+    return (label_logit - maximum) - log_total, log_total - moment / total, maximum + log_total
 
 
 class UpstreamGradients(NamedTuple):
     """Upstream gradients and saved results that determine the gradient of the logits, each `[T]`.
 
-    `label` multiplies `1[j = label]`, and `probability` multiplies `-p_j`. `entropy` is the upstream gradient of the
-    entropy, or None; then `entropies` may be None, too.
+    `log_probs` is 0 for ignored labels. `entropy` is None if the entropy has no gradient.
     """
 
-    label: Tensor
-    probability: Tensor
+    log_probs: Tensor
     entropy: Tensor | None
     logsumexps: Tensor
-    entropies: Tensor | None
-
-    @classmethod
-    def of_log_probs(
-        cls, log_prob: Tensor, entropy: Tensor | None, logsumexps: Tensor, entropies: Tensor | None
-    ) -> "UpstreamGradients":
-        """Return upstream gradients of log-probs (zero for ignored labels) and entropies."""
-        return cls(log_prob, log_prob, entropy, logsumexps, entropies)
+    entropies: Tensor
 
 
 def logit_gradient(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradients, tokens: slice) -> Tensor:
@@ -103,15 +122,14 @@ def logit_gradient(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradie
     num_entries = logits_TV.shape[1]
     log_probs_TV = logits_TV.sub_(upstream.logsumexps[tokens, None])
     gradient_TV = log_probs_TV.exp()
-    probability = upstream.probability[tokens, None]
+    grad_log_probs = upstream.log_probs[tokens]
     if upstream.entropy is None:
-        gradient_TV.mul_(-probability)
+        gradient_TV.mul_(-grad_log_probs[:, None])
     else:
-        assert upstream.entropies is not None
         factor_TV = log_probs_TV.clamp_(min=NEGLIGIBLE).add_(upstream.entropies[tokens, None])
-        gradient_TV.mul_(factor_TV.mul_(-upstream.entropy[tokens, None]).sub_(probability))
+        gradient_TV.mul_(factor_TV.mul_(-upstream.entropy[tokens, None]).sub_(grad_log_probs[:, None]))
     if num_entries:
         inside = (labels_T >= 0) & (labels_T < num_entries)
         column = labels_T.clamp(0, num_entries - 1)[:, None]
-        gradient_TV.scatter_add_(1, column, torch.where(inside, upstream.label[tokens], 0.0)[:, None])
+        gradient_TV.scatter_add_(1, column, torch.where(inside, grad_log_probs, 0.0)[:, None])
     return gradient_TV

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.head.embedding import vocab_range
 from parallel_layers.head.linear_log_probs import LogProbs, linear_log_probs
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
@@ -32,8 +31,7 @@ class VocabParallelHead(ParallelModule):
         logit_softcap: Soft-cap of the scaled logits (Gemma 2); None for no cap.
         allocate_weight: False for a tied head, which is called with the embedding's weight.
         counted: False for a second copy of a parameter that the gradient norm counts elsewhere (the tied head on the
-        last
-            stage of a pipeline).
+            last stage of a pipeline).
         dtype: The dtype of the weight.
         device: The device of the weight.
 
@@ -82,7 +80,6 @@ class VocabParallelHead(ParallelModule):
         *,
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
-        ignore_index: int = -100,
         keep_probabilities: bool = False,
     ) -> LogProbs:
         """Return the log-probability of each label and the entropy of each prediction, `[T]` fp32 each.
@@ -90,39 +87,6 @@ class VocabParallelHead(ParallelModule):
         `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's own. The
         options and errors are those of `linear_log_probs`.
         """
-        return linear_log_probs(
-            hidden,
-            self._given(weight),
-            labels,
-            group=self.group,
-            temperature=temperature,
-            entropy=entropy,
-            sequence_parallel=self.sequence_parallel,
-            vocab_size=self.vocab_size,
-            ignore_index=ignore_index,
-            logit_scale=self.logit_scale,
-            logit_softcap=self.logit_softcap,
-            keep_probabilities=keep_probabilities,
-        )
-
-    @torch.no_grad()
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the logits `[T, V]` fp32 on every rank, without the padding and without a gradient.
-
-        Communication: an all-gather of the logits; sequence parallel: one more of the hidden states.
-        """
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel(hidden, self.group)
-        logits = hidden.float() @ self._given(weight).float().T * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = (logits / self.logit_softcap).tanh() * self.logit_softcap
-        return gather_from_tensor_parallel(logits, self.group)[:, : self.vocab_size]
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"{self.hidden_size}, {self.vocab_size}, rows {self.weight_shape[0]}, softcap={self.logit_softcap}"
-
-    def _given(self, weight: Tensor | None) -> Tensor:
         weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError("this head was built with allocate_weight=False; call head(hidden, labels, weight)")
@@ -131,4 +95,20 @@ class VocabParallelHead(ParallelModule):
                 f"weight has shape {list(weight.shape)}, but each rank's part of {self.vocab_size} entries is "
                 f"{list(self.weight_shape)}; divide the table as VocabParallelEmbedding does"
             )
-        return weight
+        return linear_log_probs(
+            hidden,
+            weight,
+            labels,
+            group=self.group,
+            temperature=temperature,
+            entropy=entropy,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+            keep_probabilities=keep_probabilities,
+        )
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.hidden_size}, {self.vocab_size}, rows {self.weight_shape[0]}, softcap={self.logit_softcap}"

@@ -1,10 +1,5 @@
-"""A sharded vocabulary: the entries of a rank, its labels, and the names of groups for custom operators.
+"""A vocabulary sharded over ranks: its size, what the ranks must agree on, and groups for custom operators."""
 
-Shape suffix: T tokens.
-"""
-
-import math
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +8,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from parallel_layers.distributed import async_collectives
+
+IGNORE_INDEX = -100
+"""The label of tokens without a label, as in torch and transformers."""
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:
@@ -60,11 +58,7 @@ def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, devi
 
     Communication: an all-gather of two numbers, once for each group and pair of numbers.
     """
-    if (
-        group is None
-        or not async_collectives.is_sharded(group)
-        or (rows, vocab_size) in _compared.setdefault(group, set())
-    ):
+    if group is None or group.size() == 1 or (rows, vocab_size) in _compared.setdefault(group, set()):
         return
     told = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
     if any(pair != told[0] for pair in told):
@@ -79,51 +73,3 @@ def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, devi
             f"{rows} hold"
         )
     _compared[group].add((rows, vocab_size))
-
-
-class LocalVocabulary(NamedTuple):
-    """The entries `first .. first + size - 1` of this rank; rows of the weight beyond them are padding."""
-
-    first: int
-    size: int
-
-    @classmethod
-    def of(cls, rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "LocalVocabulary":
-        """Return this rank's entries; every rank of the group has `rows` rows."""
-        first = 0 if group is None else group.rank() * rows
-        return cls(first, min(rows, max(vocab_size - first, 0)))
-
-
-def check_labels(labels_T: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError for the first label outside the vocabulary; for CUDA labels, assert on the device.
-
-    Reading CUDA labels would stall the host in every step (see `head.embedding.check_token_ids`).
-    """
-    wrong = ((labels_T < 0) | (labels_T >= vocab_size)) & (labels_T != ignore_index)
-    if labels_T.is_cuda:
-        torch._assert_async(~wrong.any(), f"a label is outside the vocabulary 0..{vocab_size - 1}")
-    elif wrong.any():
-        position = int(wrong.nonzero()[0, 0])
-        raise ValueError(
-            f"label {int(labels_T[position])} at position {position} is outside the vocabulary of {vocab_size}; "
-            f"labels must be in [0, {vocab_size}), or ignore_index={ignore_index}"
-        )
-
-
-class LocalLabels(NamedTuple):
-    """Labels `[T]` counted from this rank's first entry (-1: not on this rank), and masks `[T]` of special labels."""
-
-    local: Tensor
-    ignored: Tensor
-    invalid: Tensor
-
-    @classmethod
-    def of(cls, labels_T: Tensor, vocabulary: LocalVocabulary, vocab_size: int, ignore_index: int) -> "LocalLabels":
-        """Convert labels of the whole vocabulary."""
-        ignored = labels_T == ignore_index
-        invalid = ((labels_T < 0) | (labels_T >= vocab_size)) & ~ignored
-        return cls(torch.where(ignored | invalid, -1, labels_T.long() - vocabulary.first), ignored, invalid)
-
-    def mask(self, values_T: Tensor) -> Tensor:
-        """Replace values by 0 for ignored labels, and by NaN for unchecked labels outside the vocabulary."""
-        return values_T.masked_fill(self.ignored, 0.0).masked_fill(self.invalid, math.nan)

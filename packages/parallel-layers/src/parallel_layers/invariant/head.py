@@ -15,18 +15,10 @@ from torch.nn import functional as F
 from parallel_layers.autocast import as_operand
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head import fused, linear_operators
+from parallel_layers.head.embedding import check_token_ids, vocab_range
 from parallel_layers.head.linear_log_probs import LogProbs, _validate
-from parallel_layers.head.logit_transform import LogitTransform
-from parallel_layers.head.softmax_statistics import NEGLIGIBLE
-from parallel_layers.head.vocabulary import (
-    LocalLabels,
-    LocalVocabulary,
-    check_labels,
-    check_rows,
-    gather_rows,
-    group_name,
-    true_vocab_size,
-)
+from parallel_layers.head.softmax_statistics import NEGLIGIBLE, LogitTransform
+from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, gather_rows, group_name, true_vocab_size
 from parallel_layers.invariant.blocks import BLOCKS, check_blocks
 from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_sum
 from parallel_layers.kernels.exact_matmul import exact_product
@@ -46,10 +38,8 @@ def linear_log_probs(
     entropy: bool = True,
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
-    ignore_index: int = -100,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    check_labels: bool = True,
     blocks: int = BLOCKS,
 ) -> LogProbs:
     """Compute `parallel_layers.linear_log_probs` so that a token's bits depend only on its hidden state and the head.
@@ -86,16 +76,13 @@ def linear_log_probs(
         weight_VH,
         labels_T,
         temperature.detach().expand(len(labels_T)) if isinstance(temperature, Tensor) else None,
-        None,
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         float(logit_scale),
         float(logit_softcap or 0.0),
         vocab_size,
-        ignore_index,
-        check_labels,
-        False,
         sequence_parallel,
         group_name(group),
+        False,
         group,
         cuts,
     )
@@ -111,28 +98,24 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *given, group, cuts = arguments
-        hidden_TH, weight_VH, labels_T, temperatures_T, _, temperature, scale, softcap = given[:8]
-        vocab_size, ignore_index, check, _, sequence_parallel, _ = given[8:]
-        if check:
-            check_labels(labels_T, vocab_size, ignore_index)
-        vocabulary = LocalVocabulary.of(len(weight_VH), vocab_size, group)
-        labels = LocalLabels.of(labels_T, vocabulary, vocab_size, ignore_index)
+        hidden_TH, weight_VH, labels_T, temperatures_T, temperature, scale, softcap = given[:7]
+        vocab_size, sequence_parallel, *_ = given[7:]
+        check_token_ids(labels_T, vocab_size, ignore_index=IGNORE_INDEX)
+        begin, last = vocab_range(vocab_size, group, len(weight_VH))
+        labels = labels_T.long() - begin
         hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
         transform = LogitTransform(scale, softcap, temperature if temperatures_T is None else temperatures_T)
-        last = vocabulary.first + vocabulary.size
         parts = [
-            _part_statistics(
-                hidden, weight_VH, labels.local, transform, first - vocabulary.first, end - vocabulary.first
-            )
+            _part_statistics(hidden, weight_VH, labels, transform, first - begin, end - begin)
             for first, end in pairwise(cuts)
-            if vocabulary.first <= first < last
+            if begin <= first < last
         ]
         statistics = reduce(_merge, _parts_of_all_ranks(parts, hidden, len(weight_VH), cuts, group))
         maximum, total, moment, label_logit = statistics.unbind()
         log_total = log(total)
         nothing = hidden_TH.new_empty(0)
         outputs = (
-            labels.mask((label_logit - maximum) - log_total),
+            ((label_logit - maximum) - log_total).masked_fill(labels_T == IGNORE_INDEX, 0.0),
             log_total - moment / total,
             maximum + log_total,
             nothing,

@@ -1,4 +1,11 @@
-"""The Triton code of the language-model head; `parallel_layers.kernels.head` launches and documents the kernels.
+"""The Triton kernels of the language-model head, which `parallel_layers.head.fused` launches.
+
+With the logits z of a tile and their maximum m in a row,
+
+- `product_statistics_kernel` reduces the tile to m, s = sum e^(z - m) and u = sum (z - m) e^(z - m), and can keep
+  e^(z - m) in the inputs' dtype;
+- `product_gradient_kernel` writes `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (log p_j + H)` in the inputs' dtype;
+- `kept_gradient_kernel` computes dz from kept exponentials without a GEMM: log p = log e^(z - m) + m - logsumexp.
 
 Arguments named `*_ptr` are tensors, or None if optional. `hidden`, `weight`, `exponentials` and `gradient` are tensor
 descriptors. A tile is `[BT, BV]`, BT tokens by BV vocabulary entries, contracted in steps of BH.
@@ -7,10 +14,26 @@ descriptors. A tile is `[BT, BV]`, BT tokens by BV vocabulary entries, contracte
 # Triton reads a kernel's annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
 
+import math
+from typing import Any
+
+from torch import Tensor
+
 from parallel_layers.kernels.runtime import HAS_TRITON, tl, triton
 
 if HAS_TRITON:
     from triton.language.extra import libdevice
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2.0))
+# The logit of entries outside the vocabulary: finite, so that its product with a probability of 0 is 0.
+_OUTSIDE = tl.constexpr(-1e30)
+
+
+def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
+    """Return a tensor descriptor, through which kernels read and write blocks of a matrix."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
 @triton.jit
@@ -67,24 +90,20 @@ def product_statistics_kernel(
     inverse_temperature,
     SOFTCAP: tl.constexpr,
     KEEP: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    LN_2: tl.constexpr,
-    OUTSIDE: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
     BH: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     """Statistics m, s, u of every tile of the logits, `[N, 3, T]`; with KEEP, e^(z - m) as well."""
     tiles_t = tl.cdiv(num_tokens, BT)
     tiles_v = tl.cdiv(num_entries, BV)
-    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=FLATTEN):
+    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
         tile_t, tile_v = _tile_of(index, tiles_t, tiles_v, GROUP)
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
-        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * LOG2_E
+        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * _LOG2_E
         # Scaling before the reduction measured faster than folding the factor into z - m: it frees the product.
         if SOFTCAP:
             z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
@@ -92,33 +111,31 @@ def product_statistics_kernel(
             z = z * (scale * factor)[:, None]
         if (tile_v + 1) * BV > num_entries:
             columns = tile_v * BV + tl.arange(0, BV)
-            z = tl.where((columns < num_entries)[None, :], z, OUTSIDE)
+            z = tl.where((columns < num_entries)[None, :], z, _OUTSIDE)
         maximum = tl.max(z, 1)
         z = z - maximum[:, None]
         exponential = tl.exp2(z)
         inside = rows < num_tokens
         part = parts_ptr + tile_v.to(tl.int64) * 3 * num_tokens + rows
-        tl.store(part, maximum * LN_2, mask=inside)
+        tl.store(part, maximum * _LN_2, mask=inside)
         tl.store(part + num_tokens, tl.sum(exponential, 1), mask=inside)
-        tl.store(part + 2 * num_tokens, tl.sum(exponential * z, 1) * LN_2, mask=inside)
+        tl.store(part + 2 * num_tokens, tl.sum(exponential * z, 1) * _LN_2, mask=inside)
         if KEEP:
             exponentials.store([tile_t * BT, tile_v * BV], exponential.to(exponentials.dtype))
 
 
 @triton.jit
-def merge_kernel(
-    parts_ptr, statistics_ptr, num_parts, num_tokens, OUTSIDE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
-):
+def merge_kernel(parts_ptr, statistics_ptr, num_parts, num_tokens, BT: tl.constexpr, BN: tl.constexpr):
     """Merge the statistics of all tiles of a token, `[N, 3, T]`, into three rows `[3, T]`."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    maximum = tl.full((BT,), OUTSIDE, tl.float32)
+    maximum = tl.full((BT,), _OUTSIDE, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     moment = tl.zeros((BT,), tl.float32)
     for first in range(0, num_parts, BN):
         parts = first + tl.arange(0, BN)
         mask = (parts < num_parts)[:, None] & (rows < num_tokens)[None, :]
         at = parts_ptr + parts.to(tl.int64)[:, None] * 3 * num_tokens + rows[None, :]
-        maxima = tl.load(at, mask=mask, other=OUTSIDE)
+        maxima = tl.load(at, mask=mask, other=_OUTSIDE)
         totals = tl.load(at + num_tokens, mask=mask, other=0.0)
         moments = tl.load(at + 2 * num_tokens, mask=mask, other=0.0)
         merged = tl.maximum(maximum, tl.max(maxima, 0))
@@ -183,7 +200,6 @@ def _gradient_of_logits(
     grad_entropy_ptr,
     entropies_ptr,
     num_tokens,
-    LN_2: tl.constexpr,
 ):
     """Return dz of a tile `[BT, BV]` times `row_scale [BT]`, from probabilities and their base-2 logarithms."""
     inside = rows < num_tokens
@@ -191,7 +207,7 @@ def _gradient_of_logits(
     if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + rows, mask=inside, other=0.0) * row_scale
         constant = -grad_log_prob - grad_entropy * tl.load(entropies_ptr + rows, mask=inside, other=0.0)
-        gradient = probs * (constant[:, None] + (-LN_2 * grad_entropy)[:, None] * log2_probs)
+        gradient = probs * (constant[:, None] + (-_LN_2 * grad_entropy)[:, None] * log2_probs)
     else:
         gradient = probs * -grad_log_prob[:, None]
     label = (tl.load(labels_ptr + rows, mask=inside, other=-1) - first_entry).to(tl.int32)
@@ -217,30 +233,27 @@ def product_gradient_kernel(
     softcap,
     inverse_temperature,
     SOFTCAP: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    LN_2: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
     BH: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     """Write the gradient of the raw products; recompute the GEMM."""
     tiles_t = tl.cdiv(num_tokens, BT)
     tiles_v = tl.cdiv(num_entries, BV)
-    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=FLATTEN):
+    for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
         tile_t, tile_v = _tile_of(index, tiles_t, tiles_v, GROUP)
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
         inside = rows < num_tokens
         factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
-        logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * LOG2_E
+        logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * _LOG2_E
         if SOFTCAP:
             tanh = _tanh(z * (scale / softcap))
-            log2_probs = tanh * (softcap * LOG2_E * factor)[:, None] - logsumexp[:, None]
+            log2_probs = tanh * (softcap * _LOG2_E * factor)[:, None] - logsumexp[:, None]
         else:
-            log2_probs = z * (scale * LOG2_E * factor)[:, None] - logsumexp[:, None]
+            log2_probs = z * (scale * _LOG2_E * factor)[:, None] - logsumexp[:, None]
         dz = _gradient_of_logits(
             log2_probs,
             tl.exp2(log2_probs),
@@ -253,7 +266,6 @@ def product_gradient_kernel(
             grad_entropy_ptr,
             entropies_ptr,
             num_tokens,
-            LN_2,
         )
         if SOFTCAP:
             dz *= 1.0 - tanh * tanh
@@ -280,8 +292,6 @@ def kept_gradient_kernel(
     softcap,
     inverse_temperature,
     SOFTCAP: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    LN_2: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
@@ -297,7 +307,7 @@ def kept_gradient_kernel(
     exponential = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tile = (first_entry // BV + tile_v).to(tl.int64)
     maximum = tl.load(parts_ptr + tile * 3 * num_tokens + rows, mask=inside, other=0.0)
-    shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * LOG2_E
+    shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * _LOG2_E
     # If the exponential underflowed, the probability is 0 and any finite logarithm will do.
     log2_exponential = _fast_log2(tl.maximum(exponential, 1e-37))
     factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
@@ -313,10 +323,9 @@ def kept_gradient_kernel(
         grad_entropy_ptr,
         entropies_ptr,
         num_tokens,
-        LN_2,
     )
     if SOFTCAP:
-        tanh = (log2_exponential * LN_2 + maximum[:, None]) / (softcap * factor)[:, None]
+        tanh = (log2_exponential * _LN_2 + maximum[:, None]) / (softcap * factor)[:, None]
         dz *= 1.0 - tanh * tanh
     out = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
     tl.store(out, dz.to(gradient_ptr.dtype.element_ty), mask=mask)

@@ -19,8 +19,7 @@ Shape suffixes: M rows, N columns of the result, K contraction.
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.head import _descriptor
-from parallel_layers.kernels.head_triton import _tile_of
+from parallel_layers.kernels.head_triton import _tile_of, descriptor
 from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
 
 BLOCK_M, BLOCK_N = 128, 256
@@ -168,9 +167,9 @@ def invariant_matmul(
     programs = min(num_multiprocessors(x_MK.device) if programs is None else programs, tiles)
     scratch = y.new_empty(programs, _PARTS if leaves > 1 else 0, 2, BLOCK_M, BLOCK_N // _PARTS, dtype=torch.float32)
     _matmul_kernel[(programs,)](
-        _descriptor(_readable(x_MK), (BLOCK_M, block_k)),
-        _descriptor(_readable(weight_NK), (BLOCK_N, block_k)),
-        _descriptor(y, (BLOCK_M, BLOCK_N // _PARTS)),
+        descriptor(_readable(x_MK), (BLOCK_M, block_k)),
+        descriptor(_readable(weight_NK), (BLOCK_N, block_k)),
+        descriptor(y, (BLOCK_M, BLOCK_N // _PARTS)),
         None if bias_N is None else bias_N.contiguous(),
         scratch,
         num_rows,

@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import (
-    VocabParallelHead,
-    linear_log_probs,
-    linear_policy_loss,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_entropy,
-    vocab_parallel_log_probs,
-)
+from parallel_layers import VocabParallelHead, linear_log_probs, vocab_parallel_log_probs
 from parallel_layers.invariant import linear_log_probs as invariant_log_probs
 from parallel_layers.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
@@ -33,7 +26,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _head(group: ProcessGroup | None, sp: bool, tied: bool) -> dict[str, Tensor]:
-    """Log-probs, logits, and both gradients, the weight's laid into NaN where this rank holds no row."""
+    """Log-probs and both gradients, the weight's laid into NaN where this rank holds no row."""
     hidden, full, labels = problem()
     if sp and group is not None:
         hidden = hidden.chunk(group.size())[group.rank()].clone()
@@ -49,8 +42,7 @@ def _head(group: ProcessGroup | None, sp: bool, tied: bool) -> dict[str, Tensor]
     gradient = torch.full_like(full, torch.nan)
     for local, where in blocks_of(owner, "weight"):
         gradient[where] = owner.weight.grad[local]  # type: ignore[index]
-    logits = head.logits(hidden, *given)
-    return {"log_probs": out.log_probs.detach(), "logits": logits, "hidden": hidden.grad, "weight": gradient}  # type: ignore[dict-item]
+    return {"log_probs": out.log_probs.detach(), "hidden": hidden.grad, "weight": gradient}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(("sp", "tied"), [(False, False), (True, False), (True, True)])
@@ -65,7 +57,6 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks: RankPool, sp: bool, ti
     torch.testing.assert_close(torch.stack([r["weight"] for r in results]).nansum(0), weight.grad)
     for each in results:
         torch.testing.assert_close(each["log_probs"], expected.detach())
-        torch.testing.assert_close(each["logits"], logits.detach())
 
 
 def test_errors_of_the_head() -> None:
@@ -84,20 +75,11 @@ def _on_hidden(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _on_logits(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda rows, labels, **options: function(torch.zeros(TOKENS, rows), labels, **options)
-
-
 FUNCTIONS = {
     "linear_log_probs": _on_hidden(linear_log_probs),
-    "linear_policy_loss": _on_hidden(
-        lambda *args, **options: linear_policy_loss(*args, lambda log_probs, entropy: log_probs, **options)
-    ),
     "invariant.linear_log_probs": _on_hidden(invariant_log_probs),
-    "vocab_parallel_log_probs": _on_logits(vocab_parallel_log_probs),
-    "vocab_parallel_cross_entropy": _on_logits(vocab_parallel_cross_entropy),
-    "vocab_parallel_entropy": lambda rows, labels, **options: vocab_parallel_entropy(
-        torch.zeros(TOKENS, rows), **options
+    "vocab_parallel_log_probs": lambda rows, labels, **options: vocab_parallel_log_probs(
+        torch.zeros(TOKENS, rows), labels, **options
     ),
 }
 

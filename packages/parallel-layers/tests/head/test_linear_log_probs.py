@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import linear_log_probs, linear_policy_loss
+from parallel_layers import linear_log_probs
 from parallel_layers.head import chunked
 from parallel_layers.testing import RankPool
 
@@ -29,7 +29,6 @@ def reference(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    ignore_index: int = IGNORE,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy by the textbook, in the dtype of the inputs."""
     logits = logit_scale * (hidden @ weight.T)
@@ -37,7 +36,7 @@ def reference(
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     log_softmax = torch.log_softmax(logits, dim=-1)
-    ignored = labels == ignore_index
+    ignored = labels == IGNORE
     picked = log_softmax.gather(-1, labels.masked_fill(ignored, 0).long()[:, None])[:, 0]
     return picked.masked_fill(ignored, 0.0), -(log_softmax.exp() * log_softmax).sum(-1)
 
@@ -80,13 +79,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], relative
     """Each element within `relative` of the largest of its tensor (at least 1)."""
     for name, value in expected.items():
         scale = max(1.0, value.abs().max().item()) if value.numel() else 1.0
-        torch.testing.assert_close(
-            actual[name].double(),
-            value.double(),
-            rtol=0.0,
-            atol=relative * scale,
-            msg=lambda text, at=name: f"{at}: {text}",
-        )
+        torch.testing.assert_close(actual[name].double(), value.double(), rtol=0.0, atol=relative * scale)
 
 
 OPTIONS = {
@@ -187,18 +180,6 @@ def test_ignored_labels_have_no_log_prob_gradient_but_an_entropy() -> None:
     assert grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_any_label_may_be_the_ignored_one(ranks: RankPool, world: int) -> None:
-    hidden, weight, labels, *grads = problem(12, 8, 20)
-    inputs = (hidden, weight, labels.masked_fill(labels == IGNORE, 3), *grads)
-    results = ranks.run(_sharded, inputs, {"ignore_index": 3}, 20, False, world=world)
-    merged = results[0] | {"weight": torch.cat([result["weight"] for result in results])}
-    assert_same(merged, run(reference, *inputs, ignore_index=3), 2e-6)
-    assert not merged["log_probs"][inputs[2] == 3].any()
-    with pytest.raises(ValueError, match="label -100 at position 0"):
-        linear_log_probs(hidden, weight, labels, ignore_index=3)
-
-
 def test_entropy_on_request() -> None:
     hidden, weight, labels, grad, _ = problem(6, 4, 10)
     hidden.requires_grad_()
@@ -257,50 +238,6 @@ def test_largest_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(allocations) <= 4 * max(limit, weight.numel(), hidden.numel())
 
 
-def test_main_grad_accumulates() -> None:
-    hidden, weight, labels, *_ = problem(9, 8, 33, dtype=torch.bfloat16)
-    weight.requires_grad_()
-    weight.main_grad = torch.ones(33, 8)
-    for _ in range(2):
-        linear_log_probs(hidden, weight, labels, accumulate_main_grad=True).log_probs.sum().backward()
-    assert weight.grad is None
-    exact_weight = weight.detach().double().requires_grad_()
-    reference(hidden.double(), exact_weight, labels)[0].sum().backward()
-    torch.testing.assert_close(weight.main_grad, 1 + 2 * exact_weight.grad.float(), rtol=1e-5, atol=1e-5)
-
-
-def test_two_micro_batches_in_flight_share_a_main_grad() -> None:
-    hidden, weight, labels, *_ = problem(9, 8, 33)
-    weight.requires_grad_()
-    weight.main_grad = torch.zeros(33, 8)
-    losses = [linear_log_probs(hidden, weight, labels, accumulate_main_grad=True).log_probs.sum() for _ in range(2)]
-    for loss in losses:
-        loss.backward()
-    once = torch.autograd.grad(linear_log_probs(hidden, weight, labels).log_probs.sum(), weight)[0]
-    torch.testing.assert_close(weight.main_grad, 2 * once)
-
-
-def test_main_grad_of_another_dtype() -> None:
-    hidden, weight, labels, *_ = problem(9, 8, 33)
-    weight.main_grad = torch.zeros(33, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"a torch.float32 tensor of shape \[33, 8\]"):
-        linear_log_probs(hidden, weight, labels, accumulate_main_grad=True)
-
-
-def test_policy_loss_is_the_composition() -> None:
-    hidden, weight, labels, advantages, _ = problem(9, 8, 33)
-    hidden.requires_grad_()
-
-    def loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
-        return -(log_probs * advantages).mean() - 0.01 * entropy.mean()
-
-    fused = linear_policy_loss(hidden, weight, labels, loss, temperature=0.7)
-    composed = loss(*linear_log_probs(hidden, weight, labels, temperature=0.7))
-    assert torch.equal(fused, composed)
-    for actual, expected in zip(torch.autograd.grad(fused, hidden), torch.autograd.grad(composed, hidden), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def test_compiles_without_a_graph_break() -> None:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         out = linear_log_probs(hidden * 2, weight, labels, temperature=0.9)
@@ -339,13 +276,8 @@ def test_label_outside_the_vocabulary(label: int) -> None:
     hidden, weight, labels, *_ = problem(9, 8, 40)
     labels = labels.clamp(max=32)
     labels[6] = label
-    with pytest.raises(ValueError, match=rf"label {label} at position 6 is outside the vocabulary of 33"):
+    with pytest.raises(ValueError, match=rf"label {label} at index \[6\] is outside the vocabulary 0\.\.32"):
         linear_log_probs(hidden, weight, labels, vocab_size=33)
-    hidden.requires_grad_()
-    unchecked = linear_log_probs(hidden, weight, labels, vocab_size=33, check_labels=False).log_probs
-    assert unchecked.isnan().nonzero().flatten().tolist() == [6]
-    unchecked.sum().backward()
-    assert hidden.grad[6].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +293,6 @@ def test_label_outside_the_vocabulary(label: int) -> None:
         ({"temperature": torch.ones(4)}, r"must be \[9\], one a token; got \[4\]"),
         ({"logit_scale": -1.0}, "logit_scale=-1.0"),
         ({"logit_softcap": 0.0}, "logit_softcap=0.0"),
-        ({"accumulate_main_grad": True}, "main_grad"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, object], message: str) -> None:
@@ -525,7 +456,7 @@ def _bad_label(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:
 def test_label_outside_the_vocabulary_raises_on_every_rank_alike(ranks: RankPool) -> None:
     messages = ranks.run(_bad_label, problem(9, 8, 34), world=2, timeout=20)
     assert messages[0] == messages[1]
-    assert "label 77 at position 3" in messages[0]
+    assert "label 77 at index [3]" in messages[0]
 
 
 def _unequal_tokens(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:
