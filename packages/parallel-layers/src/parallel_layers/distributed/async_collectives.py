@@ -7,6 +7,7 @@ with the communication. Call `wait` before reading a result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def is_sharded(group: ProcessGroup | None) -> bool:
+def is_sharded(group: ProcessGroup | None) -> TypeGuard[ProcessGroup]:
     """Return whether the group has more than one rank."""
     return group is not None and group.size() > 1
 
