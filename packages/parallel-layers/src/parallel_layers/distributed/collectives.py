@@ -72,7 +72,7 @@ def reduce_from_tensor_parallel(
 
 
 def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Keep this rank's part of the last dim of a replicated `x`: `[..., H]` -> `[..., H/tp]` or `[..., sizes[rank]]`."""
+    """Keep this rank's part of the last dim of a replicated `x` `[..., H]`: `[..., H/tp]` or `[..., sizes[rank]]`."""
     return _apply("split", x, group, x.dim() - 1, sizes)
 
 

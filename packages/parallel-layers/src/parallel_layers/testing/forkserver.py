@@ -12,7 +12,6 @@ import functools
 import gc
 import importlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -47,25 +46,21 @@ class _Fork:
     folder: str
 
 
-@dataclass(frozen=True)
-class _End:
-    """A request to end ranks and the processes that they have started."""
-
-    processes: tuple[int, ...]
-
-
 class ForkServer:
-    """The caller's side: starts the process, and asks for ranks and for their end."""
+    """The caller's side: starts the process, and asks for ranks and for their end.
+
+    A request is a `_Fork`, or the process ids of ranks that shall end. The answer is the process ids of these ranks.
+    """
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         # The child gets the module search path of this process.
         start = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from parallel_layers.testing import forkserver; forkserver.serve({theirs.fileno()})"
         )
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -73,26 +68,15 @@ class ForkServer:
             env=_environment(backend),
         )
         theirs.close()
-        self._socket = ours
         self._asking = threading.Lock()
-        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         atexit.register(self.close)
-
-    @property
-    def process(self) -> int:
-        """Return the process id."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the process runs."""
-        return self._process.poll() is None
 
     def close(self) -> None:
         """End the process, and with it all ranks."""
         self._connection.close()
         self._socket.close()
-        self._process.wait()
+        self.process.wait()
 
     def fork(
         self, settings: worker.Settings, preload: Iterable[str]
@@ -114,17 +98,15 @@ class ForkServer:
         """End ranks and the processes that they have started; return when they are gone."""
         # Without the process there are no ranks: each rank ends with its connection.
         with contextlib.suppress(OSError, EOFError):
-            self._ask(_End(processes))
+            self._ask(processes)
 
-    def _ask(self, request: _Fork | _End, descriptors: Sequence[int] = ()) -> tuple[int, ...]:
-        """Send a request; return the process ids that it concerned when it is done."""
+    def _ask(self, request: _Fork | tuple[int, ...], descriptors: Sequence[int] = ()) -> tuple[int, ...]:
         with self._asking:
             try:
-                self._connection.send_bytes(pickle.dumps(request))
+                self._connection.send(request)
                 if descriptors:
                     socket.send_fds(self._socket, [b"s"], descriptors)
-                processes: tuple[int, ...] = pickle.loads(self._connection.recv_bytes())
-                return processes
+                return self._connection.recv()
             except BaseException:
                 # After an interrupt, a late answer would be taken for the answer to the next request.
                 self.close()
@@ -133,7 +115,7 @@ class ForkServer:
 
 def fork_server(backend: str) -> ForkServer:
     """Return the fork server of this process for a backend; the first call starts it."""
-    if not _start(backend).alive:
+    if _start(backend).process.poll() is not None:
         _start.cache_clear()
     return _start(backend)
 
@@ -159,19 +141,18 @@ def serve(descriptor: int) -> None:
     living: set[tuple[int, ...]] = set()
     while True:
         try:
-            request = pickle.loads(connection.recv_bytes())
+            request = connection.recv()
         except (EOFError, OSError):
             break
-        if isinstance(request, _End):
-            processes = request.processes
-            _end(processes)
-            living.discard(processes)
-        else:
-            assert isinstance(request, _Fork)
+        if isinstance(request, _Fork):
             _, descriptors, _, _ = socket.recv_fds(control, 1, request.settings.world_size)
             processes = _fork(request, descriptors, inherited=[control.fileno(), connection.fileno()])
             living.add(processes)
-        connection.send_bytes(pickle.dumps(processes))
+        else:
+            processes = request
+            _end(processes)
+            living.discard(processes)
+        connection.send(processes)
     for processes in living:
         _end(processes)
 
@@ -181,25 +162,22 @@ def _fork(request: _Fork, descriptors: list[int], inherited: list[int]) -> tuple
     os.environ.clear()
     os.environ.update(request.environment)
     for name in request.preload:
-        if name not in sys.modules:
-            # A rank that needs the module raises the error in its call.
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        # A rank that needs the module raises the error in its call.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     # Exclude imported modules from garbage collections, which are slow with them.
     gc.freeze()
     processes: list[int] = []
     for rank, mine in enumerate(descriptors):
         child = os.fork()
-        leader = processes[0] if processes else child
         # Both parent and child call it, because neither may go on before it is done.
-        os.setpgid(child, leader)
+        os.setpgid(child, processes[0] if processes else child)
         if child == 0:
             for other in [*inherited, *descriptors]:
                 if other != mine:
                     os.close(other)
             os.chdir(request.folder)
             worker.serve(Connection(mine), rank, request.settings)
-            os._exit(0)
         processes.append(child)
     # Close our copies of the sockets, so that end-of-file reveals a dead rank.
     for mine in descriptors:

@@ -6,17 +6,17 @@ file store and waits for calls on its own socket. The ranks end when the pool is
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import pickle
+import signal
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self
 
 from parallel_layers.testing import worker
 from parallel_layers.testing.forkserver import ForkServer, fork_server
@@ -25,7 +25,7 @@ from parallel_layers.testing.forkserver import ForkServer, fork_server
 _GRACE_SECONDS = 2.0
 # Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
-_STACK_SECONDS = 2.0
+_STACK_SECONDS = 0.5
 # A gloo group keeps threads and sockets, and functions may keep groups. Ranks in this many groups are replaced.
 _MOST_GROUPS = 100
 
@@ -43,16 +43,49 @@ class _Ranks:
     """The running processes of a pool, and a connection to each."""
 
     server: ForkServer
+    settings: worker.Settings
     processes: tuple[int, ...]
     connections: list[Connection[Any, Any]]
     folder: tempfile.TemporaryDirectory[str]
 
+    @classmethod
+    def start(cls, world_size: int, backend: str, preload: Iterable[str]) -> Self:
+        """Fork the processes."""
+        folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        server, settings = fork_server(backend), worker.Settings(world_size, backend, folder.name)
+        return cls(server, settings, *server.fork(settings, preload), folder)
+
     def kill(self) -> None:
-        """End every process of the pool and remove its store."""
+        """End every process of the pool and remove its folder."""
         self.server.end(self.processes)
         for connection in self.connections:
             connection.close()
         self.folder.cleanup()
+
+    def receive(self, wanted: Iterable[int], timeout: float, *, first: bool = False) -> dict[int, worker.Answer]:
+        """Return an answer from each wanted rank (with `first`: the first ones), or fewer when time is up."""
+        answers: dict[int, worker.Answer] = {}
+        missing = {self.connections[rank]: rank for rank in wanted}
+        deadline = time.monotonic() + timeout
+        while missing and not (first and answers):
+            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = missing.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    raise RankDied(f"the process of rank {rank} ended without an answer") from None
+        return answers
+
+    def stacks(self, ranks: Iterable[int]) -> str:
+        """Return where the threads of some ranks are."""
+        for rank in ranks:
+            os.kill(self.processes[rank], signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+        return "\n".join(f"rank {rank}:\n{self.settings.stack(rank).read_text()}" for rank in ranks)
 
 
 class RankPool:
@@ -88,7 +121,7 @@ class RankPool:
         self._ranks: _Ranks | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,10 +158,12 @@ class RankPool:
             raise ValueError(f"world={world} is outside this pool's 1..{self.world_size} ranks")
         call = worker.encode_call(fn, args, kwargs, world)
         try:
-            ranks = self._started()
-            for connection in ranks.connections[:world]:
+            if self._ranks is None:
+                self._ranks = _Ranks.start(self.world_size, self.backend, self.preload)
+                self._finalizer = weakref.finalize(self, self._ranks.kill)
+            for connection in self._ranks.connections[:world]:
                 connection.send_bytes(call)
-            answers = self._collect(ranks, world, self.timeout if timeout is None else timeout)
+            answers = _collect(self._ranks, world, self.timeout if timeout is None else timeout)
         except BaseException:
             # After a stuck or dead rank or an interrupt, the state of the others is unknown: start new ranks.
             self.close()
@@ -145,35 +180,6 @@ class RankPool:
         if self._finalizer is not None:
             self._finalizer()
         self._ranks = self._finalizer = None
-
-    def _started(self) -> _Ranks:
-        if self._ranks is None:
-            self._ranks = _start(self.world_size, self.backend, self.preload)
-            self._finalizer = weakref.finalize(self, self._ranks.kill)
-            for rank, answer in _receive(self._ranks, range(self.world_size), _START_SECONDS).items():
-                if answer.kind != "ready":
-                    raise _as_exception({rank: answer})
-        return self._ranks
-
-    def _collect(self, ranks: _Ranks, world: int, timeout: float) -> dict[int, worker.Answer]:
-        """Return the answers of all ranks; after an exception, of the ranks that ended soon."""
-        started = _receive(ranks, range(world), _START_SECONDS)
-        answers = {rank: answer for rank, answer in started.items() if answer.kind != "started"}
-        failed = bool(answers)
-        deadline = time.monotonic() + (_GRACE_SECONDS if failed else timeout)
-        while missing := [rank for rank in range(world) if rank not in answers]:
-            new = _receive(ranks, missing, deadline - time.monotonic(), first=True)
-            if not new and failed:
-                return answers
-            if not new:
-                raise RankTimeout(
-                    f"rank(s) {missing} of {world} did not return within {timeout:g} s\n" + _stacks(ranks, missing)
-                )
-            answers |= new
-            if not failed and any(answer.kind == "raised" for answer in new.values()):
-                failed = True
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        return answers
 
 
 def run_ranks(
@@ -203,47 +209,24 @@ def shared_pool(preload: Iterable[str] = ()) -> RankPool:
 
 @functools.cache
 def _shared_pool() -> RankPool:
-    pool = RankPool(4)
-    atexit.register(pool.close)
-    return pool
+    return RankPool(4)
 
 
-def _start(world_size: int, backend: str, preload: Iterable[str]) -> _Ranks:
-    folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-    server = fork_server(backend)
-    settings = worker.Settings(world_size, backend, store=os.path.join(folder.name, "store"))
-    return _Ranks(server, *server.fork(settings, preload), folder)
-
-
-def _receive(
-    ranks: _Ranks, wanted: list[int] | range, timeout: float, *, first: bool = False
-) -> dict[int, worker.Answer]:
-    """Return an answer from each wanted rank (with `first`: the first ones), or fewer when time is up."""
-    answers: dict[int, worker.Answer] = {}
+def _collect(ranks: _Ranks, world: int, timeout: float) -> dict[int, worker.Answer]:
+    """Return the answers of all ranks; after an exception, of the ranks that ended soon."""
+    started = ranks.receive(range(world), _START_SECONDS)
+    answers = {rank: answer for rank, answer in started.items() if answer.kind == "raised"}
     deadline = time.monotonic() + timeout
-    while missing := {ranks.connections[rank]: rank for rank in wanted if rank not in answers}:
-        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = missing[connection]
-            try:
-                answers[rank] = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionError):
-                raise RankDied(f"the process of rank {rank} ended without an answer") from None
-        if not ready or first:
-            break
+    while missing := [rank for rank in range(world) if rank not in answers]:
+        if any(answer.kind == "raised" for answer in answers.values()):
+            return answers | ranks.receive(missing, _GRACE_SECONDS)
+        new = ranks.receive(missing, deadline - time.monotonic(), first=True)
+        if not new:
+            raise RankTimeout(
+                f"rank(s) {missing} of {world} did not return within {timeout:g} s\n{ranks.stacks(missing)}"
+            )
+        answers |= new
     return answers
-
-
-def _stacks(ranks: _Ranks, missing: list[int]) -> str:
-    """Return tracebacks of the given ranks' main threads; another thread of each rank answers."""
-    try:
-        for rank in missing:
-            ranks.connections[rank].send_bytes(worker.encode_stack_request())
-        answers = _receive(ranks, missing, _STACK_SECONDS)
-    except (OSError, RankDied):
-        return "(a rank has ended)"
-    return "\n".join(f"rank {rank}:\n{answer.text}" for rank, answer in sorted(answers.items()))
 
 
 def _as_exception(failures: dict[int, worker.Answer]) -> Exception:
