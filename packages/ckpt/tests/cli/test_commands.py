@@ -24,7 +24,7 @@ Checkpoints = Callable[..., Path]
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "160"})
 
 
 def test_shard_reshard_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> None:

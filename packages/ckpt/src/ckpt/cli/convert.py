@@ -6,19 +6,7 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.options import (
-    Check,
-    Dtype,
-    Ep,
-    Etp,
-    Layers,
-    Pp,
-    Tp,
-    VocabMultiple,
-    Vpp,
-    read_dtype,
-    read_layers,
-)
+from ckpt.cli import options
 from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
 from ckpt.layout.place import Grid
 
@@ -38,16 +26,16 @@ Target = Annotated[
 def shard(
     source: Source,
     destination: Destination,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = None,
     target: Target = None,
-    layers: Layers = None,
-    vocab_multiple: VocabMultiple = 1,
-    dtype: Dtype = None,
-    check: Check = False,
+    layers: options.Layers = None,
+    vocab_multiple: options.VocabMultiple = 1,
+    dtype: options.Dtype = None,
+    check: options.Check = False,
     json: Json = False,
 ) -> None:
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
@@ -59,9 +47,9 @@ def shard(
             destination,
             grid,
             target=target,  # type: ignore[arg-type]  # layout_for refuses an unknown one by name
-            layers=read_layers(layers),
+            layers=options.read_layers(layers),
             vocab_multiple=vocab_multiple,
-            dtype=read_dtype(dtype),
+            dtype=options.read_dtype(dtype),
             check=check,
             progress=progress,
         )
@@ -72,7 +60,7 @@ def shard(
 def merge(
     source: Source,
     destination: Destination,
-    dtype: Dtype = None,
+    dtype: options.Dtype = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="The largest size of a file, such as 5GB.")
     ] = "5GB",
@@ -80,7 +68,7 @@ def merge(
         Path | None,
         typer.Option("--copy-from", help="Copy tokenizer files from this folder (default: the source)."),
     ] = None,
-    check: Check = False,
+    check: options.Check = False,
     json: Json = False,
 ) -> None:
     """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype."""
@@ -88,7 +76,7 @@ def merge(
         ckpt.merge(
             source,
             destination,
-            dtype=read_dtype(dtype),
+            dtype=options.read_dtype(dtype),
             max_shard_size=max_shard_size,
             copy_from=copy_from,
             check=check,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from ckpt.cli.options import Check
-from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
+from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
 
 if TYPE_CHECKING:
+    import torch
+
+    from ckpt.files.header import Header
     from ckpt.layout.model_layout import Layout
     from ckpt.transfer.sources import Source
 
@@ -47,7 +52,7 @@ def inspect(
         ("family", facts["family"]),
         ("role", facts["role"]),
         ("parameters", f"{facts['parameters']:,}"),
-        ("bytes", f"{facts['bytes']:,} ({size_text(facts['bytes'])})"),
+        ("bytes", f"{facts['bytes']:,} ({decimal(facts['bytes'])})"),
         ("types (elements)", dtypes),
         ("tensors", f"{facts['tensors']:,}"),
         ("files", f"{facts['files']:,}"),
@@ -61,36 +66,22 @@ def inspect(
         rows += [("grid", grid), ("target", facts["target"])]
     if "step" in facts:
         rows += [("step", f"{facts['step']:,}"), ("optimizer", ", ".join(facts["optimizer"]) or "none")]
-    print_table(str(folder), ("", ""), rows, header=False)
+    print_table(str(folder), ("", ""), rows)
 
 
 def describe(source: Source) -> dict[str, Any]:
     """Return the facts that `inspect` shows; a parameter that several ranks hold is counted once."""
-    from ckpt.files.dtypes import NAMES
     from ckpt.files.header import read_header
     from ckpt.layout.pieces import volume
 
-    layout = source.layout
-    dtypes: dict[str, int] = {}
+    dtypes: Counter[torch.dtype] = Counter()
     for parts in source.pieces.values():
         for key, piece in parts:
-            name = NAMES[source.tensors[key][1].dtype]
-            dtypes[name] = dtypes.get(name, 0) + volume(piece.local_range)
-    return {
-        "family": layout.family.name,
-        "role": layout.role,
-        "target": layout.target,
-        "grid": None if source.grid is None else dataclasses.asdict(source.grid),
-        "parameters": sum(dtypes.values()),
-        "bytes": sum(info.nbytes for _, info in source.tensors.values()),
-        "dtypes": dtypes,
-        "tensors": len(source.tensors),
-        "files": len(source.files),
-        "layers": layout.num_layers,
-        "experts": layout.num_experts,
-        "tied": layout.tied,
-        "checksums": all(read_header(file).checksums for file in source.files),
-    }
+            dtypes[source.tensors[key][1].dtype] += volume(piece.local_range)
+    nbytes = sum(info.nbytes for _, info in source.tensors.values())
+    facts = _facts(source.layout, dtypes, nbytes, len(source.tensors), [read_header(file) for file in source.files])
+    grid = None if source.grid is None else dataclasses.asdict(source.grid)
+    return {**facts, "target": source.layout.target, "grid": grid}
 
 
 def describe_training(folder: Path, check: bool) -> dict[str, Any]:
@@ -100,7 +91,6 @@ def describe_training(folder: Path, check: bool) -> dict[str, Any]:
     the bytes of all files are compared with their recorded checksums.
     """
     from ckpt.files.contents import STATE
-    from ckpt.files.dtypes import NAMES
     from ckpt.files.tensor_bytes import check_bytes
     from ckpt.files.unchanged import while_unchanged
     from ckpt.training.checkpoint import open_step
@@ -116,26 +106,32 @@ def describe_training(folder: Path, check: bool) -> dict[str, Any]:
             check_bytes(headers)
         stored = stored_tensors(opened)
     weights = {name.removeprefix("model/"): kind for name, kind in stored.items() if name.startswith("model/")}
-    layout = _layout_of(opened, weights.keys())
-    dtypes: dict[str, int] = {}
+    dtypes: Counter[torch.dtype] = Counter()
     for dtype, shape in weights.values():
-        dtypes[NAMES[dtype]] = dtypes.get(NAMES[dtype], 0) + math.prod(shape)
+        dtypes[dtype] += math.prod(shape)
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored.values())
+    facts = _facts(_layout_of(opened, weights.keys()), dtypes, nbytes, len(weights), headers.values())
+    slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
+    return {**facts, "target": None, "grid": None, "step": state["step"], "optimizer": slots}
+
+
+def _facts(
+    layout: Layout, dtypes: Mapping[torch.dtype, int], nbytes: int, tensors: int, headers: Collection[Header]
+) -> dict[str, Any]:
+    from ckpt.files.dtypes import NAMES
+
     return {
         "family": layout.family.name,
         "role": layout.role,
-        "target": None,
-        "grid": None,
         "parameters": sum(dtypes.values()),
-        "bytes": sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored.values()),
-        "dtypes": dtypes,
-        "tensors": len(weights),
+        "bytes": nbytes,
+        "dtypes": {NAMES[dtype]: count for dtype, count in dtypes.items()},
+        "tensors": tensors,
         "files": len(headers),
         "layers": layout.num_layers,
         "experts": layout.num_experts,
         "tied": layout.tied,
-        "checksums": all(header.checksums for header in headers.values()),
-        "step": state["step"],
-        "optimizer": sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")}),
+        "checksums": all(header.checksums for header in headers),
     }
 
 

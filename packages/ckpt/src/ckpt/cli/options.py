@@ -37,11 +37,7 @@ VocabMultiple = Annotated[
 
 
 def read_layers(text: str | None) -> LayerPlacement:
-    """Return the layer placement that `--layers` names.
-
-    Raises:
-        ValueError: The text is neither 'balanced' nor a list of numbers.
-    """
+    """Return the layer placement that `--layers` names."""
     if text is None or text == "balanced":
         return text
     try:
@@ -51,11 +47,7 @@ def read_layers(text: str | None) -> LayerPlacement:
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:
-    """Return the dtype that `--dtype` names.
-
-    Raises:
-        ValueError: The name is no dtype of torch, or not a floating-point dtype.
-    """
+    """Return the floating-point dtype that `--dtype` names."""
     if text is None:
         return None
     from ckpt.files.dtypes import dtype_of_name

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import re
 import signal
 import threading
@@ -13,15 +12,12 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MISTAKE = 2
-# The signals that end a command from outside. A shell expects 128 plus the signal's number as the exit code.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A function's argument in an error text, which is an option here: "layers='balanced'", "layers=[7, 8]", "dtype=".
 _OPTION = re.compile(
     r"(?<!config's )(?<![\w-])(layers|target|dtype|copy_from|max_shard_size|vocab_multiple)="
@@ -43,7 +39,8 @@ def _signals_raise() -> Iterator[None]:
 
     # Python allows handlers in the main thread only; a command in another thread runs without them.
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, stop) for number in _SIGNALS if main}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield
     finally:
@@ -70,7 +67,7 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
                 return command(*args, **kwargs)
         except (ValueError, OSError) as error:
             typer.echo(f"error: {_OPTION.sub(_as_option, str(error))}", err=True)
-            raise typer.Exit(MISTAKE) from None
+            raise typer.Exit(2) from None
         except _Stopped as stopped:
             (number,) = stopped.args
             name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -98,21 +95,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, header: bool = True) -> None:
-    """Print a table with columns of numbers aligned to the right."""
-    table = Table(show_header=header)
-    for index, column in enumerate(columns):
-        numbers = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; with empty column names it has no header."""
+    table = Table(*(Column(name, overflow="fold") for name in columns), show_header=any(columns))
     for row in rows:
-        # rich would read brackets in a plain string as markup.
-        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+        table.add_row(*map(Text, row))  # rich would read brackets in a plain string as markup
     console = Console()
     console.print(Text(title), soft_wrap=True)
     console.print(table)
-
-
-def size_text(nbytes: float) -> str:
-    """Return a size in bytes as text, in powers of 1000."""
-    power = 0 if nbytes < 1 else min(4, int(math.log(nbytes, 1000)))
-    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1000**power:.2f} {' KMGT'[power]}B"

@@ -5,22 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.filesize import decimal
 
 import ckpt
-from ckpt.cli.options import (
-    Dtype,
-    Ep,
-    Etp,
-    Layers,
-    Pp,
-    Target,
-    Tp,
-    VocabMultiple,
-    Vpp,
-    read_dtype,
-    read_layers,
-)
-from ckpt.cli.output import Json, print_json, print_table, reports_mistakes, size_text
+from ckpt.cli import options
+from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
 from ckpt.layout.place import Grid
 
 
@@ -33,15 +22,15 @@ def plan(
             "does not tell the bytes of a vision tower."
         ),
     ],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    target: Target = "parallel",
-    layers: Layers = None,
-    vocab_multiple: VocabMultiple = 1,
-    dtype: Dtype = None,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = None,
+    target: options.Target = "parallel",
+    layers: options.Layers = None,
+    vocab_multiple: options.VocabMultiple = 1,
+    dtype: options.Dtype = None,
     json: Json = False,
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
@@ -56,10 +45,10 @@ def plan(
     layout = dataclasses.replace(
         ckpt.layout_for(load_config(folder)) if source is None else source.layout,
         target=target,  # type: ignore[arg-type]  # the layout refuses an unknown one by name
-        layers=read_layers(layers),
+        layers=options.read_layers(layers),
         vocab_multiple=vocab_multiple,
     )
-    chosen = read_dtype(dtype)
+    chosen = options.read_dtype(dtype)
     known = {} if source is None or chosen is not None else stored_dtypes(source)
     shares = plan_bytes(layout, grid, chosen or config_dtype(layout.text), known)
     if json:
@@ -69,7 +58,7 @@ def plan(
         return
     used = [name for name in shares[0].components if any(share.components[name] for share in shares)]
     rows = [
-        (str(share.place), *(size_text(share.components[name]) for name in used), size_text(share.total))
+        (str(share.place), *(decimal(share.components[name]) for name in used), decimal(share.total))
         for share in shares
     ]
     uncounted = ", without its vision tower" if layout.family.carried and source is None else ""

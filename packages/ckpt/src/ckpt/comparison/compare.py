@@ -25,6 +25,7 @@ from ckpt.transfer.sources import Source, open_source, open_with_prediction_laye
 
 _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 2 << 20
+_MOST_FILES = 128  # open at a time
 
 
 def verify(
@@ -97,36 +98,35 @@ def verify_live(
 
     def compare() -> Report:
         source = open_source(path, layout.role)
-        where = Place() if place is None else place
-        blocks = layout.at(where)
+        blocks = layout.at(Place() if place is None else place)
         report = Report()
         if group is None or group.rank() == 0:
             report.differences += config_differences(source.layout.config, layout.config)
         with while_unchanged(source.files), _Comparison(report, rtol, atol, dtypes) as comparison:
-            for name, block in blocks.items():
-                held = all(canonical in source.pieces for canonical in block.names)
-                if not held or name not in tensors:
-                    if held or name in tensors:
-                        kind: Kind = "missing" if held else "unexpected"
-                        report.differences.append(Difference(name, kind, f"only in the {'files' if held else 'model'}"))
-                    continue
-                if tuple(tensors[name].shape) != block.shape:
-                    shapes = f"{list(block.shape)} and {list(tensors[name].shape)}"
+            for name in dict.fromkeys((*blocks, *tensors)):
+                block, tensor = blocks.get(name), tensors.get(name)
+                stored = block is not None and all(canonical in source.pieces for canonical in block.names)
+                if block is None or not stored or tensor is None:
+                    if stored or tensor is not None:
+                        kind: Kind = "missing" if stored else "unexpected"
+                        detail = f"only in the {'files' if stored else 'model'}"
+                        report.differences.append(Difference(name, kind, detail))
+                elif tuple(tensor.shape) != block.shape:
+                    shapes = f"{list(block.shape)} and {list(tensor.shape)}"
                     report.differences.append(Difference(name, "shape", shapes))
-                    continue
-                tensor, box = on_this_rank(name, tensors[name], block.shape)
-                report.differences += comparison.local(name, block.part(box), tensor, source)
-        report.differences += [
-            Difference(name, "unexpected", "only in the model") for name in tensors if name not in blocks
-        ]
+                else:
+                    own, box = on_this_rank(name, tensor, block.shape)
+                    report.differences += comparison.local(name, block.part(box), own, source)
         return report
 
     own = agree(compare, group)
     merged = Report()
-    for other in map(Report.from_json, all_gather_json(own.to_json(), group)):
-        merged.tensors += other.tensors
-        merged.elements += other.elements
-        merged.differences += other.differences
+    for other in all_gather_json(dataclasses.asdict(own), group):
+        merged.tensors += other["tensors"]
+        merged.elements += other["elements"]
+        merged.differences += [
+            Difference(**{**entry, "first": tuple(entry["first"])}) for entry in other["differences"]
+        ]
     return merged
 
 
@@ -158,14 +158,23 @@ def _bytes_to_compare(a: Source, b: Source) -> int:
     return total
 
 
+# A checkpoint, the tensors in it that hold a canonical tensor, and the dtype of the values read.
+_Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
+
+
+def _side(source: Source, parts: list[tuple[str, Piece]]) -> _Side:
+    return source, parts, source.tensors[parts[0][0]][1].dtype
+
+
 class _Comparison:
     """Compares tensors through open files, and counts the tensors and elements in a report."""
 
     def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
         self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
-        self.readers = (_Reader(), _Reader())
         self._progress: Callable[[int, int], None] = lambda done, total: None
         self._done = self._total = 0
+        self._fds: dict[Path, int] = {}
+        self._values, self._staging = (Staging(_CPU), Staging(_CPU)), Staging(_CPU)
 
     def show(self, progress: Callable[[int, int], None], total: int) -> None:
         """Call `progress` from now on, with the bytes done and the bytes in all."""
@@ -175,8 +184,9 @@ class _Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for reader in self.readers:
-            reader.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
 
     def canonical(self, name: str, a: Source, b: Source) -> Iterator[Difference]:
         """Yield the differences between two checkpoints' tensors of one name, and between copies in each of them."""
@@ -184,44 +194,38 @@ class _Comparison:
         if shapes[0] != shapes[1]:
             yield Difference(name, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
             return
-        parts = [source.pieces[name] for source in (a, b)]
-        types = [source.tensors[part[0][0]][1].dtype for source, part in zip((a, b), parts, strict=True)]
-        if self.dtypes and types[0] != types[1]:
-            yield Difference(name, "dtype", f"{types[0]} and {types[1]}")
+        sides = [_side(source, source.pieces[name]) for source in (a, b)]
+        if self.dtypes and sides[0][2] != sides[1][2]:
+            yield Difference(name, "dtype", f"{sides[0][2]} and {sides[1][2]}")
         whole = full_box(shapes[0])
         self.report.tensors += 1
         self.report.elements += volume(whole)
-        yield from self._boxes(name, whole, (a, parts[0], types[0]), (b, parts[1], types[1]))
+        yield from self._boxes(name, whole, *sides)
         for source in (a, b):
             yield from self.copies(name, source)
 
     def copies(self, name: str, source: Source) -> Iterator[Difference]:
         """Yield the differences between a checkpoint's tensor and further ranks' copies of the tensor."""
-        part = source.pieces[name]
-        reference = (source, part, source.tensors[part[0][0]][1].dtype)
+        reference = _side(source, source.pieces[name])
         for key, piece in source.copies.get(name, ()):
             assert piece.canonical_range is not None
-            copy = (source, [(key, piece)], source.tensors[key][1].dtype)
-            for difference in self._boxes(name, piece.canonical_range, reference, copy):
+            for difference in self._boxes(name, piece.canonical_range, reference, _side(source, [(key, piece)])):
                 detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
                 yield dataclasses.replace(difference, detail=detail)
 
-    def _boxes(self, name: str, box: Box, a: "_Side", b: "_Side") -> Iterator[Difference]:
+    def _boxes(self, name: str, box: Box, a: _Side, b: _Side) -> Iterator[Difference]:
         tally = Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
-            first, second = (reader.read(side, name, part) for reader, side in zip(self.readers, (a, b), strict=True))
-            tally.add(first, second, part)
+            tally.add(self._read(0, a, name, part), self._read(1, b, name, part), part)
             self._done += volume(part) * a[2].itemsize
             self._progress(self._done, self._total)
-        difference = tally.difference(name)
-        if difference is not None:
-            yield difference
+        yield from tally.differences(name)
 
     def local(self, name: str, block: Block, tensor: Tensor, source: Source) -> Iterator[Difference]:
         """Yield the differences between a checkpoint and a live model's tensor, or a rank's part of the tensor."""
         if not block.names:
             return
-        stored = source.tensors[source.pieces[block.names[0]][0][0]][1].dtype
+        stored = _side(source, source.pieces[block.names[0]])[2]
         if self.dtypes and stored != tensor.dtype:
             yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
         self.report.tensors += 1
@@ -236,45 +240,21 @@ class _Comparison:
             side = (source, source.pieces[piece.name], stored)
             for part in split_box(piece.canonical_range, _CHUNK_ELEMENTS):
                 at = carried_over(part, copy)
-                values = self.readers[0].read(side, piece.name, part)
+                values = self._read(0, side, piece.name, part)
                 tally.add(values, view_of(tensor, at).cpu().reshape(values.shape), at)
-        difference = tally.difference(name)
-        if difference is not None:
-            yield difference
+        yield from tally.differences(name)
 
-
-# A checkpoint, the tensors in it that hold a canonical tensor, and the dtype of the values read.
-_Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
-
-
-class _Reader:
-    """Reads boxes of canonical tensors out of a source's files into one buffer, keeping the last files open."""
-
-    def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}
-        self._values, self._staging = Staging(_CPU), Staging(_CPU)
-        self._counter = IOCounter()
-
-    def read(self, side: _Side, name: str, box: Box) -> Tensor:
-        """Return the values of a box of a canonical tensor; valid until the next call."""
+    def _read(self, buffer: int, side: _Side, name: str, box: Box) -> Tensor:
+        """Return the values of a box of a canonical tensor; valid until the next call with this buffer."""
         source, parts, dtype = side
         wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
-        values = self._values.view(wanted.shape, dtype)
+        values = self._values[buffer].view(wanted.shape, dtype)
         for key, copy in shared(wanted, {name: parts}):
             path, info = source.tensors[key]
+            if path not in self._fds:
+                if len(self._fds) >= _MOST_FILES:
+                    self.__exit__()
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             view = view_of(values, copy.destination_range)
-            read_box(self._open(path), info, copy.source_range, view, self._staging, self._counter)
+            read_box(self._fds[path], info, copy.source_range, view, self._staging, IOCounter())
         return values
-
-    def _open(self, path: Path) -> int:
-        if path not in self._fds:
-            if len(self._fds) >= 64:
-                self.close()
-            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._fds[path]
-
-    def close(self) -> None:
-        """Close all files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()

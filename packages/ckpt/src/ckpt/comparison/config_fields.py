@@ -57,17 +57,14 @@ def _normal(config: Config) -> Config:
     """Return the fields of the language model and the vision tower, with rope fields as transformers 5 spells them."""
     text = text_config(config)
     text["model_type"] = config.get("model_type")
-    rope = {**_mapping(text.pop("rope_scaling", None)), **_mapping(text.pop("rope_parameters", None))}
+    ropes = [text.pop("rope_scaling", None), text.pop("rope_parameters", None)]
+    rope = {name: value for part in ropes if isinstance(part, Mapping) for name, value in part.items()}
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     text |= {**rope, "rope_type": _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind}
     if text.get("use_sliding_window") is False:
         text["sliding_window"] = None
     return text
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _fields(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -61,29 +61,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {
-            "equal": self.equal,
-            "tensors": self.tensors,
-            "elements": self.elements,
-            # JSON has no infinity: null stands for it.
-            "differences": [
-                {
-                    **dataclasses.asdict(difference),
-                    "worst": difference.worst if math.isfinite(difference.worst) else None,
-                }
-                for difference in self.differences
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Report":
-        """Return the report that `to_json` described."""
-        differences = [
-            Difference(**{**entry, "first": tuple(entry["first"]), "worst": _or_infinite(entry["worst"])})
-            for entry in value["differences"]
-        ]
-        return cls(value["tensors"], value["elements"], differences)
-
-
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
+        value = {"equal": self.equal, **dataclasses.asdict(self)}
+        for entry in value["differences"]:
+            if not math.isfinite(entry["worst"]):
+                entry["worst"] = None  # JSON has no infinity
+        return value

@@ -1,5 +1,6 @@
 """Compare two tensors chunk by chunk, bit by bit or within a tolerance."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,32 +22,28 @@ class Tally:
 
     def add(self, a: Tensor, b: Tensor, at: Box) -> None:
         """Compare two chunks; `at` is their box in the tensor."""
-        if self.atol == self.rtol == 0 and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+        exact, same_type = self.atol == self.rtol == 0, a.dtype == b.dtype
+        if exact and same_type and torch.equal(_bits(a), _bits(b)):
             return
-        exact = _bits(a) != _bits(b) if a.dtype == b.dtype else a.double() != b.double()
-        a, b = a.double(), b.double()
-        gap = (a - b).abs()
-        close = gap <= self.atol + self.rtol * b.abs()
-        both_nan = a.isnan() & b.isnan()
-        differs = exact if self.atol == self.rtol == 0 else ~(close | both_nan | (a == b))
-        count = int(differs.sum())
-        if not count:
+        gap = (a.double() - b.double()).abs()
+        if exact:
+            differs = _bits(a) != _bits(b) if same_type else a.double() != b.double()
+        else:
+            differs = ~torch.isclose(a.double(), b.double(), self.rtol, self.atol, equal_nan=True)
+        if not differs.any():
             return
         if not self.elements:
             index = torch.nonzero(differs.reshape(a.shape))[0].tolist()
-            self.first = tuple(
-                start + offset for (start, _), offset in zip(at[len(at) - len(index) :], index, strict=True)
-            )
-        self.elements += count
-        gaps = gap[differs].nan_to_num(nan=float("inf"))
-        self.worst = max(self.worst, float(gaps.max()))
+            starts = [start for start, _ in at[len(at) - len(index) :]]
+            self.first = tuple(start + offset for start, offset in zip(starts, index, strict=True))
+        self.elements += int(differs.sum())
+        self.worst = max(self.worst, float(gap[differs].nan_to_num(nan=float("inf")).max()))
 
-    def difference(self, name: str) -> Difference | None:
-        """Return the difference of all chunks; None without a difference."""
-        if not self.elements:
-            return None
-        detail = f"{self.elements} elements differ, first at {list(self.first)}, by at most {self.worst:.6g}"
-        return Difference(name, "values", detail, self.elements, self.worst, self.first)
+    def differences(self, name: str) -> Iterator[Difference]:
+        """Yield the difference of all chunks, if there is one."""
+        if self.elements:
+            detail = f"{self.elements} elements differ, first at {list(self.first)}, by at most {self.worst:.6g}"
+            yield Difference(name, "values", detail, self.elements, self.worst, self.first)
 
 
 def _bits(tensor: Tensor) -> Tensor:

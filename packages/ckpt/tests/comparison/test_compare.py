@@ -65,7 +65,6 @@ def test_first_and_worst_differences_are_named(
     assert report.first.worst == pytest.approx(0.5, rel=1e-5)
     assert report.worst is not None
     assert report.worst.name == NORM
-    assert Report.from_json(report.to_json()) == report
 
 
 def test_bits_are_compared_unless_a_tolerance_is_given(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ def test_bits_are_compared_unless_a_tolerance_is_given(checkpoint: Checkpoints, 
     report = verify(plus, nan, atol=1.0)
     assert report.worst is not None
     assert report.worst.worst == math.inf
-    assert Report.from_json(report.to_json()) == report
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["differences"][0]["worst"] is None
 
 
 def test_a_tolerance_is_kept_per_element(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -189,7 +188,6 @@ def test_the_same_tensors_under_another_configuration_differ(
     for a, b in ((source, other), (other, source)):
         report = verify(a, b)
         assert [(item.name, item.kind) for item in report.differences] == [(f"config.json {name}", "config")]
-        assert Report.from_json(report.to_json()) == report
     layout = layout_for(other)
     report = verify_live(source, load_hf(source, layout), layout)
     assert [item.kind for item in report.differences] == ["config"]
