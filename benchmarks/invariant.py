@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel_layers import PackedSequence
 from parallel_layers.invariant import BLOCKS, tp_invariant
-from parallel_layers.linear.invariant import product
+from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.model import ModelConfig
 from rl_models.models.language_models import CausalLM
 
@@ -89,14 +89,12 @@ def products(task: Task) -> dict[str, dict[str, Call]]:
         x = torch.randn(task.packed.num_tokens, size, device=DEVICE, dtype=torch.bfloat16)
         w = torch.randn(columns, size, device=DEVICE, dtype=torch.bfloat16)
         dtype = torch.float32 if row and tp > 1 else torch.bfloat16
-        leaves = BLOCKS // tp if row else 1
+        multiply = InvariantProduct(BLOCKS // tp if row else None)
         calls[name] = {
             "ordinary": lambda x=x, w=w, dtype=dtype: (
                 torch.mm(x, w.T, out_dtype=dtype) if CUDA and dtype != x.dtype else (x @ w.T).to(dtype)
             ),
-            "invariant": lambda x=x, w=w, dtype=dtype, leaves=leaves, row=row: product(
-                x, w, leaves=leaves, in_tree=row, dtype=dtype
-            ),
+            "invariant": lambda x=x, w=w, dtype=dtype, multiply=multiply: multiply(x, w, None, dtype),
         }
     return calls
 

@@ -31,6 +31,7 @@ from parallel_layers.linear import (
     available_overlaps,
     column_parallel_linear,
     row_parallel_linear,
+    with_execution,
 )
 from parallel_layers.linear.float8 import Float8Config, with_float8
 from parallel_layers.memory.random_states import RngStates
@@ -79,5 +80,6 @@ __all__ = [
     "row_parallel_linear",
     "unpack",
     "vocab_parallel_log_probs",
+    "with_execution",
     "with_float8",
 ]

@@ -18,7 +18,6 @@ from cpu_streams import CurrentStream, OtherStream
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.inference import linear as inference
 from parallel_layers.linear import symmetric_memory, transports
 
 
@@ -81,7 +80,6 @@ def peer_memory_on_cpu() -> Iterator[list[str]]:
         patch.object(symmetric_memory, "peer_memory", peer_memory),
         patch.object(symmetric_memory, "_streams", lambda device: streams),
         patch.object(transports, "why_not_symmetric_memory", lambda group, device: None),
-        patch.object(inference, "why_not_symmetric_memory", lambda group, device: None),
         patch.object(transports, "gather_matmul", recorded("gather", symmetric_memory.gather_matmul)),
         patch.object(transports, "matmul_reduce_scatter", recorded("scatter", symmetric_memory.matmul_reduce_scatter)),
         patch.object(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import parallel_layers as pl
-from parallel_layers import inference, invariant, moe
+from parallel_layers import invariant, moe
 from parallel_layers.attention import context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
@@ -159,7 +159,6 @@ def collective(name: str, **options: Any) -> Case:
 LABELS = torch.arange(TOKENS)
 CHOSEN = torch.arange(TOKENS)[:, None] % 4
 ROTARY_AND_BOUNDS = (torch.randn(TOKENS, 8), torch.randn(TOKENS, 8)), torch.tensor([0, TOKENS]).int(), TOKENS
-WAYS = {"available_overlaps": pl.available_overlaps, "available_linear_backends": inference.available_linear_backends}
 
 # By name and by the label of the case in the table's cells ("": the first).
 CASES: dict[str, dict[str, Case]] = {
@@ -237,7 +236,6 @@ CASES: dict[str, dict[str, Case]] = {
     "clip_grad_norm_": {"": clipped},
     "checkpoint": {"": lambda group: pl.checkpoint(torch.tanh, tokens(group))},
     "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},
-    "available_linear_backends": {"": lambda group: inference.available_linear_backends(group, "cpu")},
 }
 
 
@@ -317,12 +315,12 @@ def test_a_ring_sends_more_often_the_more_ranks_it_has(ranks: RankPool, world: i
     assert ranks.run(sent, "ring_attention", "", world=world) == [expected] * world
 
 
-def asked_twice(group: ProcessGroup, name: str) -> list[dict[str, int]]:
+def asked_twice(group: ProcessGroup) -> list[dict[str, int]]:
     fresh = dist.new_group(list(range(group.size())))
     first, second = Counter[str](), Counter[str]()
     for counted in (first, second):
         with collectives_in(counted):
-            WAYS[name](fresh, "cuda")
+            pl.available_overlaps(fresh, "cuda")
     return [dict(first), dict(second)]
 
 
@@ -330,10 +328,9 @@ ON_CUDA = "on CUDA, once for each group"
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", WAYS)
-def test_the_ways_to_overlap_are_found_out_once(nccl_ranks: RankPool, name: str) -> None:
-    first, nothing = stated(name, ON_CUDA, 2)[0], {}
-    assert nccl_ranks.run(asked_twice, name) == [[first, nothing]] * 2
+def test_the_ways_to_overlap_are_found_out_once(nccl_ranks: RankPool) -> None:
+    first, nothing = stated("available_overlaps", ON_CUDA, 2)[0], {}
+    assert nccl_ranks.run(asked_twice) == [[first, nothing]] * 2
 
 
 def test_every_case_in_the_table_is_counted() -> None:

@@ -214,8 +214,8 @@ def test_pipeline_stages_add(ranks: RankPool) -> None:
 
 
 def clip_main_grads(group: ProcessGroup) -> Tensor:
-    layer = ColumnParallelLinear(4, 8, placement=Placement(group), accumulate_main_grad=True)
-    layer(torch.ones(1, 4)).sum().backward()
+    layer = ColumnParallelLinear(4, 8, placement=Placement(group))
+    layer.weight.main_grad = torch.ones(8 // group.size(), 4)  # type: ignore[assignment]
     return clip_grad_norm_(layer, math.inf, groups=[group])
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
-from parallel_layers.inference import for_inference
-from parallel_layers.linear import Placement
+from parallel_layers.linear import Placement, with_execution
 from parallel_layers.linear.float8 import Float8Config, why_not_float8, with_float8
 from parallel_layers.testing import RankPool
 
@@ -131,9 +130,9 @@ def _run_options(group: ProcessGroup) -> None:
     divided: dict[str, Any] = {"placement": Placement(group, sequence_parallel=True), "bias": True}
     layers = [
         ColumnParallelLinear(32, 32, gather_output=True, **place),
-        ColumnParallelLinear(32, 32, reduce_gradient=False, defer_bias=True, **place),
+        ColumnParallelLinear(32, 32, reduce_gradient=False, **place),
         RowParallelLinear(32, 32, input_is_parallel=False, **place),
-        RowParallelLinear(32, 32, defer_bias=True, **divided),
+        RowParallelLinear(32, 32, **divided),
     ]
     with TransformerEngine().installed():
         for layer in layers:
@@ -159,16 +158,14 @@ def test_which_linears() -> None:
             "able": ColumnParallelLinear(32, 32),
             "left_out": ColumnParallelLinear(32, 32),
             "odd": ColumnParallelLinear(32, 40),
-            "wide": RowParallelLinear(32, 32, output_dtype=torch.float64),
-            "main_grad": RowParallelLinear(32, 32, accumulate_main_grad=True),
         }
     )
     with TransformerEngine().installed():
         view = with_float8(model, where=lambda name, module: name != "left_out")
         assert {name: module.float8 for name, module in view.items()} == {name: name == "able" for name in model}
         assert [name for name, _ in view.named_parameters()] == [name for name, _ in model.named_parameters()]
-        assert for_inference(view)["able"].inference_backend == "collectives"
-        assert for_inference(view)["able"].execution is view["able"].execution
+        again = with_execution(view, overlap="collectives")["able"].execution
+        assert again.product is view["able"].execution.product
         with pytest.raises(
             ValueError, match="no linear of the model can be in FP8: recipe='current' needs multiples of"
         ):

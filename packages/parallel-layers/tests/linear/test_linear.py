@@ -97,7 +97,6 @@ def run_layer(
     frozen = options.pop("frozen", False)
     layer = LAYERS[kind](bias=True, dtype=full["weight"].dtype, device=device, group=group, **options)
     load_full_(layer, {"weight": full["weight"], "bias": full["bias"]})
-    assert isinstance(layer.weight, nn.Parameter)
     layer.weight.requires_grad_(not frozen)
     sp = options.get("sequence_parallel", False) and group is not None
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
@@ -115,14 +114,10 @@ def run_layer(
     before = x.detach().clone(), dy.clone()
     with CountCollectives() as forward:
         y = (torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer)(x)
-        if options.get("defer_bias"):
-            y = y + layer.deferred_bias()  # type: ignore[operator]
     with CountCollectives() as backward:
         y.backward(dy)
     torch.testing.assert_close((x.detach(), dy), before, rtol=0, atol=0)
-    grads = {"x": x.grad} | {
-        name: p.grad if p.grad is not None else getattr(p, "main_grad", None) for name, p in layer.named_parameters()
-    }
+    grads = {"x": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
     return Result(y, grads, {"forward": forward.names, "backward": backward.names})
 
 
@@ -168,9 +163,7 @@ def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *[(kind, {"sequence_parallel": sp}) for kind in LAYERS for sp in (False, True)],
-    *[(kind, {"sequence_parallel": sp, "defer_bias": True}) for kind in LAYERS for sp in (False, True)],
     ("column", {"gather_output": True}),
-    ("column", {"gather_output": True, "defer_bias": True}),
     ("column", {"gather_output": True, "sequence_parallel": True}),
     ("row", {"input_is_parallel": False}),
     ("row", {"input_is_parallel": False, "sequence_parallel": True}),
@@ -218,49 +211,6 @@ def test_frozen_weight_with_trainable_bias(ranks: RankPool, kind: str, sp: bool)
     close(results, kind, options, reference(full), 1e-13)
 
 
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_gradients_into_fp32_main_grad(ranks: RankPool, kind: str) -> None:
-    """From bf16 operands the fp32 gradient must be the fp32 product of them, not a rounded one."""
-    full = full_tensors(kind, torch.bfloat16)
-    expected = reference({name: tensor.float() for name, tensor in full.items()})
-    for options in ({"sequence_parallel": False}, {"sequence_parallel": True}):
-        results = ranks.run(run_layer, kind, full, options | {"accumulate_main_grad": True}, world=4)
-        for rank, result in enumerate(results):
-            mine = expected_on_rank(kind, rank, 4, options, expected)
-            for name in ("weight", "bias"):
-                torch.testing.assert_close(result.grads[name], mine[name], rtol=1e-5, atol=1e-5)
-
-
-def accumulate_twice(group: ProcessGroup) -> tuple[Tensor, bool]:
-    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group), accumulate_main_grad=True)
-    x = torch.ones(2, IN)
-    layer(x).sum().backward()
-    layer(x).sum().backward()
-    assert layer.weight is not None
-    return layer.weight.main_grad, layer.weight.grad is None  # type: ignore[attr-defined]
-
-
-def test_main_grad_accumulates_and_leaves_grad_alone(ranks: RankPool) -> None:
-    for main_grad, no_grad in ranks.run(accumulate_twice, world=2):
-        assert no_grad
-        torch.testing.assert_close(main_grad, torch.full((OUT // 2, IN), 4.0))
-
-
-def test_main_grad_refuses_a_computed_weight() -> None:
-    """The tensors behind it would silently get no gradient."""
-    layer = ColumnParallelLinear(IN, OUT, allocate_weight=False, accumulate_main_grad=True)
-    with pytest.raises(ValueError, match="the result of a computation"):
-        layer(torch.ones(2, IN), torch.ones(OUT, IN, requires_grad=True) * 2)
-
-
-def test_main_grad_is_at_least_fp32() -> None:
-    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        layer = ColumnParallelLinear(IN, OUT, accumulate_main_grad=True, dtype=dtype)
-        x = torch.ones(2, IN, dtype=dtype)
-        layer(x).sum().backward()
-        assert layer.weight.main_grad.dtype == wide
-
-
 COUNTS = [
     ("column", 2, False, [], ["all_reduce"]),
     ("merged", 2, False, [], ["all_reduce"]),
@@ -290,7 +240,7 @@ def low_rank_adapter(group: ProcessGroup, full: dict[str, Tensor]) -> dict[str, 
     x = full["x"].clone().requires_grad_()
     (base(x) + adapter(x)).backward(local_rows(base, full["dy"]))
     assert x.grad is not None
-    return {"x": reduce_from_tensor_parallel(x.grad, group), "base": base.weight.grad if base.weight is not None else x}
+    return {"x": reduce_from_tensor_parallel(x.grad, group), "base": base.weight.grad}
 
 
 def test_unreduced_gradients_add_up(ranks: RankPool) -> None:
@@ -300,62 +250,13 @@ def test_unreduced_gradients_add_up(ranks: RankPool) -> None:
         assert result["base"] is None
 
 
-def tied_head(group: ProcessGroup, full: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    layer = ColumnParallelLinear(IN, OUT, placement=Placement(group), allocate_weight=False)
-    weight = full["weight"].chunk(group.size())[group.rank()].clone().requires_grad_()
-    assert not list(layer.parameters())
-    layer(full["x"], weight).sum().backward()
-    for wrong, message in ((None, "allocate_weight=False"), (full["weight"], r"has shape \(16, 8\), .* has \(8, 8\)")):
-        with pytest.raises(ValueError, match=message):
-            layer(full["x"], wrong)
-    return layer(full["x"], weight), weight.grad
-
-
-def test_a_weight_from_elsewhere(ranks: RankPool) -> None:
-    full = full_tensors("column")
-    for rank, (y, grad) in enumerate(ranks.run(tied_head, full, world=2)):
-        torch.testing.assert_close(y, (full["x"] @ full["weight"].t()).chunk(2, -1)[rank])
-        torch.testing.assert_close(grad, full["x"].sum(0).expand(OUT // 2, IN))
-
-
-def output_in(group: ProcessGroup, kind: str, full: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    layer = LAYERS[kind](group=group, dtype=full["weight"].dtype, output_dtype=dtype)
-    load_full_(layer, {"weight": full["weight"]})
-    x = full["x"].chunk(group.size(), -1)[group.rank()] if kind == "row" else full["x"]
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == x.dtype
-    return y
-
-
-def test_a_wider_output_is_not_rounded_on_the_way(ranks: RankPool) -> None:
-    """Neither the parts nor their sum are rounded to bf16."""
-    full = full_tensors("row", torch.bfloat16)
-    wide = ranks.run(output_in, "row", full, torch.float32, world=4)
-    exact = full["x"].float() @ full["weight"].float().t()
-    for y in wide:
-        assert y.dtype == torch.float32
-        torch.testing.assert_close(y, exact, rtol=1e-6, atol=1e-6)
-    for world in (1, 2):
-        columns = ranks.run(output_in, "column", full, torch.float32, world=world)
-        assert all(y.dtype == torch.float32 for y in columns)
-        torch.testing.assert_close(torch.cat(columns, -1), exact, rtol=1e-6, atol=1e-6)
-
-
 def compile_two_lengths(
     group: ProcessGroup, kind: str, options: dict[str, Any], dtype: torch.dtype
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """(eager, compiled) outputs and gradients at each length."""
     torch._dynamo.reset()
     layer = LAYERS[kind](bias=True, group=group, dtype=dtype, **options)
-
-    def call(x: Tensor) -> Tensor:
-        y = layer(x)
-        return y + layer.deferred_bias() if options.get("defer_bias") else y  # type: ignore[operator]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     pairs = []
     for tokens in (8, 12):
         features = IN // group.size() if kind == "row" and options.get("input_is_parallel", True) else IN
@@ -363,20 +264,16 @@ def compile_two_lengths(
         x = torch.randn(rows, features, dtype=dtype, requires_grad=True)
         eager, ours = (
             [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
-            for y in (run(x) for run in (call, compiled))
+            for y in (run(x) for run in (layer, compiled))
         )
-        assert eager[0].dtype == options.get("output_dtype", dtype)
         pairs.append((eager, ours))
     return pairs
 
 
-# In every run each kind with and without sequence parallelism, with and without a deferred bias, and every pair of the
-# two; the rest of the product with --slow.
+# Each with sequence parallelism or without it; with --slow the other way, too.
 COMPILED = [
     *[(kind, {}, number % 2 == 0) for number, kind in enumerate(LAYERS)],
-    *[(kind, {"defer_bias": True}, number % 2 == 1) for number, kind in enumerate(LAYERS)],
     ("column", {"gather_output": True}, True),
-    ("column", {"gather_output": True, "defer_bias": True}, False),
     ("row", {"input_is_parallel": False}, True),
 ]
 
@@ -395,25 +292,6 @@ def test_compiles_without_a_graph_break(ranks: RankPool, kind: str, options: dic
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
-# Likewise.
-OF_ITS_OWN_DTYPE = [("column", 1, False), ("column", 2, True), ("row", 1, True), ("row", 2, False)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "sp"),
-    [
-        *OF_ITS_OWN_DTYPE,
-        *(pytest.param(kind, world, not sp, marks=pytest.mark.slow) for kind, world, sp in OF_ITS_OWN_DTYPE),
-    ],
-)
-def test_compiles_with_an_output_dtype_of_its_own(ranks: RankPool, kind: str, world: int, sp: bool) -> None:
-    options = {"sequence_parallel": sp, "output_dtype": torch.float32}
-    for pairs in ranks.run(compile_two_lengths, kind, options, torch.bfloat16, world=world):
-        assert len(pairs) == 2
-        for eager, compiled in pairs:
-            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-
-
 def refused(group: ProcessGroup) -> list[str]:
     partial_sums = {"placement": Placement(group, sequence_parallel=True), "reduce_gradient": False}
     messages = []
@@ -426,8 +304,6 @@ def refused(group: ProcessGroup) -> list[str]:
         lambda: QKVParallelLinear(4, 12, 5, 4, placement=Placement(group)),
         lambda: QKVParallelLinear(4, 12, 0, 4, placement=Placement(group)),
         lambda: ColumnParallelLinear(4, 8, **partial_sums),
-        lambda: MergedColumnParallelLinear(4, [8, 8], **partial_sums),
-        lambda: QKVParallelLinear(4, 4, 4, 4, **partial_sums),
         lambda: column_parallel_linear(torch.ones(1, 4), torch.ones(2, 4), **partial_sums),
     ):
         with pytest.raises(ValueError, match="=") as caught:
@@ -447,7 +323,7 @@ def test_what_does_not_divide_is_refused_by_name(ranks: RankPool) -> None:
             "num_attention_heads=12 is not a multiple of num_key_value_heads=5",
             "num_attention_heads=12 is not a multiple of num_key_value_heads=0",
         ]
-        assert len(messages) == 11
+        assert len(messages) == 9
         assert all("gather x with gather_from_sequence_parallel" in message for message in messages[7:])
 
 
@@ -500,14 +376,3 @@ def test_two_gpus(nccl_ranks: RankPool, kind: str, options: dict[str, Any]) -> N
     full = full_tensors(kind)
     results = nccl_ranks.run(run_layer, kind, full, options | {"cuda": True})
     close(results, kind, options, reference(full), 1e-12)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("kind", list(LAYERS))
-def test_two_gpus_main_grad(nccl_ranks: RankPool, kind: str) -> None:
-    full = full_tensors(kind, torch.bfloat16)
-    expected = reference({name: tensor.float() for name, tensor in full.items()})
-    for rank, result in enumerate(nccl_ranks.run(run_layer, kind, full, {"cuda": True, "accumulate_main_grad": True})):
-        mine = expected_on_rank(kind, rank, 2, {}, expected)
-        for name in ("weight", "bias"):
-            torch.testing.assert_close(result.grads[name], mine[name], rtol=1e-4, atol=1e-4)

@@ -100,38 +100,26 @@ class Part:
         return whole if self.row else part_of_rows(self.layer, whole, 0)
 
 
-def check(group: ProcessGroup, kind: str, options: dict[str, Any], given: bool = False, frozen: bool = False) -> None:
-    """Outputs and every gradient for all shapes and layouts; raises where they are not those of the whole weight.
-
-    With `given` the weight is an argument, of a layer that has none; with `frozen` it needs no gradient.
-    """
+def check(group: ProcessGroup, kind: str, options: dict[str, Any]) -> None:
+    """Compare outputs and every gradient with those of the whole weight, for all shapes and layouts."""
     name = f"{kind} {options}"
     options = {"bias": True, "dtype": torch.float64, "group": group} | options
     whole_weight, whole_bias = numbers(ROWS[kind], IN), numbers(ROWS[kind], seed=1)
     layer = LAYERS[kind](**options)
     part = Part(kind, layer, options, group)
     load_full_(layer, {"weight": whole_weight, "bias": whole_bias})
-    weight, arguments = layer.get_parameter("weight"), ()
-    if given:
-        weight = nn.Parameter(part.weight(whole_weight).clone())
-        layer, arguments = LAYERS[kind](**options, allocate_weight=False), (weight,)
-        load_full_(layer, {"bias": whole_bias})
-        assert [name for name, _ in layer.named_parameters()] == ["bias"]
-    weight.requires_grad_(not frozen)
     for shape in SHAPES:
         leaves = [t.requires_grad_() for t in (numbers(*shape, seed=2), whole_weight.clone(), whole_bias.clone())]
         whole_y = F.linear(*leaves)
         whole_dy = numbers(*whole_y.shape, seed=3)
         whole_dx, whole_dw, whole_db = torch.autograd.grad(whole_y, leaves, whole_dy)
-        expected = {"y": part.y(whole_y.detach()), "x": part.x(whole_dx), "bias": part.bias(whole_db)}
-        expected |= {} if frozen else {"weight": part.weight(whole_dw)}
+        expected = {"y": part.y(whole_y.detach()), "x": part.x(whole_dx)}
+        expected |= {"weight": part.weight(whole_dw), "bias": part.bias(whole_db)}
         for layout, lay_out in LAYOUTS.items():
             x, dy = lay_out(part.x(leaves[0].detach())).requires_grad_(), lay_out(part.dy(whole_dy))
             before = x.detach().clone(), dy.clone()
-            y = layer(x, *arguments)
-            if options.get("defer_bias"):
-                y = y + layer.deferred_bias()  # type: ignore[operator]
-            wanted = {"x": x, "bias": layer.get_parameter("bias")} | ({} if frozen else {"weight": weight})
+            y = layer(x)
+            wanted = {"x": x, **dict(layer.named_parameters())}
             gradients = torch.autograd.grad(y, list(wanted.values()), dy)
             got = {"y": y.detach()} | dict(zip(wanted, gradients, strict=True))
             at = f"{name}, {shape}, {layout}"
@@ -143,7 +131,6 @@ def check(group: ProcessGroup, kind: str, options: dict[str, Any], given: bool =
 # A layer and its options, each with and without sequence parallelism.
 CASES = [
     *[(kind, {}) for kind in LAYERS],
-    *[(kind, {"defer_bias": True}) for kind in LAYERS],
     *[(kind, {"overlap": "collectives"}) for kind in LAYERS],
     ("column", {"gather_output": True}),
     ("row", {"input_is_parallel": False}),
@@ -159,12 +146,3 @@ def test_any_number_of_dims_empty_and_strided(
     ranks: RankPool, kind: str, options: dict[str, Any], sp: bool, world: int
 ) -> None:
     ranks.run(check, kind, {"sequence_parallel": sp, **options}, world=world)
-
-
-@worlds
-@sequence_parallel
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_weight_from_elsewhere(ranks: RankPool, kind: str, frozen: bool, sp: bool, world: int) -> None:
-    """As a tied head has it; the bias is the layer's own, and trained in both cases."""
-    ranks.run(check, kind, {"sequence_parallel": sp}, given=True, frozen=frozen, world=world)

@@ -28,36 +28,16 @@ class OwnBackward(Product):
 
     differentiable = True
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         assert bias is None
         assert dtype is None
         return F.linear(x, weight)
 
 
-class TwoHalves(Product):
-    """Another ordinary product: the sum of two halves of the contraction."""
-
-    calls = 0
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), len(weight))
-        self.into(out, rows, weight, bias)
-        return out.view(*x.shape[:-1], -1)
-
-    def into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        TwoHalves.calls += 1
-        half = x.shape[-1] // 2
-        start = torch.zeros(len(weight)) if bias is None else bias
-        torch.addmm(start, x[:, :half], weight[:, :half].t(), out=out)
-        torch.addmm(out, x[:, half:], weight[:, half:].t(), out=out)
-
-
 PRODUCTS: dict[str, Any] = {
-    "plain": lambda row: PLAIN,
-    "in two halves": lambda row: TwoHalves(),
-    "invariant": lambda row: InvariantProduct(4 if row else None),
-    "with its own backward": lambda row: OwnBackward(),
+    "plain": lambda row, size: PLAIN,
+    "invariant": lambda row, size: InvariantProduct(4 // size if row else None),
+    "with its own backward": lambda row, size: OwnBackward(),
 }
 LAYERS: dict[str, Any] = {
     "column": lambda **options: ColumnParallelLinear(IN, OUT, **options),
@@ -97,7 +77,7 @@ def check(group: ProcessGroup, kind: str, multiply: str) -> None:
         return torch.cat([t.movedim(dim, 0)[where[0]] for _, where in blocks_of(layer, "weight")]).movedim(0, dim)
 
     for overlap, sp in product(get_args(Overlap), (False, True)):
-        execution = Execution(overlap=overlap, product=PRODUCTS[multiply](row))
+        execution = Execution(overlap=overlap, product=PRODUCTS[multiply](row, size))
         layer = LAYERS[kind](bias=True, placement=Placement(group, sp), execution=execution)
         load_full_(layer, full)
         expected = {
@@ -114,7 +94,6 @@ def check(group: ProcessGroup, kind: str, multiply: str) -> None:
         with ExitStack() as stack:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(transports, "CHUNK_ROWS", 2)
             called = stack.enter_context(peer_memory_on_cpu())
-            calls = TwoHalves.calls
             found = run(layer, mine, seed)
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -124,9 +103,7 @@ def check(group: ProcessGroup, kind: str, multiply: str) -> None:
                 atol=1e-5,
                 msg=lambda text, at=(overlap, sp, name): f"{at}: {text}",
             )
-        cut = multiply in ("plain", "in two halves")
-        assert bool(called) == (sp and overlap == "symmetric-memory" and cut)
-        assert (TwoHalves.calls > calls) == (multiply == "in two halves")
+        assert bool(called) == (sp and overlap == "symmetric-memory" and multiply == "plain")
 
 
 @pytest.mark.parametrize("kind", LAYERS)

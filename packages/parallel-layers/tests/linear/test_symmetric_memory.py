@@ -17,11 +17,14 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.linear import peer_memory as peer_memories
+from parallel_layers.linear import symmetric_memory
 from parallel_layers.linear.peer_memory import peer_memory
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
     matmul_reduce_scatter_beside_gather,
+    why_not_peers,
+    why_not_symmetric_memory,
 )
 from parallel_layers.testing import RankPool
 
@@ -45,11 +48,10 @@ def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
             x = whole_numbers(size * rows, 3, IN, seed=call)
             weight, add = whole_numbers(OUT, IN, seed=100 + call), whole_numbers(OUT, seed=200 + call)
             expected = x @ weight.T + add * bias
-            y, gathered = gather_matmul(x.chunk(size)[rank], weight, add if bias else None, group, return_gathered=True)
+            y, gathered = gather_matmul(x.chunk(size)[rank], weight, add if bias else None, group, keep=True)
             assert torch.equal(y, expected)
-            assert gathered is not None
             assert torch.equal(gathered, x)
-            assert gather_matmul(x.chunk(size)[rank], weight, None, group)[1] is None
+            assert torch.equal(gather_matmul(x.chunk(size)[rank], weight, None, group)[0], x @ weight.T)
             for more in range(2):
                 parts = [whole_numbers(size * rows, 3, IN, seed=300 + call + r + more) for r in range(size)]
                 y = matmul_reduce_scatter(parts[rank], weight, add if bias else None, group)
@@ -74,6 +76,34 @@ def test_tokens_that_do_not_divide_are_refused() -> None:
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(ValueError, match="3"):
         matmul_reduce_scatter(torch.ones(3, IN), torch.ones(OUT, IN), None, group)
+
+
+def test_peers() -> None:
+    ids = [b"a", b"b", b"c"]
+    assert why_not_peers(1, ids, [b"b", b"c"], lambda own, other: (own, other) == (1, 2)) is None
+    reason = why_not_peers(1, ids, [b"b", b"a"], lambda own, other: (own, other) == (1, 2))
+    assert reason == "GPU 1 has no peer access to GPU 0 (rank 1): they are not linked by NVLink"
+    assert "rank 0 is on another host or hidden" in str(why_not_peers(1, ids, [b"d", b"b"], lambda own, other: True))
+
+
+def why_not_linked(group: ProcessGroup, unlinked: tuple[int, int] | None, broken: int | None) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) != unlinked)
+        mapped = "torch could not map" if group.rank() == broken else None
+        patch.setattr(symmetric_memory, "_why_not_mapped", lambda group, device: mapped)
+        return symmetric_memory._why_not_linked(group, torch.device("cpu"), group.rank())
+
+
+def test_ranks_agree(ranks: RankPool) -> None:
+    """One rank's reason is a reason for all: none must wait in a product for one that went another way."""
+    assert why_not_symmetric_memory(None, torch.device("cpu")) == "one rank has nothing to send"
+    assert ranks.run(why_not_linked, None, None, world=2) == [None, None]
+    first, second = ranks.run(why_not_linked, (0, 1), None, world=2)
+    assert "GPU 0 has no peer access to GPU 1 (rank 1)" in first
+    assert second == "another rank of the group cannot"
+    assert ranks.run(why_not_linked, None, 1, world=2) == ["another rank of the group cannot", "torch could not map"]
 
 
 def timeout_of_a_new_group(group: ProcessGroup) -> timedelta:

@@ -222,7 +222,6 @@ class ParallelLatentAttention(ParallelModule):
         max_seqlen: int,
     ) -> Tensor:
         """Return outputs `[T, Q · V]` by q_N · (W_K c) = (W_Kᵀ q_N) · c and Σ p (W_V c) = W_V Σ p c."""
-        assert self.kv_b_proj.weight is not None
         heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
         to_keys, to_values = heads.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)

@@ -2,7 +2,6 @@
 
 from parallel_layers.inference.cache import SequenceCache
 from parallel_layers.inference.contiguous import KVCache
-from parallel_layers.inference.linear import available_linear_backends, for_inference
 from parallel_layers.inference.paged import PagedKVCache
 
-__all__ = ["KVCache", "PagedKVCache", "SequenceCache", "available_linear_backends", "for_inference"]
+__all__ = ["KVCache", "PagedKVCache", "SequenceCache"]

@@ -68,7 +68,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     def change(module: nn.Module, view: nn.Module) -> None:
         own = view.__dict__
         if isinstance(view, RowParallelLinear):
-            own["execution"] = replace(view.execution, product=InvariantProduct(blocks))
+            own["execution"] = replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))
         elif isinstance(view, ColumnLinear | ReplicatedLinear):
             own["execution"] = replace(view.execution, product=InvariantProduct())
         elif isinstance(view, RMSNorm):

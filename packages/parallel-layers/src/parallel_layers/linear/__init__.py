@@ -4,7 +4,7 @@
 how operands are multiplied, and how tokens are sent. `execution` has the two objects that a layer is given.
 """
 
-from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.linear.execution import Execution, Placement, with_execution
 from parallel_layers.linear.layers import (
     ColumnParallelLinear,
     LinearOptions,
@@ -27,4 +27,5 @@ __all__ = [
     "available_overlaps",
     "column_parallel_linear",
     "row_parallel_linear",
+    "with_execution",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,11 @@ from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
 from parallel_layers.linear.products import Product
 from parallel_layers.shared_weights import Model, view_of
 
-Linear = ColumnLinear | RowParallelLinear
 
-
-@dataclass(frozen=True)
-class _Recipe:
-    """A row of `RECIPES`.
-
-    Attributes:
-        recipe: Name of the class in `transformer_engine.common.recipe`.
-        available: Name of the function of `transformer_engine.pytorch` that says whether the GPU can.
-        multiple: Divisor of every dim of a product.
-    """
-
-    recipe: str
-    available: str
-    multiple: int
+class _Recipe(NamedTuple):
+    name: str  # of the class in `transformer_engine.common.recipe`
+    available: str  # the function of `transformer_engine.pytorch` that says whether the GPU can
+    multiple: int  # divisor of every dim of a product
 
 
 # Recipes without a history: with one, a product would depend on the products before it.
@@ -91,7 +80,7 @@ def with_float8(
     The result is a view (`shared_weights.view_of`), for training and inference, with the very parameters of `model`,
     which is not changed. Each linear says in `float8` whether it computes in FP8. Linears stay in their dtype when
     `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"),
-    or when they have key-value heads on several ranks, `accumulate_main_grad` or `output_dtype`.
+    or when they have key-value heads on several ranks.
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
@@ -113,7 +102,10 @@ def with_float8(
     chosen = {
         module
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and _is_able(module, multiple) and (where is None or where(name, module))
+        if isinstance(module, ColumnLinear | RowParallelLinear)
+        and all(size % multiple == 0 for size in module.weight.shape)
+        and getattr(module, "shared_rows", None) is None
+        and (where is None or where(name, module))
     }
     if not chosen:
         raise ValueError(
@@ -121,54 +113,41 @@ def with_float8(
         )
 
     def change(module: nn.Module, view: nn.Module) -> None:
-        if isinstance(module, Linear):
+        if isinstance(module, ColumnLinear | RowParallelLinear):
             view.__dict__["float8"] = module in chosen
             if module in chosen:
-                product = Float8Product(module.weight_shape, _dtype_of(module), config)
+                product = Float8Product(module.weight, config)
                 view.__dict__["execution"] = replace(module.execution, product=product)
 
     return view_of(model, change)
-
-
-def _is_able(layer: Linear, multiple: int) -> bool:
-    plain = not layer.accumulate_main_grad and layer.output_dtype is None
-    divides = all(size % multiple == 0 for size in layer.weight_shape)
-    return plain and divides and layer.weight is not None and getattr(layer, "shared_rows", None) is None
-
-
-def _dtype_of(layer: Linear) -> torch.dtype:
-    assert layer.weight is not None
-    return layer.weight.dtype
 
 
 class Float8Product(Product):
     """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter that another module owns.
 
     Args:
-        shape: Shape of the weight, `[O, I]`.
-        dtype: dtype of the weight.
+        weight: A weight `[O, I]` of the shape and dtype of those to come.
         config: The recipe.
     """
 
     differentiable: ClassVar[bool] = True
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, config: Float8Config) -> None:
+    def __init__(self, weight: Tensor, config: Float8Config) -> None:
         import transformer_engine.pytorch as te  # an optional extra
         from transformer_engine.common import recipe
 
         row = RECIPES[config.recipe]
         options = {} if config.format is None else {"fp8_format": recipe.Format[config.format.upper()]}
-        self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipe, row.recipe)(**options))
+        self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipe, row.name)(**options))
         self.multiple = row.multiple
         # On the meta device: this weight is never used.
-        self.linear: nn.Module = te.Linear(shape[1], shape[0], bias=False, params_dtype=dtype, device="meta")
+        outputs, inputs = weight.shape
+        self.linear: nn.Module = te.Linear(inputs, outputs, bias=False, params_dtype=weight.dtype, device="meta")
 
-    def can_multiply(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether there are tokens, and a parameter to multiply them with."""
-        return x.numel() > 0 and isinstance(weight, nn.Parameter)
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T`, `[T, ..., I]` -> `[T, ..., O]`, in the dtype of Transformer Engine's linear."""
+        if x.numel() == 0 or not isinstance(weight, nn.Parameter):
+            return F.linear(x, weight)
         self.linear.weight = weight
         rows = x.reshape(-1, x.shape[-1])
         more = -rows.shape[0] % self.multiple

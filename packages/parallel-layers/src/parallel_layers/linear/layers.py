@@ -6,27 +6,21 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.autocast import wide
 from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
 )
 from parallel_layers.distributed.parallel_dims import divisors
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
-from parallel_layers.linear.operators import (
-    check_reduce_gradient,
-    column_parallel_linear,
-    row_parallel_linear,
-    sum_gradients_of_shared_rows,
-)
+from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
@@ -38,11 +32,6 @@ class LinearOptions(TypedDict, total=False):
         bias: The layer has a bias (default: False).
         placement: Where the parts of the layer and of its tokens are (default: whole).
         execution: How the layer computes and communicates (default: `Execution()`).
-        defer_bias: Leave the bias to the caller, who adds `deferred_bias()` where it can be fused (default: False).
-        allocate_weight: False for a layer that is called with a weight from elsewhere, a tied head (default: True).
-        accumulate_main_grad: Add the gradients to `parameter.main_grad`, fp32 (fp64 for fp64) and made when first
-            needed, and leave `.grad` None (default: False). For eager use, without FSDP2.
-        output_dtype: dtype of the output (default: the input's).
         dtype: dtype of the parameters.
         device: Device of the parameters.
     """
@@ -50,28 +39,13 @@ class LinearOptions(TypedDict, total=False):
     bias: bool
     placement: Placement
     execution: Execution
-    defer_bias: bool
-    allocate_weight: bool
-    accumulate_main_grad: bool
-    output_dtype: torch.dtype | None
     dtype: torch.dtype | None
     device: torch.device | str | None
-
-
-class ColumnOptions(LinearOptions, total=False):
-    """Keyword options of every column-parallel layer.
-
-    Attributes:
-        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear` (default: True).
-    """
-
-    reduce_gradient: bool
 
 
 class _Linear(ParallelModule):
     """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns."""
 
-    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -83,27 +57,21 @@ class _Linear(ParallelModule):
         bias: bool = False,
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
-        defer_bias: bool = False,
-        allocate_weight: bool = True,
-        accumulate_main_grad: bool = False,
-        output_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.placement, self.execution = placement, execution
-        self.defer_bias, self.accumulate_main_grad, self.output_dtype = defer_bias, accumulate_main_grad, output_dtype
         shape = [out_features, in_features]
         if sharding is not None:
             shape[sharding.dim] = sum(block.stop - block.start for block in sharding.blocks)
             set_sharding(self, "weight", sharding)
             if sharding.dim == 0:
                 set_sharding(self, "bias", sharding)
-        self.weight_shape = (shape[0], shape[1])
-        for name, size, wanted in (("weight", shape, allocate_weight), ("bias", shape[:1], bias)):
-            parameter = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if wanted else None
-            self.register_parameter(name, parameter)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        bias_O = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", bias_O)
         self.reset_parameters()
 
     @property
@@ -117,11 +85,9 @@ class _Linear(ParallelModule):
         The layer takes one number from torch's default CPU generator and draws its part of the full weight from that:
         ranks that are seeded alike and build the same layers hold parts of the same weights, at every group size.
         """
-        seed = shared_seed()
-        if self.weight is not None:
-            fill_parameter_(self, "weight", seed, uniform(linear_bound(self.in_features)))
+        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.in_features)))
         if self.bias is not None:
-            fill_parameter_(self, "bias", seed, zeros)
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows."""
@@ -129,32 +95,6 @@ class _Linear(ParallelModule):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"tp={self.placement.tp}, sequence_parallel={self.placement.sequence_parallel}"
         )
-
-    def _arguments(self, weight: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-        """Return the weight, the bias and the keywords of a call of the operator."""
-        weight = self.weight if weight is None else weight
-        if weight is None:
-            raise ValueError("this layer was built with allocate_weight=False; call it as layer(x, weight)")
-        if tuple(weight.shape) != self.weight_shape:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}, this rank's part has {self.weight_shape}")
-        bias = None if self.defer_bias else self.bias
-        main_grads = (_main_grad(weight), _main_grad(bias)) if self.accumulate_main_grad else (None, None)
-        how = {"placement": self.placement, "execution": self.execution, "output_dtype": self.output_dtype}
-        return weight, bias, {**how, "main_grads": main_grads}
-
-
-def _main_grad(parameter: Tensor | None) -> Tensor | None:
-    if parameter is None or not parameter.requires_grad:
-        return None
-    if not parameter.is_leaf:
-        raise ValueError(
-            "accumulate_main_grad=True keeps gradients in weight.main_grad, and this weight is the result of a "
-            "computation, whose own inputs would get none; pass a parameter, or build the layer without it"
-        )
-    if getattr(parameter, "main_grad", None) is None:
-        parameter.main_grad = torch.zeros_like(parameter, dtype=wide(parameter.dtype), requires_grad=False)  # type: ignore[attr-defined]
-    main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return main_grad
 
 
 class ReplicatedLinear(_Linear):
@@ -166,7 +106,7 @@ class ReplicatedLinear(_Linear):
     Args:
         in_features: I.
         out_features: O.
-        **options: `bias`, `placement`, `execution`, `dtype` and `device` of `LinearOptions`.
+        **options: See `LinearOptions`.
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Unpack[LinearOptions]) -> None:
@@ -175,60 +115,36 @@ class ReplicatedLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`[T', I]` -> `[T', O]`."""
         group = self.group if self.placement.sequence_parallel else None
-        weight, bias, _ = self._arguments(None)
-        bias = None if bias is None else copy_to_tensor_parallel(bias, group)
-        return column_parallel_linear(x, copy_to_tensor_parallel(weight, group), bias, execution=self.execution)
+        weight = copy_to_tensor_parallel(self.weight, group)
+        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, group)
+        return column_parallel_linear(x, weight, bias, execution=self.execution)
 
 
 class ColumnLinear(_Linear):
-    """A layer whose weight's rows are divided: the base of `ColumnParallelLinear` and of fused projections.
+    """The layers whose weight's rows are divided.
 
-    Args:
-        in_features: I.
-        out_features: O.
-        sharding: This rank's rows; None: all.
+    Attributes:
         shared_rows: The rows that several ranks hold; see `column_parallel_linear`.
         gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
-        reduce_gradient: See `ColumnOptions`.
-        **options: See `LinearOptions`.
+        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sharding: Sharding | None,
-        *,
-        shared_rows: tuple[int, int] | None = None,
-        gather_output: bool = False,
-        reduce_gradient: bool = True,
-        **options: Unpack[LinearOptions],
-    ) -> None:
-        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED))
-        super().__init__(in_features, out_features, sharding, **options)
-        self.shared_rows, self.gather_output, self.reduce_gradient = shared_rows, gather_output, reduce_gradient
+    shared_rows: tuple[int, int] | None = None
+    gather_output = False
+    reduce_gradient = True
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`).
-
-        `weight`: `[O/tp, I]` to use instead of the layer's own.
-        """
-        weight, bias, how = self._arguments(weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`)."""
         y = column_parallel_linear(
-            x, weight, bias, reduce_gradient=self.reduce_gradient, shared_rows=self.shared_rows, **how
+            x,
+            self.weight,
+            self.bias,
+            placement=self.placement,
+            execution=self.execution,
+            reduce_gradient=self.reduce_gradient,
+            shared_rows=self.shared_rows,
         )
         return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
-
-    def deferred_bias(self) -> Tensor | None:
-        """Return the bias for a caller to add to the output of `forward`, or None without bias.
-
-        With `gather_output` an all-gather (backward: split). Backward: where rows are on several ranks (KV heads),
-        their gradients are summed over these, as in `forward`.
-        """
-        bias: Tensor | None = self.bias
-        if bias is not None and self.shared_rows is not None:
-            bias = sum_gradients_of_shared_rows(bias, self.group, self.shared_rows)
-        return bias if bias is None or not self.gather_output else gather_from_tensor_parallel(bias, self.group)
 
 
 class ColumnParallelLinear(ColumnLinear):
@@ -240,17 +156,25 @@ class ColumnParallelLinear(ColumnLinear):
         in_features: I.
         out_features: O.
         gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
-        **options: See `LinearOptions` and `ColumnOptions`.
+        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
+        **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide O; or options that exclude each other.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, gather_output: bool = False, **options: Unpack[ColumnOptions]
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        gather_output: bool = False,
+        reduce_gradient: bool = True,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        sharding = _divided([out_features], 0, "out_features", options)
-        super().__init__(in_features, out_features, sharding, gather_output=gather_output, **options)
+        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED))
+        super().__init__(in_features, out_features, _divided([out_features], 0, "out_features", options), **options)
+        self.gather_output, self.reduce_gradient = gather_output, reduce_gradient
 
 
 class MergedColumnParallelLinear(ColumnLinear):
@@ -262,13 +186,13 @@ class MergedColumnParallelLinear(ColumnLinear):
     Args:
         in_features: I.
         out_features: O_1, O_2, ...
-        **options: See `LinearOptions` and `ColumnOptions`.
+        **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide one of the parts.
     """
 
-    def __init__(self, in_features: int, out_features: Sequence[int], **options: Unpack[ColumnOptions]) -> None:
+    def __init__(self, in_features: int, out_features: Sequence[int], **options: Unpack[LinearOptions]) -> None:
         sharding = _divided(out_features, 0, "out_features", options)
         super().__init__(in_features, sum(out_features), sharding, **options)
         self.local_sizes = [size // self.placement.tp for size in out_features]
@@ -287,7 +211,7 @@ class QKVParallelLinear(ColumnLinear):
         num_heads: Query heads.
         num_kv_heads: Key-value heads.
         head_dim: Size of each head.
-        **options: See `LinearOptions` and `ColumnOptions`.
+        **options: See `LinearOptions`.
 
     Attributes:
         num_heads_local: This rank's query heads.
@@ -300,7 +224,7 @@ class QKVParallelLinear(ColumnLinear):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Unpack[ColumnOptions]
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Unpack[LinearOptions]
     ) -> None:
         placement = options.get("placement", UNDIVIDED)
         group, tp = placement.group, placement.tp
@@ -324,8 +248,8 @@ class QKVParallelLinear(ColumnLinear):
                 blocks.append(Block(first, first + kv_heads, counted=rank % replicas == 0))
             rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
             sharding = Sharding(group, 0, out_features, rows)
-        shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
-        super().__init__(hidden_size, out_features, sharding, shared_rows=shared_rows, **options)
+        super().__init__(hidden_size, out_features, sharding, **options)
+        self.shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
         self.num_heads_local, self.num_kv_heads_local, self.kv_replicas = heads, kv_heads, replicas
         self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
@@ -352,24 +276,11 @@ class RowParallelLinear(_Linear):
         super().__init__(in_features, out_features, _divided([in_features], 1, "in_features", options), **options)
         self.input_is_parallel = input_is_parallel
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`).
-
-        `weight`: `[O, I/tp]` to use instead of the layer's own.
-        """
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`)."""
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.group)
-        weight, bias, how = self._arguments(weight)
-        return row_parallel_linear(x, weight, bias, **how)
-
-    def deferred_bias(self) -> Tensor | None:
-        """Return the bias `[O]` for a caller to add to the output of `forward`, or None without bias.
-
-        Under sequence parallelism each rank adds it to its own tokens; its gradient is all-reduced.
-        """
-        if self.bias is None or not self.placement.sequence_parallel:
-            return self.bias
-        return copy_to_tensor_parallel(self.bias, self.group)
+        return row_parallel_linear(x, self.weight, self.bias, placement=self.placement, execution=self.execution)
 
 
 def _divided(sizes: Sequence[int], dim: int, name: str, options: LinearOptions) -> Sharding | None:

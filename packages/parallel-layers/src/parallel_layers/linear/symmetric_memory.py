@@ -30,21 +30,17 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.linear.peer_memory import PeerMemory, peer_memory
-from parallel_layers.linear.products import PLAIN, Product
+from parallel_layers.linear.products import multiply_into
 
 Used = TypeVar("Used")
 
 
 def gather_matmul(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: ProcessGroup,
-    product: Product = PLAIN,
-    *,
-    return_gathered: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return `all_gather(x) W^T + b` and, on request, `all_gather(x)`, which is good until the group's next call.
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `all_gather(x) W^T + b` and `all_gather(x)`, which is good until the group's next call.
+
+    Without `keep` this rank's tokens are missing among those gathered.
 
     x `[T/tp, ..., I]`, weight `[O/tp, I]`, bias `[O/tp]` -> `[T, ..., O/tp]` and `[T, ..., I]`.
     """
@@ -64,25 +60,22 @@ def gather_matmul(
             memory.of((rank + step) % size, shape, x.dtype)[rank].copy_(rows)
             memory.barrier()
             arrivals.append(((rank - step) % size, copies.record_event()))
-        if return_gathered:
+        if keep:
             received[rank].copy_(rows)
     side.wait_stream(main)
     async_collectives.head_start(rows)
-    product.into(y[rank], rows, weight, bias)
+    multiply_into(y[rank], rows, weight, bias)
     for stream, arriving in ((side, arrivals[::2]), (main, arrivals[1::2])):
         with stream:
             for source, arrived in arriving:
                 stream.wait_event(arrived)
-                product.into(y[source], received[source], weight, bias)
+                multiply_into(y[source], received[source], weight, bias)
     main.wait_stream(side)
     main.wait_stream(copies)
-    gathered = received.view(size * len(x), *x.shape[1:]) if return_gathered else None
-    return y.view(size * len(x), *x.shape[1:-1], -1), gathered
+    return y.view(size * len(x), *x.shape[1:-1], -1), received.view(size * len(x), *x.shape[1:])
 
 
-def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, product: Product = PLAIN
-) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
     """Return `reduce_scatter(x W^T) + b`: x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`.
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
@@ -100,7 +93,7 @@ def matmul_reduce_scatter(
         memory.barrier()
     side.wait_stream(main)
     bias = bias if group.rank() == 0 else None
-    received, _sent = _send_products(parts, weight, bias, group, memory, product)
+    received, _sent = _send_products(parts, weight, bias, group, memory)
     with copies:
         memory.barrier()
     main.wait_stream(copies)
@@ -136,7 +129,7 @@ def matmul_reduce_scatter_beside_gather(
         arrived = copies.record_event()
     side.wait_stream(main)
     gathered[rank].copy_(rows)
-    received, _sent = _send_products(parts, weight, None, group, memory, PLAIN, size * rows.numel())
+    received, _sent = _send_products(parts, weight, None, group, memory, size * rows.numel())
     with copies:
         memory.barrier()
     main.wait_event(arrived)
@@ -151,7 +144,6 @@ def _send_products(
     bias: Tensor | None,
     group: ProcessGroup,
     memory: PeerMemory,
-    product: Product,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Multiply each rank's part and send the product to that rank, into its memory from element `first` on.
@@ -170,14 +162,14 @@ def _send_products(
     done = []
     with side:
         for other, sending in zip(others, sent, strict=True):
-            product.into(sending, parts[other], weight, bias)
+            multiply_into(sending, parts[other], weight, bias)
             done.append(side.record_event())
     with copies:
         for other, sending, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
             memory.of(other, shape, parts.dtype, first)[rank].copy_(sending)
     async_collectives.head_start(parts)  # to the products that others wait for
-    product.into(received[rank], parts[rank], weight, bias)
+    multiply_into(received[rank], parts[rank], weight, bias)
     return received, sent
 
 

@@ -2,9 +2,9 @@
 
 A column-parallel layer gathers tokens and multiplies (`gather_product`); its backward multiplies, sums over the ranks,
 and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and sums
-(`product_scatter`); its backward gathers dy and multiplies (`gather_product_and_x`). Each transport has these four:
+(`product_scatter`); its backward gathers dy and multiplies (`gather_product`). Each transport has these three:
 
-    LOCAL                         Nothing is sent.
+    Transport                     Nothing is sent.
     WHOLE["serial"]               Every rank has all tokens: no gather; an all-reduce replaces the scatter.
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
     DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
@@ -24,7 +24,7 @@ Shape suffixes: T tokens, I input features, O output features; `tp` ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.linear.products import PLAIN, Product
+from parallel_layers.linear.products import PLAIN, Product, multiply_into
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
@@ -54,41 +54,33 @@ MAX_SCATTERED = 4
 """Chunks of a scatter; the last chunk's transfer is exposed."""
 
 
-class Call(NamedTuple):
-    """The arguments of a transport beside the operands.
+class Transport:
+    """The exchanges of a linear layer where nothing is sent: the layer is whole, or its caller sums the parts.
 
-    Attributes:
-        group: The tensor-parallel group, or None; `LOCAL` does not read it.
+    Args:
+        group: The tensor-parallel group; not read here.
         dtype: dtype of the product, and of its sum over the ranks; None: x's.
         product: How the operands are multiplied.
     """
 
-    group: Any
-    dtype: torch.dtype | None
-    product: Product = PLAIN
+    def __init__(self, group: Any = None, dtype: torch.dtype | None = None, product: Product = PLAIN) -> None:
+        self.group, self.dtype, self.product = group, dtype, product
 
-    def part(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return this rank's part of the sum over the ranks; the first rank adds the bias."""
-        return self.product(x, weight, bias if self.group.rank() == 0 else None, self.dtype)
-
-
-class Transport:
-    """The four exchanges of a linear layer where nothing is sent: the layer is whole, or its caller sums the parts."""
-
-    def gather(self, x: Tensor, group: ProcessGroup) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return all tokens `[T, ..., I]`."""
         return x
 
-    def gather_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """Return `gather(x) W^T + b`, `[T, ..., O]`."""
-        return call.product(self.gather(x, call.group), weight, bias, call.dtype)
+    def gather_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return `gather(x) W^T + b`, `[T, ..., O]`, and `gather(x)`, which some transports give as rows `[..., I]`.
 
-    def gather_product_and_x(self, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Return `gather(x) W^T` in x's dtype and `gather(x)`, which is good until the group's next exchange."""
-        gathered = self.gather(x, group)
-        return PLAIN(gathered, weight, None, x.dtype), gathered
+        The gathered tokens are complete only with `keep`, and until the group's next exchange.
+        """
+        x = self.gather(x)
+        return self.product(x, weight, bias, self.dtype), x
 
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the sum over the ranks of `x W^T + b`, with the bias of one rank alone.
 
         Without sequence parallelism the result is `[T, ..., O]`, with it this rank's `[T/tp, ..., O]`.
@@ -96,10 +88,10 @@ class Transport:
         Raises:
             ValueError: `tp` does not divide T under sequence parallelism.
         """
-        return call.product(x, weight, bias, call.dtype)
+        return self.product(x, weight, bias, self.dtype)
 
     def product_scatter_beside_gather(
-        self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
+        self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
         """Return the `product_scatter` of dy, and what `use` makes of `gather(x)`.
 
@@ -109,41 +101,39 @@ class Transport:
             dy: `[T, ..., O]`, the gradient of all tokens' products.
             weight: `[I, O]`.
             x: `[T/tp, ..., I]`, the layer's input.
-            call: Group, dtype and product of dx.
             use: Function of `gather(x)`, which is good until `use` returns.
         """
-        return call.product(dy, weight, None, call.dtype), use(x)
+        return self.product(dy, weight, None, self.dtype), use(x)
 
 
 class _Replicated(Transport):
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        y = call.part(x, weight, bias)
-        return async_collectives.wait(async_collectives.start_all_reduce(y, call.group, owned=True))
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.product(x, weight, _of_first_rank(bias, self.group), self.dtype)
+        return async_collectives.wait(async_collectives.start_all_reduce(y, self.group, owned=True))
 
     def product_scatter_beside_gather(
-        self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
+        self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
-        dx = async_collectives.start_all_reduce(call.product(dy, weight, None, call.dtype), call.group, owned=True)
+        dx = async_collectives.start_all_reduce(self.product(dy, weight, None, self.dtype), self.group, owned=True)
         async_collectives.head_start(dx)
         used = use(x)
         return async_collectives.wait(dx), used
 
 
 class _Serial(Transport):
-    def gather(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        return async_collectives.all_gather(x, group)
+    def gather(self, x: Tensor) -> Tensor:
+        return async_collectives.all_gather(x, self.group)
 
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        async_collectives.check_divisible(x, 0, call.group)
-        return async_collectives.reduce_scatter(call.part(x, weight, bias), call.group)
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.product(x, weight, _of_first_rank(bias, self.group), self.dtype)
+        return async_collectives.reduce_scatter(y, self.group)
 
     def product_scatter_beside_gather(
-        self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
+        self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
-        async_collectives.check_divisible(dy, 0, call.group)
-        gathered = async_collectives.start_all_gather(x, call.group)
+        gathered = async_collectives.start_all_gather(x, self.group)
         async_collectives.head_start(gathered)
-        dx = async_collectives.start_reduce_scatter(call.product(dy, weight, None, call.dtype), call.group)
+        dx = async_collectives.start_reduce_scatter(self.product(dy, weight, None, self.dtype), self.group)
         async_collectives.head_start(dx)
         used = use(async_collectives.wait(gathered))
         return async_collectives.wait(dx), used
@@ -152,56 +142,94 @@ class _Serial(Transport):
 class _Overlapped(_Serial):
     """A product goes to its rows of the output, and a sum to its tokens: no chunk copies a whole activation.
 
-    The backward overlaps by whole collectives, as that of `_Serial`.
+    The backward of a column-parallel layer overlaps by whole collectives, as that of `_Serial`.
     """
 
-    def gather_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """Gather in at most `tp - 1` chunks: a chunk's exposed time grows with the ranks that send meanwhile."""
-        pieces = max(1, min(x[..., 0].numel() // CHUNK_ROWS, call.group.size() - 1))
-        return _gather_product(x, weight, bias, call, pieces)[0]
+    def gather_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Gather in at most `tp - 1` chunks: a chunk's exposed time grows with the ranks that send meanwhile.
 
-    def gather_product_and_x(self, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Gather in one piece, so that the gathered tokens lie in order."""
-        y, gathered = _gather_product(x, weight, None, Call(group, x.dtype), 1)
-        return y, gathered.view(len(x) * group.size(), *x.shape[1:])
+        To be kept in order, the tokens come in one piece.
+        """
+        size, rank = self.group.size(), self.group.rank()
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        pieces = 1 if keep else max(1, min(len(rows) // CHUNK_ROWS, size - 1))
+        y = rows.new_empty(size, len(rows), weight.shape[0], dtype=self.dtype)
+        arriving = [
+            (chunk, async_collectives.start_all_gather(rows[chunk], self.group)) for chunk in _chunks(len(rows), pieces)
+        ]
+        async_collectives.head_start(rows)
+        multiply_into(y[rank], rows, weight, bias)
+        gathered = rows
+        while arriving:
+            chunk, started = arriving.pop(0)
+            gathered = async_collectives.wait(started).view(size, -1, rows.shape[-1])
+            for other in range(size):
+                if other != rank:
+                    multiply_into(y[other, chunk], gathered[other], weight, bias)
+        return y.view(size * len(x), *x.shape[1:-1], -1), gathered.flatten(0, -2)
 
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        async_collectives.check_divisible(x, 0, call.group)
-        size = call.group.size()
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        async_collectives.check_divisible(x, 0, self.group)
+        size = self.group.size()
         rows = x.reshape(size, -1, x.shape[-1])
         own = rows.shape[1]
-        bias = bias if call.group.rank() == 0 else None
-        y = rows.new_empty(own, weight.shape[0], dtype=call.dtype)
+        bias = _of_first_rank(bias, self.group)
+        y = rows.new_empty(own, weight.shape[0], dtype=self.dtype)
         sums = []
         for chunk in _chunks(own, max(2, min(own // CHUNK_ROWS, MAX_SCATTERED))):
             parts = y.new_empty(size, chunk.stop - chunk.start, weight.shape[0])
             for other in range(size):
-                call.product.into(parts[other], rows[other, chunk], weight, bias)
-            sums.append(async_collectives.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), call.group))
+                multiply_into(parts[other], rows[other, chunk], weight, bias)
+            sums.append(async_collectives.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), self.group))
             async_collectives.head_start(parts)
         for summed in sums:
             summed.wait()
         return y.view(len(x) // size, *x.shape[1:-1], -1)
 
 
-def _gather_product(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, pieces: int) -> tuple[Tensor, Tensor]:
-    """Return the product, own tokens first, and the last piece gathered, `[tp, ..., I]`: with one piece, all of it."""
-    size, rank, tokens = call.group.size(), call.group.rank(), len(x)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y = rows.new_empty(size, len(rows), weight.shape[0], dtype=call.dtype)
-    arriving = [
-        (chunk, async_collectives.start_all_gather(rows[chunk], call.group)) for chunk in _chunks(len(rows), pieces)
-    ]
-    async_collectives.head_start(rows)
-    call.product.into(y[rank], rows, weight, bias)
-    gathered = rows
-    while arriving:
-        chunk, started = arriving.pop(0)
-        gathered = async_collectives.wait(started).view(size, -1, rows.shape[-1])
-        for other in range(size):
-            if other != rank:
-                call.product.into(y[other, chunk], gathered[other], weight, bias)
-    return y.view(size * tokens, *x.shape[1:-1], -1), gathered
+class _SymmetricMemory(_Serial):
+    """Products and sums in x's dtype alone: the parts are rounded to it and summed in fp32."""
+
+    def gather_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return gather_matmul(x, weight, bias, self.group, keep=keep)
+
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return matmul_reduce_scatter(x, weight, bias, self.group)
+
+    def product_scatter_beside_gather(
+        self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
+    ) -> tuple[Tensor, Used]:
+        return matmul_reduce_scatter_beside_gather(dy, weight, x, self.group, use)
+
+
+class _Tree(_Serial):
+    """Each rank has the fp32 sum of a subtree of the contraction, and adds up its own tokens' subtrees."""
+
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _tree_over_ranks(self, x, weight, bias)
+
+
+class _ReplicatedTree(_Replicated):
+    """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most that of an fp32 all-reduce."""
+
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % self.group.size()))
+        return async_collectives.all_gather(_tree_over_ranks(self, padded, weight, bias), self.group)[: len(x)]
+
+
+LOCAL = Transport
+# By name: with sequence parallelism, and without it, where nothing is there to overlap.
+DIVIDED = {"serial": _Serial, "collectives": _Overlapped, "symmetric-memory": _SymmetricMemory, "tree": _Tree}
+WHOLE = {"serial": _Replicated, "tree": _ReplicatedTree}
+
+
+def _of_first_rank(bias: Tensor | None, group: ProcessGroup) -> Tensor | None:
+    """Return the bias on the rank that adds it to its part of a sum over the ranks."""
+    return bias if group.rank() == 0 else None
 
 
 def _chunks(rows: int, pieces: int) -> Iterator[slice]:
@@ -211,51 +239,14 @@ def _chunks(rows: int, pieces: int) -> Iterator[slice]:
         yield slice(first, min(first + step, rows))
 
 
-class _SymmetricMemory(_Serial):
-    """Products and sums in x's dtype alone: the parts are rounded to it and summed in fp32."""
-
-    def gather_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return gather_matmul(x, weight, bias, call.group, call.product)[0]
-
-    def gather_product_and_x(self, x: Tensor, weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        y, gathered = gather_matmul(x, weight, None, group, return_gathered=True)
-        assert gathered is not None
-        return y, gathered
-
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return matmul_reduce_scatter(x, weight, bias, call.group, call.product)
-
-    def product_scatter_beside_gather(
-        self, dy: Tensor, weight: Tensor, x: Tensor, call: Call, use: Callable[[Tensor], Used]
-    ) -> tuple[Tensor, Used]:
-        return matmul_reduce_scatter_beside_gather(dy, weight, x, call.group, use)
-
-
-class _Tree(_Serial):
-    """Each rank has the fp32 sum of a subtree of the contraction, and adds up its own tokens' subtrees."""
-
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        part = call.product.part_of(call.group.size())(x, weight, None, torch.float32)
-        async_collectives.check_divisible(part, 0, call.group)
-        return _tree_over_ranks(part, bias, call)
-
-
-class _ReplicatedTree(_Replicated):
-    """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most that of an fp32 all-reduce."""
-
-    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        part = call.product.part_of(call.group.size())(x, weight, None, torch.float32)
-        padded = F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(x) % call.group.size()))
-        return async_collectives.all_gather(_tree_over_ranks(padded, bias, call), call.group)[: len(x)]
-
-
-def _tree_over_ranks(part: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def _tree_over_ranks(transport: Transport, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return this rank's tokens of the ranks' sum in order of rank, plus the bias: an all-to-all of fp32 `[T, O]`."""
-    size, own = call.group.size(), len(part) // call.group.size()
-    arrived = async_collectives.wait(async_collectives.start_all_to_all(part, call.group, [own] * size, [own] * size))
-    y = tree(arrived.chunk(size) if own else [part])
-    y = y if bias is None else y + bias.float()
-    return y if call.dtype is None else y.to(call.dtype)
+    group, size = transport.group, transport.group.size()
+    async_collectives.check_divisible(x, 0, group)
+    part, sizes = transport.product(x, weight, None, torch.float32), [len(x) // size] * size
+    arrived = async_collectives.wait(async_collectives.start_all_to_all(part, group, sizes, sizes))
+    y = tree(arrived.chunk(size) if len(x) else [part])
+    return (y if bias is None else y + bias.float()).to(transport.dtype)
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
@@ -263,17 +254,6 @@ def tree(parts: Sequence[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
-
-
-LOCAL = Transport()
-# By name: with sequence parallelism, and without it, where nothing is there to overlap.
-DIVIDED = {
-    "serial": _Serial(),
-    "collectives": _Overlapped(),
-    "symmetric-memory": _SymmetricMemory(),
-    "tree": _Tree(),
-}
-WHOLE = {"serial": _Replicated(), "tree": _ReplicatedTree()}
 
 
 def check_overlap(name: str) -> None:
