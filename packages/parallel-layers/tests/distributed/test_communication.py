@@ -136,7 +136,7 @@ def auxiliary(function: Callable[..., Tensor], *arguments: Any) -> dict[str, Cas
 
 def clipped(group: ProcessGroup) -> Tensor:
     linear = pl.ColumnParallelLinear(HIDDEN, HIDDEN, placement=pl.Placement(group))
-    linear.get_parameter("weight").grad = torch.ones(linear.weight_shape)
+    linear.weight.grad = torch.ones_like(linear.weight)
     return pl.clip_grad_norm_(linear, 1.0, groups=[group])
 
 

@@ -55,7 +55,9 @@ def run_overlapped(group: ProcessGroup, x: Tensor) -> tuple[Tensor, Tensor, list
 
 def test_a_view_overlaps_at_any_number_of_tokens(ranks: RankPool) -> None:
     """The four products of a decoder layer, with biases; without tokens none of them is asked."""
-    for trained, overlapped, first, calls in ranks.run(run_overlapped, torch.randn(TOKENS, CONFIG.hidden_size), world=2):
+    for trained, overlapped, first, calls in ranks.run(
+        run_overlapped, torch.randn(TOKENS, CONFIG.hidden_size), world=2
+    ):
         torch.testing.assert_close(overlapped, trained, rtol=1e-5, atol=1e-6)
         assert first == ["gather", "scatter", "gather", "scatter"]
         assert calls == len(first)
