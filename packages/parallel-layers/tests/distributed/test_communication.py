@@ -211,9 +211,9 @@ CASES: dict[str, dict[str, Case]] = {
     "TopKRouter": layer(lambda group, sp: moe.TopKRouter(HIDDEN, EXPERTS, group=group if sp else None)),
     "GroupedExperts": {"": experts(ep=False), "ep": experts(ep=True)},
     "RoutingContext": {"": routed(False, False), "sp": routed(True, False), "sp, recording": routed(True, True)},
-    "load_balancing_loss": auxiliary(moe.load_balancing_loss, CHOSEN),
+    "load_balancing_loss": auxiliary(moe.load_balancing_loss, CHOSEN, LABELS >= 0),
     "sequence_balance_loss": auxiliary(moe.sequence_balance_loss, CHOSEN, CHOSEN[:, 0] * 0, 1),
-    "router_z_loss": auxiliary(moe.router_z_loss),
+    "router_z_loss": auxiliary(moe.router_z_loss, LABELS >= 0),
     "linear_log_probs": head(pl.linear_log_probs),
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)

@@ -19,11 +19,11 @@ from parallel_layers.moe import (
     load_balancing_loss,
     router_z_loss,
     sequence_balance_loss,
-    update_correction_bias_,
 )
 from parallel_layers.testing import RankPool
 
 EXPERTS, TOP_K = 6, 2
+ALL = torch.ones(13, dtype=torch.bool)
 
 
 def routed(tokens: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def test_balance_loss_equals_transformers(padding: int) -> None:
     mask = torch.arange(13) < 13 - padding
     losses = []
     for compute in (
-        lambda x: load_balancing_loss(x.softmax(-1), experts, mask_T=mask if padding else None),
+        lambda x: load_balancing_loss(x.softmax(-1), experts, mask),
         lambda x: load_balancing_loss_func((x,), EXPERTS, TOP_K, mask[None] if padding else None),
     ):
         leaf = logits.float().requires_grad_()
@@ -62,7 +62,7 @@ def test_sequence_loss_is_the_mean_over_sequences() -> None:
 def test_balanced_routing_gives_k_and_one() -> None:
     probs = torch.full((6, EXPERTS), 1 / EXPERTS)
     experts = torch.tensor([[0, 1], [2, 3], [4, 5]] * 2)
-    torch.testing.assert_close(load_balancing_loss(probs, experts), torch.tensor(float(TOP_K)))
+    torch.testing.assert_close(load_balancing_loss(probs, experts, ALL[:6]), torch.tensor(float(TOP_K)))
     segments = torch.tensor([0, 0, 0, 1, 1, 1])
     torch.testing.assert_close(sequence_balance_loss(probs, experts, segments, 2), torch.tensor(1.0))
 
@@ -70,16 +70,8 @@ def test_balanced_routing_gives_k_and_one() -> None:
 def test_z_loss() -> None:
     logits, _ = routed(7)
     mask = torch.tensor([True] * 5 + [False] * 2)
-    torch.testing.assert_close(router_z_loss(logits, mask_T=mask), logits[:5].logsumexp(-1).square().mean())
-    assert router_z_loss(logits, mask_T=torch.zeros(7, dtype=torch.bool)) == 0
-
-
-def test_correction_bias_moves_towards_balance() -> None:
-    bias = torch.zeros(4)
-    update_correction_bias_(bias, torch.tensor([4.0, 0.0, 2.0, 2.0]), rate=0.5)
-    assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"\[4\] and load \[3\]"):
-        update_correction_bias_(bias, torch.zeros(3))
+    torch.testing.assert_close(router_z_loss(logits, mask), logits[:5].logsumexp(-1).square().mean())
+    assert router_z_loss(logits, ~ALL[:7]) == 0
 
 
 def test_attached_loss_adds_its_gradient() -> None:
@@ -98,7 +90,7 @@ def packed() -> PackedSequence:
     return PackedSequence.from_sequences([torch.arange(5), torch.arange(3), torch.arange(2)], multiple_of=4)
 
 
-def explicit(hidden: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor], MoE]:
+def explicit(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor], MoE]:
     """Loss computed in the open on the tokens that are not padding; gradients left in the returned layer."""
     torch.manual_seed(1)
     moe = MoE(8, CONFIG)
@@ -108,12 +100,12 @@ def explicit(hidden: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor], M
     probs = routing.logits.softmax(-1)
     segments = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)
     losses = {
-        "balance_loss": load_balancing_loss(probs, routing.experts),
+        "balance_loss": load_balancing_loss(probs, routing.experts, ALL[:10]),
         "sequence_balance_loss": sequence_balance_loss(probs, routing.experts, segments, 3),
-        "z_loss": router_z_loss(routing.logits),
+        "z_loss": router_z_loss(routing.logits, ALL[:10]),
     }
     total = sum(getattr(CONFIG, name) * loss for name, loss in losses.items())
-    (plain(hidden).square().sum() + scale * total).backward()
+    (plain(hidden).square().sum() + total).backward()
     return routing.experts, losses, plain
 
 
@@ -122,10 +114,10 @@ def test_layer_adds_the_losses_and_ignores_padding(fill: float) -> None:
     torch.manual_seed(2)
     hidden = torch.randn(12, 8)
     hidden[10:] = fill
-    experts, losses, plain = explicit(hidden, scale=0.25)
+    experts, losses, plain = explicit(hidden)
     torch.manual_seed(1)
     moe = MoE(8, CONFIG, layer_number=7)
-    context = RoutingContext.of(packed(), loss_scale=0.25)
+    context = RoutingContext.of(packed())
     moe(hidden, context).square().sum().backward()
     torch.testing.assert_close(context.losses, {7: {name: loss.detach() for name, loss in losses.items()}})
     assert torch.equal(context.loads[7], experts.flatten().bincount(minlength=EXPERTS).float())
@@ -135,7 +127,7 @@ def test_layer_adds_the_losses_and_ignores_padding(fill: float) -> None:
 def layer_on_ranks(group: ProcessGroup, sequence_parallel: bool, hidden: Tensor) -> tuple[RoutingContext, Tensor]:
     torch.manual_seed(1)
     moe = MoE(8, CONFIG, placement=Placement(group, sequence_parallel))
-    context = RoutingContext.of(packed(), loss_scale=0.25)
+    context = RoutingContext.of(packed())
     mine = hidden.chunk(group.size())[group.rank()] if sequence_parallel else hidden
     moe(mine, context).square().sum().backward()
     context.replay = None
@@ -146,7 +138,7 @@ def layer_on_ranks(group: ProcessGroup, sequence_parallel: bool, hidden: Tensor)
 def test_losses_are_those_of_the_whole_pack(ranks: RankPool, sequence_parallel: bool) -> None:
     torch.manual_seed(2)
     hidden = torch.randn(12, 8)
-    experts, losses, plain = explicit(hidden, scale=0.25)
+    experts, losses, plain = explicit(hidden)
     for context, gradient in ranks.run(layer_on_ranks, sequence_parallel, hidden, world=2, timeout=60):
         torch.testing.assert_close(context.losses[0], {name: loss.detach() for name, loss in losses.items()})
         assert torch.equal(context.loads[0], experts.flatten().bincount(minlength=EXPERTS).float())

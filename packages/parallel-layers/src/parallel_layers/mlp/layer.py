@@ -37,9 +37,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _relu_squared,
 }
 
-# Activations with parameters, for an MLP without a gate.
-LEARNED_ACTIVATIONS: dict[str, type[XIELU]] = {"xielu": XIELU}
-
 # The activation of a gated MLP: a name of `ACTIVATIONS`, or a function of gate and up.
 GatedActivation = str | ClampedSwiGLU
 
@@ -47,14 +44,14 @@ GatedActivation = str | ClampedSwiGLU
 def activation_named(name: GatedActivation) -> Callable[[Tensor], Tensor]:
     """Return the activation function `name`; raise ValueError for an unknown name."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}")
+        raise ValueError(
+            f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}, and xielu without a gate"
+        )
     return ACTIVATIONS[name]
 
 
 def check_gated(activation: GatedActivation) -> None:
     """Raise ValueError for an activation that `gated` does not support."""
-    if activation in LEARNED_ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} has parameters and needs gated=False")
     if not isinstance(activation, ClampedSwiGLU):
         activation_named(activation)
 
@@ -84,8 +81,7 @@ class ParallelMLP(nn.Module):
     Args:
         hidden_size: H.
         intermediate_size: I; divisible by the group's size.
-        activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without a gate also a name of
-            `LEARNED_ACTIVATIONS`.
+        activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without a gate also "xielu".
         gated: The MLP has a gate.
         bias: All projections have biases.
         placement: The groups of the layer and its tokens.
@@ -116,8 +112,8 @@ class ParallelMLP(nn.Module):
         self.act_fn: XIELU | None = None
         if gated:
             check_gated(activation)
-        elif isinstance(activation, str) and activation in LEARNED_ACTIVATIONS:
-            self.act_fn = LEARNED_ACTIVATIONS[activation](group=placement.group, dtype=dtype, device=device)
+        elif activation == "xielu":
+            self.act_fn = XIELU(group=placement.group, dtype=dtype, device=device)
         else:
             activation_named(activation)  # raise for an unknown name at construction
         options: LinearOptions = {

@@ -1,8 +1,11 @@
-"""`RoutingContext`: the inputs and reports of the routers in one forward."""
+"""`RoutingContext`: the inputs and reports of the routers in one forward, with `RouterReplay` and `BatchTotals`.
+
+Shape suffixes: T tokens, L layers, E experts, k experts per token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +13,104 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.data.packing import PackedSequence
-from parallel_layers.moe.replay import RouterReplay
+
+
+class RouterReplay:
+    """Record the experts that each layer chooses, or send every token to recorded experts.
+
+    The inference engine and the trainer differ by rounding, so a router near a tie can choose different experts in the
+    two, and log-probs jump. Replaying the engine's choice removes the difference (https://arxiv.org/abs/2510.11370).
+    Weights are computed from the router's own scores, so the gradient reaches the router. Entries are stored by layer
+    number, so recomputation and pipeline stages read the right entry. Make one `RouterReplay` for each batch.
+
+    Args:
+        experts: Experts `[T, k]` to replay by layer number; None: record. The router chooses for tokens with a row of
+            -1, such as padding and tokens that the engine did not process.
+        num_experts: E; required for a replay.
+
+    Raises:
+        ValueError: An expert is outside 0..E-1 or appears twice for a token.
+    """
+
+    def __init__(self, experts: Mapping[int, Tensor] | None = None, *, num_experts: int | None = None) -> None:
+        self.recording = experts is None
+        self.experts = dict(experts or {})
+        for layer, chosen in self.experts.items():
+            if num_experts is None:
+                raise ValueError("a replay needs num_experts to check the experts; pass num_experts=...")
+            _check(layer, chosen, num_experts)
+
+    @classmethod
+    def from_tensor(cls, experts_TLk: Tensor, layers: Iterable[int], *, num_experts: int) -> RouterReplay:
+        """Replay the experts `[T, L, k]` of an inference engine, for the layers with routers in order.
+
+        Raises:
+            ValueError: The number of layers differs from L, or `RouterReplay` raises.
+        """
+        numbers = list(layers)
+        if experts_TLk.dim() != 3 or experts_TLk.shape[1] != len(numbers):
+            raise ValueError(
+                f"experts of shape {list(experts_TLk.shape)} must be [T, {len(numbers)}, k] for layers {numbers}"
+            )
+        return cls(dict(zip(numbers, experts_TLk.unbind(1), strict=True)), num_experts=num_experts)
+
+    def as_tensor(self) -> Tensor:
+        """Return the recorded experts `[T, L, k]`, ordered by layer number."""
+        return torch.stack([self.experts[layer] for layer in sorted(self.experts)], dim=1)
+
+    def replaying(self) -> RouterReplay:
+        """Return a replay of the recorded experts."""
+        replay = RouterReplay()
+        replay.recording = False
+        replay.experts = dict(self.experts)
+        return replay
+
+    def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0, num_tokens: int | None = None) -> Tensor:
+        """Record the router's experts and return them, or return the experts to replay.
+
+        Args:
+            layer: The layer's number in the model.
+            experts_Tk: The router's experts for tokens first_token to first_token + T - 1.
+            first_token: Index of the first of these tokens in the entry, for ranks with a part of the tokens.
+            num_tokens: Tokens of the entry; None: T.
+
+        Raises:
+            ValueError: The layer has no entry, or an entry of a different shape.
+        """
+        if self.recording:
+            self.experts[layer] = experts_Tk.detach()
+            return experts_Tk
+        if layer not in self.experts:
+            raise ValueError(f"no experts to replay for layer {layer}; there are entries for {sorted(self.experts)}")
+        entry = self.experts[layer]
+        tokens, top_k = experts_Tk.shape
+        num_tokens = first_token + tokens if num_tokens is None else num_tokens
+        if entry.shape != (num_tokens, top_k):
+            raise ValueError(
+                f"layer {layer}: experts to replay have shape {list(entry.shape)}, but tokens {first_token}.."
+                f"{first_token + tokens - 1} of {num_tokens} with {top_k} experts each are asked for; give every token "
+                "a row, of -1 where the router is to choose"
+            )
+        rows = entry[first_token : first_token + tokens].to(experts_Tk)
+        return torch.where(rows < 0, experts_Tk, rows)
+
+
+def _check(layer: int, experts_Tk: Tensor, num_experts: int) -> None:
+    if experts_Tk.dim() != 2 or experts_Tk.is_floating_point() or experts_Tk.dtype == torch.bool:
+        raise ValueError(
+            f"layer {layer}: experts to replay must be [T, k] integers, not {experts_Tk.dtype} {list(experts_Tk.shape)}"
+        )
+    experts_Tk = experts_Tk.long()  # uint8 cannot be compared with 256
+    left_out = (experts_Tk == -1).all(1)
+    outside = ((experts_Tk < 0) | (experts_Tk >= num_experts)).any(1) & ~left_out
+    ordered = experts_Tk.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1) & ~left_out
+    for bad, what in ((outside, f"outside 0..{num_experts - 1}"), (twice, "twice")):
+        if bad.any():
+            token = int(bad.nonzero()[0])
+            raise ValueError(
+                f"layer {layer}, token {token}: experts {experts_Tk[token].tolist()} name an expert {what}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +148,6 @@ class RoutingContext:
             None: one sequence without padding.
         num_segments: The number of sequences.
         replay: Recorder or replay of the chosen experts; None: neither.
-        loss_scale: Factor of the auxiliary losses' gradients: 1 / micro-batches, times a loss scale if any.
         totals: Sums over the batch of this pack; the losses are then the pack's shares of the batch's losses. None: the
             pack is the batch.
         loads: Output: tokens per expert `[E]` fp32 by layer number, of the whole pack (under context parallelism of
@@ -61,18 +160,13 @@ class RoutingContext:
     segments: Tensor | None = None
     num_segments: int = 1
     replay: RouterReplay | None = None
-    loss_scale: float = 1.0
     totals: BatchTotals | None = None
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     routers: dict[int, int] = field(default_factory=dict, repr=False)
 
     def enter(self, layer: int, router: nn.Module) -> None:
-        """Register a layer's router at the start of its forward or recomputation.
-
-        Raises:
-            ValueError: Another router has the same layer number.
-        """
+        """Register a layer's router; raise ValueError if another router has the same layer number."""
         if self.routers.setdefault(layer, id(router)) != id(router):
             raise ValueError(
                 f"two routers of one batch have the layer number {layer}; give each MoE or DecoderLayer of a model a "
@@ -81,21 +175,10 @@ class RoutingContext:
 
     @classmethod
     def of(
-        cls,
-        packed: PackedSequence,
-        *,
-        replay: RouterReplay | None = None,
-        loss_scale: float = 1.0,
-        totals: BatchTotals | None = None,
+        cls, packed: PackedSequence, *, replay: RouterReplay | None = None, totals: BatchTotals | None = None
     ) -> RoutingContext:
         """Return the context of a packed batch, without its padding segment."""
         tokens = torch.arange(packed.num_tokens, device=packed.cu_seqlens.device, dtype=packed.cu_seqlens.dtype)
         segments = torch.searchsorted(packed.cu_seqlens, tokens, right=True) - 1
         segments = torch.where(segments < packed.num_sequences, segments, -1)
-        return cls(
-            segments=segments,
-            num_segments=packed.num_sequences,
-            replay=replay,
-            loss_scale=loss_scale,
-            totals=totals,
-        )
+        return cls(segments=segments, num_segments=packed.num_sequences, replay=replay, totals=totals)

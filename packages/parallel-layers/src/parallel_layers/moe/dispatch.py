@@ -16,32 +16,22 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed.collectives import all_to_all
 
 
-class _Spread(torch.autograd.Function):
-    """Copy tokens to rows, `[T, H]` -> `[M, H]`: row i is token order[i] // k. The adjoint of `_Collect`."""
+class _Move(torch.autograd.Function):
+    """Copy tokens to rows, `[T, H]` -> `[M, H]`, or sum each token's rows, `[M, H]` -> `[T, H]`; one is the adjoint of
+    the other. Row i is token order[i] // k. The sum is a gather and a sum: deterministic, without atomics.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int, to_rows: bool) -> Tensor:
         ctx.save_for_backward(order, inverse)
-        ctx.top_k = top_k
-        return x.index_select(0, order // top_k)
+        ctx.top_k, ctx.to_rows = top_k, to_rows
+        if to_rows:
+            return x.index_select(0, order // top_k)
+        return x.index_select(0, inverse).view(-1, top_k, x.shape[1]).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Collect.apply(gradient, *ctx.saved_tensors, ctx.top_k), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    """Sum each token's rows, `[M, H]` -> `[T, H]`, by a gather and a sum: deterministic, without atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        ctx.top_k = top_k
-        return rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.top_k), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Move.apply(gradient, *ctx.saved_tensors, ctx.top_k, not ctx.to_rows), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ class Dispatch:
 
     def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """Send each token to its k experts; return rows `[M, H]` and weights `[M]`, ordered by this rank's experts."""
-        rows = _Spread.apply(x_TH, self._order, self._inverse, self._top_k)
+        rows = _Move.apply(x_TH, self._order, self._inverse, self._top_k, True)
         weights = weights_Tk.flatten().index_select(0, self._order)
         if self._exchange is None:
             return rows, weights
@@ -117,5 +107,5 @@ class Dispatch:
     def to_tokens(self, rows_MH: Tensor) -> Tensor:
         """Send the rows back and sum over each token's experts: `[M, H]` -> `[T, H]`."""
         rows = rows_MH if self._exchange is None else self._exchange.come_back(rows_MH)
-        result: Tensor = _Collect.apply(rows, self._order, self._inverse, self._top_k)
+        result: Tensor = _Move.apply(rows, self._order, self._inverse, self._top_k, False)
         return result

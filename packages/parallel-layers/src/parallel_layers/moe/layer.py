@@ -6,9 +6,8 @@ token, I intermediate size of an expert.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import (
@@ -18,8 +17,8 @@ from parallel_layers.distributed.collectives import (
     reduce_scatter_to_sequence_parallel,
     scatter_to_sequence_parallel,
 )
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.layers import ReplicatedLinear
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
@@ -92,22 +91,22 @@ class MoE(ParallelModule):
             group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
         )  # fmt: skip
         self.shared_experts: ParallelMLP | None = None
-        self.shared_expert_gate: _SharedExpertGate | None = None
+        self.shared_expert_gate: ReplicatedLinear | None = None
         if config.shared_intermediate_size:
             self.shared_experts = ParallelMLP(
                 hidden_size, config.shared_intermediate_size, activation=config.activation,
                 placement=placement, execution=execution, dtype=dtype, device=device,
             )  # fmt: skip
         if config.shared_expert_gate:
-            self.shared_expert_gate = _SharedExpertGate(
-                hidden_size, group=group if self.sequence_parallel else None, dtype=dtype, device=device
+            self.shared_expert_gate = ReplicatedLinear(
+                hidden_size, 1, placement=placement, execution=execution, dtype=dtype, device=device
             )
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
         """`[T', H]` -> `[T', H]`.
 
         Args:
-            hidden: `[T', H]`.
+            hidden: The hidden states of this rank's tokens.
             context: Padding, replay, and the report of loads and losses. None: all tokens are one sequence.
                 Recomputation must get the same object.
 
@@ -126,7 +125,7 @@ class MoE(ParallelModule):
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(hidden)
-        return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(hidden) * shared)
+        return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(hidden).sigmoid() * shared)
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         experts, weights = routing.experts, routing.weights
@@ -142,29 +141,6 @@ class MoE(ParallelModule):
         x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
         weights = copy_to_tensor_parallel(weights, self.group)
         return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group, reduce_dtype=dtype)
-
-
-class _SharedExpertGate(ParallelModule):
-    """sigmoid(x wᵀ): `[T', H]` -> `[T', 1]`, weight `[1, H]` replicated."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        group: ProcessGroup | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.weight.shape[1])))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, copy_to_tensor_parallel(self.weight, self.group)).sigmoid()
 
 
 def _check_nested(expert_group: ProcessGroup | None, group: ProcessGroup) -> None:

@@ -1,8 +1,8 @@
-"""Auxiliary losses of a router as pure functions, and the update of the correction bias.
+"""Auxiliary losses of a router as pure functions.
 
-Losses average over tokens. If the ranks of a group hold different tokens, sums are reduced over the group: forward
+Losses average over tokens. If the ranks of a `group` hold different tokens, sums are reduced over the group: forward
 all-reduce, backward identity. Every rank then has the loss of all tokens and the complete gradient of its own tokens.
-Padding is masked out of every sum and divisor.
+Padding, where `mask_T` is False, is left out of every sum and divisor.
 
 With the sums of the whole batch (`BatchTotals`), a loss is the share of the given tokens. Shares and their gradients
 add up over micro-batches and over data- and context-parallel ranks.
@@ -19,37 +19,30 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 
 
-def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
+def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor) -> Tensor:
     """Count this rank's tokens per expert: `[E]` fp32, without host synchronisation."""
-    ones = torch.ones(experts_Tk.shape, dtype=torch.float32, device=experts_Tk.device)
-    if mask_T is not None:
-        ones = ones * mask_T[:, None]
+    ones = mask_T.float()[:, None].expand_as(experts_Tk)
     load = torch.zeros(num_experts, dtype=torch.float32, device=experts_Tk.device)
     return load.scatter_add(0, experts_Tk.flatten(), ones.flatten())
 
 
-def _count(like_TE: Tensor, mask_T: Tensor | None, group: ProcessGroup | None, num_tokens: Tensor | None) -> Tensor:
-    """Return the number of unmasked tokens on all ranks, at least 1; `num_tokens` if given."""
-    if num_tokens is not None:
-        return num_tokens.to(like_TE.dtype).clamp(min=1)
-    mine = like_TE.new_tensor(float(len(like_TE))) if mask_T is None else mask_T.sum().to(like_TE.dtype)
-    return reduce_from_tensor_parallel(mine, group).clamp(min=1)
-
-
-def _masked_sum(x_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    return (x_TE if mask_T is None else x_TE * mask_T[:, None]).sum(0)
+def _count(mask_T: Tensor, group: ProcessGroup | None, num_tokens: Tensor | None) -> Tensor:
+    """Return the number of tokens on all ranks, at least 1; `num_tokens` if given."""
+    if num_tokens is None:
+        num_tokens = reduce_from_tensor_parallel(mask_T.sum().float(), group)
+    return num_tokens.clamp(min=1)
 
 
 def load_balancing_loss(
     probs_TE: Tensor,
     experts_Tk: Tensor,
+    mask_T: Tensor,
     *,
-    mask_T: Tensor | None = None,
     group: ProcessGroup | None = None,
     load_E: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Return E Σ_e f_e P_e, with f_e the mean number of choices of expert e per token and P_e its mean probability.
+    """Return E Σ_e f_e P_e, 0-dim, with f_e the choices of expert e per token and P_e its mean probability.
 
     Equations 4 to 6 of Switch Transformers, https://arxiv.org/abs/2101.03961, for k choices as in transformers'
     `load_balancing_loss_func`: perfectly balanced routing gives k. With `load_E` of a large batch, experts can
@@ -58,21 +51,17 @@ def load_balancing_loss(
     Args:
         probs_TE: Scores that sum to one over the experts.
         experts_Tk: The chosen experts.
-        mask_T: False for tokens to leave out; None: all tokens count.
+        mask_T: False for padding.
         group: Ranks that hold the other tokens.
         load_E: Tokens per expert in the whole batch; None: in these tokens.
         num_tokens: Tokens of the whole batch, 0-dim; None: of these tokens.
-
-    Returns:
-        0-dim, differentiable in `probs_TE`.
     """
     num_experts = probs_TE.shape[1]
-    count = _count(probs_TE, mask_T, group, num_tokens)
-    load = load_E
-    if load is None:
-        load = reduce_from_tensor_parallel(expert_load(experts_Tk, num_experts, mask_T), group)
-    mass = reduce_from_tensor_parallel(_masked_sum(probs_TE, mask_T), group)
-    return num_experts * (load / count * (mass / count)).sum()
+    count = _count(mask_T, group, num_tokens)
+    if load_E is None:
+        load_E = reduce_from_tensor_parallel(expert_load(experts_Tk, num_experts, mask_T), group)
+    mass_E = reduce_from_tensor_parallel((probs_TE * mask_T[:, None]).sum(0), group)
+    return num_experts * (load_E / count * (mass_E / count)).sum()
 
 
 def sequence_balance_loss(
@@ -85,9 +74,9 @@ def sequence_balance_loss(
     context_group: ProcessGroup | None = None,
     num_sequences: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over sequences of Σ_e f_e P_e, with f_e = E / (k L) · choices of e; balanced routing gives 1.
+    """Return the mean over sequences of Σ_e f_e P_e, 0-dim, with f_e = E / (k L) · choices of e.
 
-    Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437.
+    Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437; balanced routing gives 1.
 
     Args:
         probs_TE: Scores that sum to one over the experts.
@@ -98,9 +87,6 @@ def sequence_balance_loss(
         context_group: Ranks that hold further tokens of the same sequences; the result is this rank's share. One
             all-reduce `[S, E]`.
         num_sequences: Non-empty sequences of the whole batch, 0-dim; None: of these tokens.
-
-    Returns:
-        0-dim, differentiable in `probs_TE`.
     """
     num_experts, top_k = probs_TE.shape[1], experts_Tk.shape[1]
     # Padding goes to an extra row, which is dropped.
@@ -120,45 +106,14 @@ def sequence_balance_loss(
 
 
 def router_z_loss(
-    logits_TE: Tensor,
-    *,
-    mask_T: Tensor | None = None,
-    group: ProcessGroup | None = None,
-    num_tokens: Tensor | None = None,
+    logits_TE: Tensor, mask_T: Tensor, *, group: ProcessGroup | None = None, num_tokens: Tensor | None = None
 ) -> Tensor:
     """Return the mean over tokens of logsumexp(logits)², which keeps logits small. https://arxiv.org/abs/2202.08906
 
-    Args:
-        logits_TE: The router's logits.
-        mask_T: False for tokens to leave out; None: all tokens count.
-        group: Ranks that hold the other tokens.
-        num_tokens: Tokens of the whole batch, 0-dim; None: of these tokens.
-
-    Returns:
-        0-dim, differentiable in `logits_TE`.
+    `group` and `num_tokens` as in `load_balancing_loss`.
     """
-    squares = torch.logsumexp(logits_TE, dim=-1, keepdim=True).square()
-    total = reduce_from_tensor_parallel(_masked_sum(squares, mask_T), group)[0]
-    return total / _count(logits_TE, mask_T, group, num_tokens)
-
-
-@torch.no_grad()
-def update_correction_bias_(bias_E: Tensor, load_E: Tensor, rate: float = 1e-3) -> None:
-    """Raise the bias of experts below the mean load by `rate`, and lower the bias of experts above, in place.
-
-    This balances experts without a loss, https://arxiv.org/abs/2408.15664. Call it once per optimizer step.
-
-    Args:
-        bias_E: A router's `e_score_correction_bias`.
-        load_E: Tokens per expert since the last update, summed over all ranks with different tokens.
-        rate: Size of the change.
-
-    Raises:
-        ValueError: The two shapes differ.
-    """
-    if bias_E.shape != load_E.shape:
-        raise ValueError(f"bias has shape {list(bias_E.shape)} and load {list(load_E.shape)}; make both [num_experts]")
-    bias_E += rate * torch.sign(load_E.mean() - load_E).to(bias_E)
+    squares_T = torch.logsumexp(logits_TE, dim=-1).square()
+    return reduce_from_tensor_parallel((squares_T * mask_T).sum(), group) / _count(mask_T, group, num_tokens)
 
 
 class _Attach(torch.autograd.Function):

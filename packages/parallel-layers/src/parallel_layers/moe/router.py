@@ -6,6 +6,7 @@ Shape suffixes: T' tokens that this rank routes, E experts, k experts per token,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
 from parallel_layers.moe.config import MoEConfig
-from parallel_layers.moe.context import RoutingContext
+from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (
     attach_loss,
     expert_load,
@@ -25,7 +26,6 @@ from parallel_layers.moe.losses import (
     router_z_loss,
     sequence_balance_loss,
 )
-from parallel_layers.moe.replay import RouterReplay
 from parallel_layers.parallel_module import ParallelModule
 
 
@@ -69,16 +69,13 @@ def route(
         s = softmax(logits) or sigmoid(logits),   experts = top k of s + bias (within the best groups)
         w = s[experts],   w / Σ w with `normalize_top_k`,   times `routed_scaling_factor`
 
-    Gradients flow only through the weights.
+    Gradients flow only through the weights. All but the experts are at least fp32.
 
     Args:
         logits_TE: `[T', E]`.
         config: The scoring and the selection.
         bias_E: Added to the scores for the choice, but not for the weights.
         select: Function of the chosen experts `[T', k]` that returns the experts to use (a replay).
-
-    Returns:
-        Logits, scores, experts and weights; fp32 (fp64 for fp64 logits).
     """
     logits = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
@@ -161,77 +158,21 @@ class TopKRouter(ParallelModule):
             logits = F.linear(hidden.to(wide), weight, bias)
         select = None
         if context is not None and context.replay is not None:
-            select = self._selection(context.replay, layer_number)
+            select = partial(self._select, context.replay, layer_number)
         routing = route(logits, self.config, bias_E=self.e_score_correction_bias, select=select)
         if context is None and not self._wants_losses():
             return routing
-        return self._observe(routing, layer_number, context or RoutingContext())
+        return self._observe(routing, layer_number, RoutingContext() if context is None else context)
 
-    def _selection(self, replay: RouterReplay, layer_number: int) -> Callable[[Tensor], Tensor]:
-        def select(experts: Tensor) -> Tensor:
-            if self.group is None:
-                return replay.select(layer_number, experts)
-            if replay.recording:
-                replay.select(layer_number, async_collectives.all_gather(experts, self.group))
-                return experts
-            first, whole = self.group.rank() * len(experts), self.group.size() * len(experts)
-            return replay.select(layer_number, experts, first_token=first, num_tokens=whole)
-
-        return select
-
-    def _wants_losses(self) -> bool:
-        """Return True if the config has auxiliary losses and gradients are enabled."""
-        weights = (self.config.balance_loss, self.config.sequence_balance_loss, self.config.z_loss)
-        return any(weights) and torch.is_grad_enabled()
-
-    def _observe(self, routing: Routing, layer_number: int, context: RoutingContext) -> Routing:
-        """Report loads and losses, and attach the losses to the weights."""
-        logits, scores, experts, weights = routing
-        segments = self._segments(context, experts)
-        mask = segments >= 0
-        load = expert_load(experts, self.config.num_experts, mask)
-        context.loads[layer_number] = load if self.group is None else async_collectives.all_reduce(load, self.group)
-        if not self._wants_losses():
-            return routing
-        probs = scores if self.config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        totals, config = context.totals, self.config
-        num_tokens = None if totals is None else totals.num_tokens
-        losses: dict[str, tuple[float, Callable[[], Tensor]]] = {
-            "balance_loss": (
-                config.balance_loss,
-                lambda: load_balancing_loss(
-                    probs,
-                    experts,
-                    mask_T=mask,
-                    group=self.group,
-                    load_E=None if totals is None else totals.load(layer_number),
-                    num_tokens=num_tokens,
-                ),
-            ),
-            "sequence_balance_loss": (
-                config.sequence_balance_loss,
-                lambda: sequence_balance_loss(
-                    probs,
-                    experts,
-                    segments,
-                    context.num_segments,
-                    group=self.group,
-                    context_group=None if totals is None else totals.context_group,
-                    num_sequences=None if totals is None else totals.num_sequences,
-                ),
-            ),
-            "z_loss": (
-                config.z_loss,
-                lambda: router_z_loss(logits, mask_T=mask, group=self.group, num_tokens=num_tokens),
-            ),
-        }
-        report = context.losses[layer_number] = {}
-        for name, (weight, compute) in losses.items():
-            if weight:
-                loss = compute()
-                report[name] = loss.detach()
-                weights = attach_loss(weights, loss, weight * context.loss_scale)
-        return Routing(logits, scores, experts, weights)
+    def _select(self, replay: RouterReplay, layer_number: int, experts: Tensor) -> Tensor:
+        """Record or replay; entries hold the tokens of all ranks."""
+        if self.group is None:
+            return replay.select(layer_number, experts)
+        if replay.recording:
+            replay.select(layer_number, async_collectives.all_gather(experts, self.group))
+            return experts
+        first, whole = self.group.rank() * len(experts), self.group.size() * len(experts)
+        return replay.select(layer_number, experts, first_token=first, num_tokens=whole)
 
     def _segments(self, context: RoutingContext, experts: Tensor) -> Tensor:
         """Return the sequence of each token that this rank routes: `[T']`."""
@@ -244,6 +185,49 @@ class TopKRouter(ParallelModule):
                 f"the context's segments have {len(context.segments)} tokens, but {ranks} ranks route {tokens} each"
             )
         return context.segments[rank * tokens : (rank + 1) * tokens].to(experts.device)
+
+    def _wants_losses(self) -> bool:
+        weights = (self.config.balance_loss, self.config.sequence_balance_loss, self.config.z_loss)
+        return any(weights) and torch.is_grad_enabled()
+
+    def _observe(self, routing: Routing, layer_number: int, context: RoutingContext) -> Routing:
+        """Report loads and losses, and attach the losses to the weights."""
+        config, totals = self.config, context.totals
+        logits, scores, experts, weights = routing
+        segments = self._segments(context, experts)
+        mask = segments >= 0
+        load = expert_load(experts, config.num_experts, mask)
+        context.loads[layer_number] = load if self.group is None else async_collectives.all_reduce(load, self.group)
+        if not self._wants_losses():
+            return routing
+        probs = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        num_tokens = None if totals is None else totals.num_tokens
+        losses: dict[str, Tensor] = {}
+        if config.balance_loss:
+            losses["balance_loss"] = load_balancing_loss(
+                probs,
+                experts,
+                mask,
+                group=self.group,
+                load_E=None if totals is None else totals.load(layer_number),
+                num_tokens=num_tokens,
+            )
+        if config.sequence_balance_loss:
+            losses["sequence_balance_loss"] = sequence_balance_loss(
+                probs,
+                experts,
+                segments,
+                context.num_segments,
+                group=self.group,
+                context_group=None if totals is None else totals.context_group,
+                num_sequences=None if totals is None else totals.num_sequences,
+            )
+        if config.z_loss:
+            losses["z_loss"] = router_z_loss(logits, mask, group=self.group, num_tokens=num_tokens)
+        for name, loss in losses.items():
+            weights = attach_loss(weights, loss, getattr(config, name))
+        context.losses[layer_number] = {name: loss.detach() for name, loss in losses.items()}
+        return routing._replace(weights=weights)
 
     def extra_repr(self) -> str:
         """Return what `print(module)` shows."""
