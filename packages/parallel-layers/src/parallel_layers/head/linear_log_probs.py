@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import as_operand
+from parallel_layers.head.invariant import check_invariant
 from parallel_layers.head.linear_operators import linear_log_probs_op
 from parallel_layers.head.vocabulary import group_name, true_vocab_size
 
@@ -36,6 +37,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     keep_probabilities: bool = False,
+    blocks: int = 0,
 ) -> LogProbs:
     """Return the log-probability of each label, and the entropy, under a language-model head.
 
@@ -73,6 +75,9 @@ def linear_log_probs(
         keep_probabilities: Keep the probabilities, `[T, V]` in bf16, for the backward, which then takes two GEMMs
             instead of three. It has an effect only where the fused kernels run. The last backward through a graph
             overwrites them; a backward with `retain_graph` takes a tenth more memory.
+        blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
+            `blocks` (see `head.invariant`); gradients are the ordinary ones, and nothing is kept. 0: the ordinary
+            results.
 
     Returns:
         `LogProbs(log_probs, entropy)`, `[T]` fp32 (fp64 for fp64 inputs).
@@ -80,14 +85,18 @@ def linear_log_probs(
     Raises:
         ValueError: Shapes or dtypes do not fit; the rows cannot hold the vocabulary; a temperature, scale or cap is not
             positive; ranks have different rows or vocabularies (compared once for each group and size); or a label is
-            outside the vocabulary. The last two are raised on every rank.
+            outside the vocabulary. The last two are raised on every rank. With `blocks`: it is not a power of two, the
+            group's size does not divide it, ranks do not hold `ceil(vocab_size / tp)` rows each, or the dtype is fp64.
     """
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
     _validate(hidden_TH, weight_VH, labels_T, temperature, size, sequence_parallel, logit_scale, logit_softcap)
+    if blocks:
+        check_invariant(weight_VH, vocab_size, blocks, group)
     # Expand a one-element tensor: reading it on the host would wait for the device.
     temperatures_T = temperature.detach().expand(len(labels_T)) if isinstance(temperature, Tensor) else None
+    trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
     log_probs, entropy_T, *_ = linear_log_probs_op(
         hidden_TH,
         weight_VH,
@@ -99,7 +108,8 @@ def linear_log_probs(
         vocab_size,
         sequence_parallel,
         group_name(group),
-        keep_probabilities and torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad),
+        keep_probabilities and not blocks and trains,
+        blocks,
     )
     return LogProbs(log_probs, entropy_T if entropy else None)
 

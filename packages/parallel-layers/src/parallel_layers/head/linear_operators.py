@@ -19,6 +19,7 @@ from parallel_layers.autocast import wide, without_autocast
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head import chunked, fused
 from parallel_layers.head.embedding import check_token_ids, vocab_range
+from parallel_layers.head.invariant import invariant_statistics
 from parallel_layers.head.softmax_statistics import (
     LogitTransform,
     UpstreamGradients,
@@ -26,6 +27,7 @@ from parallel_layers.head.softmax_statistics import (
     merge_statistics,
 )
 from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, gather_rows, group_of
+from parallel_layers.kernels import elementary_functions
 
 
 @torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
@@ -42,10 +44,11 @@ def linear_log_probs_op(
     sequence_parallel: bool,
     group_name: str,
     keep: bool,
+    blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
-    The arguments are those of `linear_log_probs`.
+    The arguments are those of `linear_log_probs`; with 0 `blocks` the statistics are the ordinary ones.
     """
     group = group_of(group_name)
     check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
@@ -55,6 +58,10 @@ def linear_log_probs_op(
     weight, labels = weight_VH[: last - first], labels_T.long() - first
     transform = LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T)
     kept = _new_kept(hidden, weight, len(labels_T), keep)
+    if blocks:
+        statistics = invariant_statistics(hidden, weight_VH, labels, transform, vocab_size, blocks, group)
+        log_probs, entropy, logsumexp = finish_statistics(statistics, elementary_functions.log)
+        return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
     if fused.supports(hidden, weight):
         statistics = fused.head_statistics(hidden, weight, labels, transform, kept if kept.parts.numel() else None)
     else:
@@ -74,7 +81,7 @@ def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool)
 
 @linear_log_probs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    hidden_TH, weight_VH, labels_T, *_, vocab_size, _, group_name, keep = arguments
+    hidden_TH, weight_VH, labels_T, *_, vocab_size, _, group_name, keep, _ = arguments
     log_probs = hidden_TH.new_empty(labels_T.shape, dtype=wide(hidden_TH.dtype))
     first, last = vocab_range(vocab_size, group_of(group_name), len(weight_VH))
     kept = _new_kept(hidden_TH, weight_VH[: last - first], len(labels_T), keep)
@@ -169,7 +176,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden_TH, weight_VH, labels_T, temperatures_T, *ctx.options, _ = inputs
+    hidden_TH, weight_VH, labels_T, temperatures_T, *ctx.options, _, _ = inputs
     _, entropy_T, *saved = output
     ctx.save_for_backward(hidden_TH, weight_VH, labels_T, entropy_T, *saved, temperatures_T)
     ctx.mark_non_differentiable(*saved)

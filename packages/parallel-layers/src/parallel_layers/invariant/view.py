@@ -13,11 +13,10 @@ from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.invariant.attention import attend, check_attention_backend
-from parallel_layers.invariant.blocks import BLOCKS, check_blocks
 from parallel_layers.invariant.substitute import with_gradient_of
 from parallel_layers.kernels.elementary_functions import ACTIVATIONS, cos, sin, tree_sum
 from parallel_layers.kernels.rms_norm import supports_rms_norm
-from parallel_layers.linear.invariant import InvariantProduct
+from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.mlp import layer as mlp
 from parallel_layers.mlp.layer import ParallelMLP

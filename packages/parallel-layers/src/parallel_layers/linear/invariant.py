@@ -20,6 +20,21 @@ from parallel_layers.linear.operators import column_parallel_linear
 from parallel_layers.linear.products import Product
 from parallel_layers.linear.transports import tree
 
+BLOCKS = 4
+"""The number of blocks in sums over ranks, by default: for groups of 1, 2 and 4 ranks, which hold whole blocks."""
+
+
+def check_blocks(blocks: int, tp: int) -> None:
+    """Raise ValueError unless `blocks` is a power of two that `tp` divides."""
+    if blocks < 1 or blocks & (blocks - 1):
+        raise ValueError(f"blocks={blocks} must be a power of two: the sums of the blocks are added as a binary tree")
+    if blocks % tp:
+        raise ValueError(
+            f"tp={tp} does not divide blocks={blocks}, the parts that every sum over the ranks is made of; use tp in "
+            f"{{{', '.join(str(1 << n) for n in range(blocks.bit_length()))}}}"
+            + (f", or blocks={tp}" if tp & (tp - 1) == 0 else "")
+        )
+
 
 @dataclass(frozen=True)
 class InvariantProduct(Product):

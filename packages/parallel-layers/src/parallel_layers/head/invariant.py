@@ -1,0 +1,109 @@
+"""Softmax statistics with the same bits at every tensor-parallel size and in every pack.
+
+The vocabulary is cut at the first entry of every rank in groups of 1, 2, 4, ... `blocks` ranks. The rank that holds a
+part computes its statistics in a fixed order, and every rank merges all parts in order.
+
+Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
+"""
+
+from functools import reduce
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from parallel_layers.head import fused
+from parallel_layers.head.chunked import runs
+from parallel_layers.head.softmax_statistics import NEGLIGIBLE, LogitTransform, merge_statistics
+from parallel_layers.head.vocabulary import check_rows, gather_rows
+from parallel_layers.kernels.elementary_functions import exp, tanh, tree_sum
+from parallel_layers.kernels.exact_matmul import exact_product
+from parallel_layers.linear.invariant import check_blocks
+
+_TILE_LOGITS = 1 << 22
+# Triton's layout of a tile, and so the order of sums, depends on whether the number of tokens is a multiple of 16.
+_TOKENS_MULTIPLE = 16
+
+
+def check_invariant(weight_VH: Tensor, vocab_size: int, blocks: int, group: ProcessGroup | None) -> None:
+    """Raise ValueError on every rank unless all ranks' rows begin at a cut, in a dtype that has invariant GEMMs."""
+    tp, rows = 1 if group is None else group.size(), len(weight_VH)
+    check_blocks(blocks, tp)
+    check_rows(rows, vocab_size, group, weight_VH.device)
+    cuts = _cuts(vocab_size, blocks)
+    if wrong := [r for r in range(tp) if min(r * rows, vocab_size) not in cuts]:
+        raise ValueError(
+            f"at tp={tp} each rank holds {rows} rows, so that rank {wrong[0]} begins at entry {wrong[0] * rows} of "
+            f"{vocab_size}, where no rank does at another tp; give each rank ceil({vocab_size} / {tp}) = "
+            f"{-(-vocab_size // tp)} rows"
+        )
+    if weight_VH.dtype == torch.float64:
+        raise ValueError("invariant log-probs take float32, bfloat16 or float16, not torch.float64")
+
+
+def _cuts(vocab_size: int, blocks: int) -> list[int]:
+    sizes = [1 << n for n in range(blocks.bit_length())]
+    begins = {min(r * -(-vocab_size // tp), vocab_size) for tp in sizes for r in range(tp)}
+    return sorted(begins | {vocab_size})
+
+
+def invariant_statistics(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    transform: LogitTransform,
+    vocab_size: int,
+    blocks: int,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """Return the statistics `[4, T]` of the whole vocabulary; `labels_T` counts from this rank's first entry.
+
+    Communication: an all-gather of `[parts of a rank, 4, T]`.
+    """
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rows, parts = len(weight_VH), list(pairwise(_cuts(vocab_size, blocks)))
+    of_ranks = [[part for part in parts if r * rows <= part[0] < (r + 1) * rows] for r in range(size)]
+    padded = hidden_TH.new_zeros(max(map(len, of_ranks)), 4, len(hidden_TH), dtype=torch.float32)
+    for own, (first, last) in zip(padded, of_ranks[rank], strict=False):
+        inside = slice(first - rank * rows, last - rank * rows)
+        own.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform))
+    gathered = gather_rows(padded[None], group)
+    every = [part for found, of_rank in zip(gathered, of_ranks, strict=False) for part in found[: len(of_rank)]]
+    return reduce(lambda left, right: merge_statistics(torch.stack((left, right)), exp), every)
+
+
+def _part_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
+    if fused.supports(hidden_TH, weight_VH):
+        num_tokens = len(hidden_TH)
+        if more := -num_tokens % _TOKENS_MULTIPLE:
+            hidden_TH, labels_T = F.pad(hidden_TH, (0, 0, 0, more)), F.pad(labels_T, (0, more), value=-1)
+            if isinstance(transform.temperature, Tensor):
+                transform = transform._replace(temperature=F.pad(transform.temperature, (0, more), value=1.0))
+        return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform)[:, :num_tokens]
+    tiles = []
+    for tokens in runs(len(hidden_TH), max(1, _TILE_LOGITS // len(weight_VH))):
+        logits = _logits(exact_product(hidden_TH[tokens], weight_VH), transform, tokens)
+        tiles.append(_statistics(logits, labels_T[tokens]))
+    return torch.cat(tiles, dim=1)
+
+
+def _logits(raw_TV: Tensor, transform: LogitTransform, tokens: slice) -> Tensor:
+    z = raw_TV * transform.scale
+    if transform.softcap:
+        z = transform.softcap * tanh(z / transform.softcap)
+    if isinstance(transform.temperature, Tensor):
+        return z / transform.temperature[tokens].float()[:, None]
+    return z / transform.temperature
+
+
+def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Compute `softmax_statistics.tile_statistics` in a fixed order."""
+    maximum = logits_TV.amax(dim=-1)
+    shifted = logits_TV - maximum[:, None]
+    weights = exp(shifted)
+    inside = (labels_T >= 0) & (labels_T < logits_TV.shape[1])
+    label_logits = logits_TV.gather(-1, labels_T.clamp(0, logits_TV.shape[1] - 1)[:, None])[:, 0]
+    moments = weights * shifted.clamp(min=NEGLIGIBLE)
+    return torch.stack((maximum, tree_sum(weights), tree_sum(moments), torch.where(inside, label_logits, 0.0)))
