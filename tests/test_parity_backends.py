@@ -47,7 +47,6 @@ FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification, EXPERTS),
 }
-CASES = ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3_moe"]
 PLACES = [
     ("parallel", ParallelDims()),
     ("parallel", ParallelDims(tp=2)),
@@ -63,6 +62,21 @@ PLACES = [
     ("transformers", ParallelDims(cp=2)),
     ("transformers", ParallelDims(dp=2, cp=2)),
 ]
+# A few places that have every backend, axis and kind of model; the slow run has every place.
+PLAIN: dict[str, list[tuple[str, ParallelDims]]] = {
+    "llama": [
+        ("parallel", ParallelDims()),
+        ("parallel", ParallelDims(tp=4)),
+        ("parallel", ParallelDims(pp=2, cp=2)),
+        ("transformers", ParallelDims(dp=2, cp=2)),
+    ],
+    "qwen3_moe": [
+        ("parallel", ParallelDims()),
+        ("parallel", ParallelDims(dp=2, ep=2)),
+        ("parallel", ParallelDims(pp=2, tp=2, ep=2)),
+        ("transformers", ParallelDims(cp=2)),
+    ],
+}
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +90,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(family: str) -> list[tuple[str, ParallelDims]]:
-    """Return those of the family: only a mixture has experts to divide."""
+    """Return all places of the family: only a mixture has experts to divide."""
     return [place for place in PLACES if "num_experts" in FAMILIES[family][3] or place[1].ep == 1]
+
+
+CASES = [pytest.param(family, PLAIN[family], id=family) for family in PLAIN]
+CASES += [
+    pytest.param(family, places(family), id=f"{family} everywhere", marks=pytest.mark.slow) for family in FAMILIES
+]
 
 
 def load(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims) -> tuple[Actor, Critic]:
@@ -115,8 +135,6 @@ class Rank(NamedTuple):
 class Found(NamedTuple):
     """What a backend computes on a grid, and the folder of actor and critic after a step."""
 
-    backend: str
-    dims: ParallelDims
     ranks: list[Rank]
     folder: Path
 
@@ -134,63 +152,49 @@ def train(group: ProcessGroup, folder: Path, backend: str, dims: ParallelDims, o
 
 
 @pytest.fixture(scope="module")
-def everywhere(
+def trained(
     ranks: RankPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], list[Found]]:
-    """`everywhere("llama")`: what each backend finds on each grid; the first is `parallel` on one rank."""
+) -> Callable[[str, str, ParallelDims], Found]:
+    """`trained(family, backend, dims)`: each place runs once."""
 
     @cache
-    def run(family: str) -> list[Found]:
-        found = []
-        for backend, dims in places(family):
-            out = tmp_path_factory.mktemp(family)
-            of_ranks = ranks.run(train, checkpoints / family, backend, dims, out, world=dims.world_size, timeout=120)
-            found.append(Found(backend, dims, of_ranks, out))
-        return found
+    def run(family: str, backend: str, dims: ParallelDims) -> Found:
+        out = tmp_path_factory.mktemp(family)
+        arguments = checkpoints / family, backend, dims, out
+        return Found(ranks.run(train, *arguments, world=dims.world_size, timeout=120), out)
 
     return run
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_all_backends_and_grids_give_the_same_numbers(everywhere: Callable[[str], list[Found]], family: str) -> None:
-    batch = make_batch()
-    expected = everywhere(family)[0].ranks[0].numbers
-    assert expected.abs().max() > 1
-    for backend, dims, results, _ in everywhere(family):
-        seen = set()
-        for indices, actual in results:
-            seen.update(indices)
-            torch.testing.assert_close(
-                actual,
-                expected[:, batch.positions(indices)],
-                rtol=0,
-                atol=1e-5,
-                msg=lambda text, at=f"{backend} {dims}": f"{at}: {text}",
-            )
-        assert seen == set(range(len(batch)))
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_all_backends_and_grids_give_the_same_gradients(
-    everywhere: Callable[[str], list[Found]], checkpoints: Path, family: str
+@pytest.mark.parametrize(("family", "where"), CASES)
+def test_all_backends_and_grids_give_the_same_numbers_and_gradients(
+    trained: Callable[[str, str, ParallelDims], Found],
+    checkpoints: Path,
+    family: str,
+    where: list[tuple[str, ParallelDims]],
 ) -> None:
-    found = everywhere(family)
-    for kind in ("actor", "critic"):
-        before, *after = (
-            load_file(folder / kind / "model.safetensors")
-            for folder in (checkpoints / family, *(place.folder for place in found))
-        )
-        for name, start in before.items():
-            expected = after[0][name] - start
-            scale = expected.abs().max()
-            assert scale > 0, name
-            for (backend, dims, _, _), tensors in zip(found, after, strict=True):
-                # The difference of two parameters is rounded as these are.
-                atol = 1e-4 * scale.item() + 1e-6 * start.abs().max().item()
-                torch.testing.assert_close(
-                    tensors[name] - start,
-                    expected,
-                    rtol=0,
-                    atol=atol,
-                    msg=lambda text, at=f"{name} {backend} {dims}": f"{at}: {text}",
-                )
+    batch = make_batch()
+    one = trained(family, *where[0])  # `parallel` on one rank
+    expected = one.ranks[0].numbers
+    assert expected.abs().max() > 1
+    for backend, dims in where:
+        found, at = trained(family, backend, dims), f"{backend} {dims}"
+        assert {index for rank in found.ranks for index in rank.indices} == set(range(len(batch)))
+        for indices, actual in found.ranks:
+            wanted = expected[:, batch.positions(indices)]
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5, msg=lambda text, at=at: f"{at}: {text}")
+        for kind in ("actor", "critic"):
+            assert_same_step(checkpoints / family / kind, one.folder / kind, found.folder / kind, at)
+
+
+def assert_same_step(start: Path, one: Path, other: Path, at: str) -> None:
+    """Compare the steps from `start` of two places, which are proportional to the gradients."""
+    before, expected, actual = (load_file(folder / "model.safetensors") for folder in (start, one, other))
+    for name, value in before.items():
+        step = expected[name] - value
+        scale = step.abs().max().item()
+        assert scale > 0, name
+        # The difference of two parameters is rounded as these are.
+        atol = 1e-4 * scale + 1e-6 * value.abs().max().item()
+        message = f"{name} {at}: ".__add__
+        torch.testing.assert_close(actual[name] - value, step, rtol=0, atol=atol, msg=message)

@@ -137,11 +137,13 @@ EXPERT_GRIDS = {
 }
 PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS}
 ACTORS = [name for name in MODELS if not name.endswith("-value")]
-# Every model at every tp, with sequence parallelism and without, and every tp with both.
-TENSOR_PARALLEL_PLAIN = ({"tp1", "tp2-sp", "tp4"}, {"tp1", "tp2", "tp4-sp"})
+# Every actor at tp 2 and 4, with sequence parallelism and without.
+TENSOR_PARALLEL_PLAIN = ({"tp2-sp", "tp4"}, {"tp2", "tp4-sp"})
 PLAIN = {
     *((name, grid) for number, name in enumerate(ACTORS) for grid in TENSOR_PARALLEL_PLAIN[number % 2]),
-    *(("llama-value", grid) for grid in TENSOR_PARALLEL),
+    ("llama", "tp1"),
+    ("deepseek-v3", "tp1"),
+    ("llama-value", "tp4-sp"),
     ("llama", "pp2-tp2"),
     ("llama-value", "cp2-ring"),
     ("qwen2-window-tied", "pp2-cp2"),
@@ -150,7 +152,6 @@ PLAIN = {
     ("qwen3-value", "pp2"),
     ("apertus", "pp2-dp2"),
     ("apertus-value", "cp2"),
-    ("olmo2", "tp2-sp"),
     ("olmo2", "cp2-tp2"),
     ("mistral", "cp2-tp2-ring"),
     ("mistral-value", "pp2"),

@@ -156,20 +156,22 @@ class Case(NamedTuple):
 TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
 BF16 = {"dtype": torch.bfloat16}
 CASES = [
-    Case("llama", 1024),
-    Case("llama", 1024, options={"recompute": "full"}),
-    Case("llama", 1024, options={"recompute": "selective"}),
     Case("llama", 2048, options=BF16, kind=Critic),
-    Case("llama", 1024, ParallelDims(tp=2)),
     Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
     Case("deep", 256, ParallelDims(dp=2)),
     Case("llama", 1024, ParallelDims(cp=2)),
     Case("llama", 1024, ParallelDims(pp=2)),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
-    Case("latent", 1024),
-    Case("norms over all heads", 1024),
+    Case("latent", 1024, options={"recompute": "selective"}),
+    Case("norms over all heads", 1024, options={"recompute": "full"}),
 ]
 MORE_CASES = [
+    Case("llama", 1024),
+    Case("llama", 1024, options={"recompute": "full"}),
+    Case("llama", 1024, options={"recompute": "selective"}),
+    Case("llama", 1024, ParallelDims(tp=2)),
+    Case("latent", 1024),
+    Case("norms over all heads", 1024),
     Case("llama", 1024, options={"recompute": (0, 2)}),
     Case("llama", 1024, options={"recompute": "selective", **BF16}),
     Case("llama", 1024, ParallelDims(tp=2), {"sequence_parallel": False}),
@@ -192,7 +194,6 @@ MORE_CASES = [
     Case("mixture", 1024, ParallelDims(pp=2)),
     Case("latent", 1024, ParallelDims(tp=2)),
     Case("norms over all heads", 1024, ParallelDims(tp=2), BF16),
-    Case("latent", 1024, options={"recompute": "selective"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The quickstart: its task, its files, and that the reward rises, for three seeds."""
+"""The quickstart: its task, its files, and in the slow run that the reward rises, for three seeds."""
 
 from __future__ import annotations
 
@@ -44,13 +44,17 @@ def test_the_checkpoint_and_its_tokenizer_are_as_transformers_saves_them(tmp_pat
     assert tokenizer.decode(expected, skip_special_tokens=True) == "hello"
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_the_reward_rises_and_the_files_agree_with_transformers(tmp_path: Path, seed: int) -> None:
+# That PPO learns, the quick run shows by `train` (`loop/test_train.py`).
+@pytest.mark.parametrize(
+    ("steps", "seed"), [(10, 0), *(pytest.param(26, seed, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+)
+def test_the_files_agree_with_transformers_and_the_reward_rises(tmp_path: Path, steps: int, seed: int) -> None:
     text = io.StringIO()
-    with Display(26, Console(file=text)) as display:
-        result = quickstart(tmp_path / "out", 26, seed, "cpu", display)
-    assert result["reward_last"] >= 3 * result["reward_first"]
-    assert result["reward_last"] > 0.15
+    with Display(steps, Console(file=text)) as display:
+        result = quickstart(tmp_path / "out", steps, seed, "cpu", display)
+    if steps > 10:
+        assert result["reward_last"] >= 3 * result["reward_first"]
+        assert result["reward_last"] > 0.15
     assert result["parity_max_abs"] <= 1e-5
     assert result["reload_max_abs"] <= 1e-5
     assert Path(result["curve"]).read_bytes().startswith(b"\x89PNG")

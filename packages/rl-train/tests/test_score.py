@@ -50,8 +50,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "grid",
     [
         "--tp=2",
-        "--dims=dp=2",
-        *(pytest.param(f"--dims={dims}", marks=pytest.mark.slow) for dims in ("pp=2", "dp=2,pp=2")),
+        *(pytest.param(f"--dims={dims}", marks=pytest.mark.slow) for dims in ("dp=2", "pp=2", "dp=2,pp=2")),
     ],
 )
 def test_scores_equal_transformers_in_the_order_of_the_data(
@@ -275,7 +274,7 @@ def scored(arguments: list[str], dims: str, out: Path, *more: str) -> list[dict[
 @pytest.mark.parametrize(
     ("family", "dims"),
     [
-        ("dense", "cp=2"),
+        ("dense", "dp=2,cp=2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -283,7 +282,7 @@ def scored(arguments: list[str], dims: str, out: Path, *more: str) -> list[dict[
                 ("dense", "tp=2,pp=2"),
                 ("dense", "cp=2,tp=2"),
                 ("dense", "pp=2,cp=2"),
-                ("dense", "dp=2,cp=2"),
+                ("dense", "cp=2"),
                 ("moe", "tp=2,ep=2"),
                 ("moe", "cp=2,ep=2"),
                 ("moe", "pp=2,dp=2,ep=2"),

@@ -1,8 +1,12 @@
-"""Groups on two nodes of a real Ray cluster: an actor on dp 2 and a critic on tp 2, on shared devices."""
+"""Groups on two nodes of a real Ray cluster: an actor on dp 2 and a critic on tp 2, on shared devices.
+
+The last two tests kill and end the ranks of the actor.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.workers.dispatch import dispatched, per_sequence
-from rl_train import Placement, RayModelGroup, Resources
+from rl_train import Placement, RankDied, RayModelGroup, Resources
+from rl_train.cluster import future
+from rl_train.cluster.launch import RankFailed
 
+Pair = tuple[RayModelGroup, RayModelGroup]
 LENGTHS = (11, 1, 17, 6, 0, 9)
+# Seconds of a call in which a rank dies.
+LIMIT = 60.0
 OPTIMIZER = OptimizerOptions(learning_rate=0.1, eps=1.0)
 
 
@@ -51,7 +61,7 @@ def surprised_actor() -> type[Actor]:
 
 
 @pytest.fixture(scope="module")
-def pair(ray_cluster: Any, checkpoint: Path) -> Iterator[tuple[RayModelGroup, RayModelGroup]]:
+def pair(ray_cluster: Any, checkpoint: Path) -> Iterator[Pair]:
     resources = Resources(device="cpu", strategy="SPREAD", env={"CHOSEN": "by the user"})
     with Placement(2, resources) as placement:
         options: dict[str, Any] = {"resources": placement.share(0.5), "optimizer": OPTIMIZER, "wait": False}
@@ -60,7 +70,7 @@ def pair(ray_cluster: Any, checkpoint: Path) -> Iterator[tuple[RayModelGroup, Ra
                 yield actor, critic
 
 
-def test_results_are_those_of_one_process(pair: tuple[RayModelGroup, RayModelGroup], checkpoint: Path) -> None:
+def test_results_are_those_of_one_process(pair: Pair, checkpoint: Path) -> None:
     actor, critic = pair
     batch = make_batch()
     one = Actor.from_pretrained(checkpoint, optimizer=OPTIMIZER)
@@ -79,7 +89,7 @@ def test_results_are_those_of_one_process(pair: tuple[RayModelGroup, RayModelGro
         assert valued.result() == pytest.approx(judge.update(batch, value_loss), rel=1e-4, abs=1e-6)
 
 
-def test_a_method_of_a_subclass_is_divided_and_joined(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_a_method_of_a_subclass_is_divided_and_joined(pair: Pair) -> None:
     actor, critic = pair
     batch = make_batch()
     expected = -batch.sum_by_sequence(actor.log_probs(batch).log_probs)
@@ -90,9 +100,7 @@ def test_a_method_of_a_subclass_is_divided_and_joined(pair: tuple[RayModelGroup,
         critic.surprise(batch)
 
 
-def test_a_part_is_stored_once_for_all_its_ranks(
-    pair: tuple[RayModelGroup, RayModelGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_stored_once_for_all_its_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     stored: list[Any] = []
@@ -118,7 +126,7 @@ def test_every_axis(ray_cluster: Any, checkpoint: Path, dims: ParallelDims) -> N
         torch.testing.assert_close(found.log_probs, one.log_probs(batch).log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_responses_are_in_the_order_of_the_prompts(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_responses_are_in_the_order_of_the_prompts(pair: Pair) -> None:
     actor, _ = pair
     prompts = [[5], [6, 7, 8], torch.tensor([9, 10])]
     batch = actor.generate(prompts, max_new_tokens=3, n=2, seed=1, stop_ids={0})
@@ -132,7 +140,7 @@ def test_responses_are_in_the_order_of_the_prompts(pair: tuple[RayModelGroup, Ra
     assert len(actor.generate([[3]], max_new_tokens=2)) == 1
 
 
-def test_a_checkpoint_is_saved(pair: tuple[RayModelGroup, RayModelGroup], tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved(pair: Pair, tmp_path: Path) -> None:
     actor, _ = pair
     actor.save_pretrained(tmp_path / "saved")
     batch = make_batch()
@@ -140,7 +148,7 @@ def test_a_checkpoint_is_saved(pair: tuple[RayModelGroup, RayModelGroup], tmp_pa
     torch.testing.assert_close(actor.log_probs(batch).log_probs, saved.log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_actor_and_critic_run_at_the_same_time(pair: tuple[RayModelGroup, RayModelGroup], tmp_path: Path) -> None:
+def test_actor_and_critic_run_at_the_same_time(pair: Pair, tmp_path: Path) -> None:
     def meet(worker: Any, mine: Path, others: Path) -> bool:
         mine.touch()
         deadline = time.monotonic() + 20
@@ -154,23 +162,21 @@ def test_actor_and_critic_run_at_the_same_time(pair: tuple[RayModelGroup, RayMod
     assert all(future.done() for future in futures)
 
 
-def test_a_result_that_is_late_can_be_waited_for_again(
-    pair: tuple[RayModelGroup, RayModelGroup], tmp_path: Path
-) -> None:
+def test_a_result_that_is_late_can_be_waited_for_again(pair: Pair, tmp_path: Path) -> None:
     def wait_for(worker: Any, file: Path) -> str:
         while not file.exists():
             time.sleep(0.01)
         return "done"
 
-    future = pair[0].submit("apply", wait_for, tmp_path / "go")
+    late = pair[0].submit("apply", wait_for, tmp_path / "go")
     with pytest.raises(TimeoutError, match=r"actor.apply did not end within 0.2 s; ranks \[0, 1\] still run"):
-        future.result(timeout=0.2)
-    assert not future.done()
+        late.result(timeout=0.2)
+    assert not late.done()
     threading.Timer(0.1, (tmp_path / "go").touch).start()
-    assert future.result(timeout=60) == ["done", "done"]
+    assert late.result(timeout=60) == ["done", "done"]
 
 
-def test_where_the_ranks_are(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_where_the_ranks_are(pair: Pair) -> None:
     actor, critic = pair
     # SPREAD over two nodes, and both groups on the same devices, in processes of their own.
     assert len({seat.node for seat in actor.seats}) == 2
@@ -196,7 +202,7 @@ def test_where_the_ranks_are(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
     assert critic.apply(environment)[0][2] == str(critic.seats[0].port) != port
 
 
-def test_a_mistake_keeps_its_type_and_text(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_a_mistake_keeps_its_type_and_text(pair: Pair) -> None:
     actor, critic = pair
     with pytest.raises(ValueError, match="the batch has no field 'nothing'") as mistake:
         critic.update(make_batch(), lambda values, part: losses.value_clip(values, part["nothing"], part["returns"]))
@@ -214,7 +220,7 @@ def test_a_mistake_keeps_its_type_and_text(pair: tuple[RayModelGroup, RayModelGr
     assert critic.values(make_batch()).shape == actor.log_probs(make_batch()).entropy.shape
 
 
-def test_a_call_behind_a_failed_one_is_not_run(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_a_call_behind_a_failed_one_is_not_run(pair: Pair) -> None:
     actor, _ = pair
 
     def fail(worker: Any) -> None:
@@ -229,9 +235,73 @@ def test_a_call_behind_a_failed_one_is_not_run(pair: tuple[RayModelGroup, RayMod
     assert actor.apply(lambda worker: "run") == ["run", "run"]
 
 
-def test_a_result_that_cannot_travel_is_a_mistake_and_no_dead_rank(pair: tuple[RayModelGroup, RayModelGroup]) -> None:
+def test_a_result_that_cannot_travel_is_a_mistake_and_no_dead_rank(pair: Pair) -> None:
     actor, _ = pair
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as mistake:
         actor.apply(lambda worker: threading.Lock())
     assert "on rank 1 (node " in "\n".join(mistake.value.__notes__)
     assert torch.equal(actor.apply(lambda worker: torch.ones(2, requires_grad=True))[1], torch.ones(2))
+
+
+def killing_loss() -> Callable[..., losses.LossTerms]:
+    def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses.ppo_clip(log_probs, log_probs.detach(), batch["advantages"])
+
+    return loss
+
+
+def train(group: RayModelGroup, steps: int) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each step: they show the weights and AdamW's moments."""
+    found = [group.update(make_batch(), policy_loss()) for _ in range(steps)]
+    return [(metrics["loss"], metrics["grad_norm"]) for metrics in found]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_with_the_same_losses(pair: Pair, tmp_path: Path) -> None:
+    group = pair[0]
+    train(group, 2)
+    with pytest.raises(ValueError, match="has been updated and has no training checkpoint; call save"):
+        group.restart()
+    group.save_training(tmp_path / "run")
+    steps = int((tmp_path / "run" / "latest").read_text().removeprefix("step-"))
+    expected = train(group, 3)
+    pids = [seat.pid for seat in group.seats]
+
+    began = time.monotonic()
+    with pytest.raises(RankDied, match=r"rank 1 \(node .*\) died during actor.update") as death:
+        group.update(make_batch(), killing_loss())
+    assert time.monotonic() - began < LIMIT
+    assert (death.value.rank, death.value.node, death.value.method) == (1, group.seats[1].address, "update")
+    with pytest.raises(RankFailed, match=r"actor.log_probs cannot run: rank 1 .* died during update; call restart"):
+        group.log_probs(make_batch())
+
+    assert group.restart().step == steps
+    assert not set(pids) & {seat.pid for seat in group.seats}
+    assert train(group, 3) == expected
+
+
+def test_ranks_that_wait_for_one_that_failed_are_named_and_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(future, "_GRACE_SECONDS", 1.0)  # the other rank has nothing to report
+
+    def fail_on_rank_1(worker: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("the reason")
+        dist.barrier()
+
+    group, began = pair[0], time.monotonic()
+    with pytest.raises(ValueError, match="the reason"):
+        group.apply(fail_on_rank_1)
+    assert time.monotonic() - began < LIMIT
+    with pytest.raises(RankFailed, match="apply failed on ranks 1 alone, so the ranks no longer agree; call restart"):
+        group.log_probs(make_batch())
+
+    pids = [seat.pid for seat in group.seats]
+    group.shutdown()
+    group.shutdown()
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() - began < LIMIT:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert group.placement.free == [0.5, 0.5], "the critic has its half still"
+    with pytest.raises(ValueError, match="actor has been shut down"):
+        group.log_probs(make_batch())
