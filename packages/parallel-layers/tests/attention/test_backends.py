@@ -1,6 +1,7 @@
 """Which backend a case gets, by the table alone: as if everything were installed, or all but some."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_layers.attention import backends, packed_attention
-from parallel_layers.attention.backends import BACKENDS, Backend, Needs, choose_backend, why_not
-from parallel_layers.attention.kernel_interface import Forward, Scoring, Segments
-from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.backends import BACKENDS, Backend, choose_backend, why_not
+from parallel_layers.attention.kernel_interface import Kernel
+from parallel_layers.attention.reference import REFERENCE
 
 Install = Callable[..., None]
 
@@ -106,7 +107,7 @@ def test_every_case_is_done_or_refused_by_name(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_is_installed", (installed | {"sdpa", "reference", "exact"}).__contains__)
         backends._choose.cache_clear()
-        able = [other for other in BACKENDS if why_not(other, Needs(*case)) is None]
+        able = [other for other in BACKENDS if why_not(other, *case) is None]
         assert "reference" in able
         first = next(other for other in able if device == "cuda" or other == "reference")
         assert choose_backend("auto", *case) == first
@@ -119,25 +120,23 @@ def test_every_case_is_done_or_refused_by_name(
     backends._choose.cache_clear()
 
 
-class OneHeadSize(ReferenceKernel):
+def forward_of_one_head_size(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Stands for the flash kernels, which take queries, keys and values of one head size."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    return REFERENCE.forward(q, k, v, *rest)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        return super().forward(q, k, v, segments, scoring)
 
-    def backward(
-        self, d_out: Tensor, done: Forward, segments: Segments, scoring: Scoring
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert d_out.shape[-1] == done.q.shape[-1]
-        return super().backward(d_out, done, segments, scoring)
+def backward_of_one_head_size(d_out: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    assert d_out.shape[-1] == q.shape[-1]
+    return REFERENCE.backward(d_out, q, *rest)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(6, 4), (4, 6), (5, 5)])
 def test_head_sizes_are_made_one_for_kernels_that_want_it(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, value_dim: int
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "one-head-size", Backend("nothing", lambda: True, OneHeadSize()))
+    kernel = Kernel(forward_of_one_head_size, backward_of_one_head_size)
+    monkeypatch.setitem(BACKENDS, "one-head-size", Backend("nothing", lambda: True, kernel))
     torch.manual_seed(0)
     shapes = ((9, 4, head_dim), (9, 2, head_dim), (9, 2, value_dim))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from parallel_layers.attention import available_backends, packed_attention, sdpa
 from parallel_layers.attention.backends import BACKENDS, Backend
-from parallel_layers.attention.kernel_interface import Forward
-from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
+from parallel_layers.attention.reference import REFERENCE
+from parallel_layers.attention.sinks import lse_with_sinks
 
 CPU_BACKENDS = ["reference", "sdpa"]
 LENGTHS = [11, 1, 0, 17, 6, 3]
@@ -78,6 +79,24 @@ def inputs(
     return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
+def lse_of(
+    backend: str,
+    leaves: tuple[Tensor, ...],
+    segments: Segments,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The log-sum-exp `[T, Q]` of the whole softmax, as the kernel of a backend returns it."""
+    q, k, v = (x.detach() for x in leaves)
+    scoring = Scoring(causal, window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    _, lse = BACKENDS[backend].kernel.forward(q, k, v, segments, scoring)
+    return (lse if sinks is None else lse_with_sinks(lse, sinks.detach())).T
+
+
 def assert_same_with_gradients(ours: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     seed = torch.randn_like(ours)
@@ -119,8 +138,7 @@ def test_equals_dense_softmax(backend: str, case: str, heads: int, kv_heads: int
     expected, expected_lse = dense_attention(*leaves, cu_seqlens, **options)
     arguments: tuple[Any, ...] = (*leaves, cu_seqlens, max(LENGTHS))
     if BACKENDS[backend].lse:
-        _, lse = packed_attention(*arguments, return_lse=True, backend=backend, **options)
-        assert not lse.requires_grad
+        lse = lse_of(backend, leaves, Segments.of(cu_seqlens, max(LENGTHS)), **options)
         torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-9, atol=1e-9)
     ours = packed_attention(*arguments, backend=backend, **options)
     assert_same_with_gradients(ours, expected, (*leaves, *([options["sinks"]] if "sinks" in options else [])))
@@ -156,8 +174,8 @@ def test_more_or_fewer_keys_than_queries(backend: str, case: str) -> None:
     assert_same_with_gradients(ours, expected, leaves)
     assert not ours[8:13].any()
     if backend == "reference":
-        _, lse = packed_attention(*leaves, **bounds, max_seqlen=5, max_seqlen_k=7, return_lse=True, **CASES[case])
-        torch.testing.assert_close(lse, expected_lse.detach())
+        segments = Segments.of(bounds["cu_seqlens"], 5, bounds["cu_seqlens_k"], 7)
+        torch.testing.assert_close(lse_of(backend, leaves, segments, **CASES[case]), expected_lse.detach())
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -239,25 +257,25 @@ def test_packed_equals_one_by_one(data: st.DataObject, backend: str, window: int
     assert all(torch.equal(x[start:end], y[start:end]) for x, y in zip(*results, strict=True))
 
 
-class NeverEmpty(ReferenceKernel):
-    """Stands for the flash kernels, of which not every one takes empty tensors."""
+def forward_of_some(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Stands for the flash kernels, some of which refuse empty tensors."""
+    assert q.numel()
+    assert k.numel()
+    return REFERENCE.forward(q, k, *rest)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        assert q.numel()
-        assert k.numel()
-        return super().forward(q, k, v, *rest)
 
-    def backward(self, d_out: Tensor, done: Forward, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        assert done.q.numel()
-        assert done.k.numel()
-        return super().backward(d_out, done, *rest)
+def backward_of_some(d_out: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    assert q.numel()
+    assert k.numel()
+    return REFERENCE.backward(d_out, q, k, *rest)
 
 
 @pytest.mark.parametrize("backend", [*CPU_BACKENDS, "never-empty"])
 @pytest.mark.parametrize(("lengths", "lengths_k"), [([], []), ([0], [0]), ([0, 0, 0], [0, 4, 0]), ([3, 1], [0, 0])])
 def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch, backend: str, lengths: list[int], lengths_k: list[int]) -> None:
     """No queries, no keys, or neither."""
-    monkeypatch.setitem(BACKENDS, "never-empty", Backend("nothing", lambda: True, NeverEmpty()))
+    kernel = Kernel(forward_of_some, backward_of_some)
+    monkeypatch.setitem(BACKENDS, "never-empty", Backend("nothing", lambda: True, kernel))
     leaves = inputs(sum(lengths), keys=sum(lengths_k))
     bounds = {"cu_seqlens": boundaries(lengths), "cu_seqlens_k": boundaries(lengths_k)}
     out = packed_attention(*leaves, **bounds, max_seqlen=3, max_seqlen_k=4, backend=backend)
@@ -268,10 +286,8 @@ def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch, backend: str, lengths: l
         assert not gradient.any()
     if backend != "sdpa":
         sinks = torch.randn(4).double()
-        options = {"sinks": sinks, "return_lse": True, "backend": backend}
-        out, lse = packed_attention(*leaves, **bounds, max_seqlen=3, max_seqlen_k=4, **options)
+        out = packed_attention(*leaves, **bounds, max_seqlen=3, max_seqlen_k=4, sinks=sinks, backend=backend)
         assert not out.any()
-        assert torch.equal(lse, sinks.expand(sum(lengths), 4))
 
 
 def test_a_long_segment_in_blocks() -> None:
@@ -371,10 +387,9 @@ def test_refusals_say_why_and_what_can() -> None:
     for options, message in (
         ({"backend": "fast"}, r"backend='fast' is unknown; use 'auto' or one of flash-attn-4, flash-attn, varlen"),
         ({"backend": "sdpa", "softcap": 1.0}, r"backend='sdpa' cannot do this case: it has no soft-cap; .* reference"),
-        ({"backend": "sdpa", "return_lse": True}, r"'sdpa' cannot do this case: it has no log-sum-exp .* reference"),
         (
             {"backend": "sdpa", "sinks": torch.zeros(4).double()},
-            r"has no log-sum-exp \(which attention sinks need, too\)",
+            r"'sdpa' cannot do this case: it has no log-sum-exp \(which attention sinks need, too\); .* reference",
         ),
         ({"window": 0}, r"window=0 tokens"),
         ({"softcap": 0.0}, r"softcap=0\.0 must be positive; use None for no soft-cap"),

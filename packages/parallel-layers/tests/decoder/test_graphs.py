@@ -15,8 +15,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parallel_layers.attention import packed
-from parallel_layers.attention.context_parallel import ring
-from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.backends import BACKENDS
+from parallel_layers.attention.context_parallel import ring, ulysses
+from parallel_layers.attention.kernel_interface import Kernel
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.linear import Placement
@@ -121,10 +122,11 @@ def run_without_reading(group: ProcessGroup, config: DecoderConfig, rotary: tupl
     layer = DecoderLayer(config, placement=Placement(tp, sequence_parallel=True), context_group=cp)
     x, cu_seqlens = torch.randn(10, HIDDEN, requires_grad=True), cu_seqlens_of([13, 1, 0, 21, 5])
     # On a CPU attention and grouped products read and check their bounds; their kernels do not.
-    reference = [(ReferenceKernel, "forward"), (ReferenceKernel, "backward"), (grouped, "_runs")]
-    reference += [(packed, "check_longest"), (ring, "check_longest")]
+    readers = [(grouped, "_runs"), *((module, "check_segments") for module in (packed, ring, ulysses))]
+    unseen = replace(BACKENDS["reference"], kernel=Kernel(*map(_unseen, BACKENDS["reference"].kernel)))
     with ExitStack() as stack:
-        for owner, name in reference:
+        stack.enter_context(patch.dict(BACKENDS, reference=unseen))
+        for owner, name in readers:
             stack.enter_context(patch.object(owner, name, _unseen(getattr(owner, name))))
         stack.enter_context(_ValuesStayOnTheDevice())
         layer(x, rotary, cu_seqlens, 21).sum().backward()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers.attention.kernel_interface import Scoring, Segments
+from parallel_layers.attention.reference import REFERENCE
 from parallel_layers.inference import KVCache, PagedKVCache, paged_attention
 from parallel_layers.inference.paged_attention import PagedKeys, flash_paged_attention, why_not_in_place
 
@@ -85,13 +87,12 @@ class FlashAttention(ModuleType):
         used = cu_seqlens_k.diff()
         assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(used.max()))
         k, v = (torch.cat([x[t].flatten(0, 1)[:n] for t, n in zip(block_table, used, strict=True)]) for x in (k, v))
-        out, lse = packed_attention(
-            q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
-            causal=causal, window=None if window_size[0] < 0 else window_size[0] + 1, scale=softmax_scale,
-            softcap=softcap or None, return_lse=True,
-        )  # fmt: skip
-        # flash-attn's log-sum-exp: `[Q, T]`, +inf for a query without keys.
-        return (out, lse.T.nan_to_num(neginf=torch.inf), None) if return_attn_probs else out
+        segments = Segments(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        scoring = Scoring(causal, window, softmax_scale or q.shape[-1] ** -0.5, softcap or None)
+        out, lse = REFERENCE.forward(q, k, v, segments, scoring)
+        # flash-attn's log-sum-exp: +inf for a query without keys.
+        return (out, lse.nan_to_num(neginf=torch.inf), None) if return_attn_probs else out
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from parallel_layers.attention.exact_kernel import ExactKernel
-from parallel_layers.attention.flash import FlashAttention2Kernel, FlashAttention4Kernel, VarlenKernel
+from parallel_layers.attention.exact_kernel import EXACT
+from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
 from parallel_layers.attention.kernel_interface import Kernel
-from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.reference import REFERENCE
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 ANY_FLOAT = HALF | {torch.float32, torch.float64}
@@ -51,10 +52,10 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _has_distribution(name: str) -> bool:
-    """Return True if a distribution is installed. flash-attn 2 ships an old copy of flash-attn-4's module."""
+def _has_flash_attention_4() -> bool:
+    """Ask for the distribution, because flash-attn 2 ships an old copy of flash-attn-4's module."""
     try:
-        return bool(version(name))
+        return bool(version("flash-attn-4")) and _has_module("cutlass")
     except PackageNotFoundError:
         return False
 
@@ -67,8 +68,8 @@ def _capability() -> tuple[int, int]:
 BACKENDS: dict[str, Backend] = {
     "flash-attn-4": Backend(
         "the flash-attn-4 package (extra parallel-layers[flash-attn-4]) and a Hopper or Blackwell GPU",
-        lambda: _has_distribution("flash-attn-4") and _has_module("cutlass") and _capability()[0] in (9, 10, 11),
-        FlashAttention4Kernel(),
+        lambda: _has_flash_attention_4() and _capability()[0] in (9, 10, 11),
+        FLASH_ATTENTION_4,
         devices=frozenset({"cuda"}),
         dtypes=HALF,
         max_head_dim=128,  # larger heads are tuned for some GPUs only; use flash-attn for these
@@ -77,7 +78,7 @@ BACKENDS: dict[str, Backend] = {
     "flash-attn": Backend(
         "the flash-attn package (extra parallel-layers[flash-attn]) and an Ampere GPU or newer",
         lambda: _has_module("flash_attn_2_cuda") and _capability() >= (8, 0),
-        FlashAttention2Kernel(),
+        FLASH_ATTENTION_2,
         devices=frozenset({"cuda"}),
         dtypes=HALF,
         max_head_dim=256,
@@ -86,7 +87,7 @@ BACKENDS: dict[str, Backend] = {
     "varlen": Backend(
         "a CUDA build of torch and an Ampere GPU or newer",
         lambda: _capability() >= (8, 0),
-        VarlenKernel(),
+        VARLEN,
         devices=frozenset({"cuda"}),
         dtypes=HALF,
         max_head_dim=256,
@@ -94,24 +95,13 @@ BACKENDS: dict[str, Backend] = {
         softcap=False,
     ),
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
-    "reference": Backend("torch", lambda: True, ReferenceKernel()),
+    "reference": Backend("torch", lambda: True, REFERENCE),
     # Slow; used only by `parallel_layers.invariant`.
-    "exact": Backend("torch", lambda: True, ExactKernel(), dtypes=HALF | {torch.float32}, lse=False),
+    "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, lse=False),
 }
 
 # On a CPU "auto" takes the reference: it is exact, as fast as sdpa, and needs less memory.
 _AUTO_ORDER = {"cpu": ("reference",)}
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The requirements of a call on its backend."""
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    softcap: bool
-    lse: bool
 
 
 @cache
@@ -124,22 +114,22 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if _is_installed(name))
 
 
-def why_not(name: str, needs: Needs) -> str | None:
+def why_not(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str | None:
     """Return the reason why backend `name` does not support the call, or None if it does."""
     backend = BACKENDS[name]
     if not _is_installed(name):
         return f"it needs {backend.needs}"
-    if backend.devices is not None and needs.device not in backend.devices:
-        return f"it runs on {', '.join(sorted(backend.devices))}, not on {needs.device}"
-    if needs.dtype not in backend.dtypes:
-        return f"it takes {', '.join(sorted(str(d) for d in backend.dtypes))}, not {needs.dtype}"
-    if backend.max_head_dim is not None and needs.head_dim > backend.max_head_dim:
-        return f"its largest head size is {backend.max_head_dim}, not {needs.head_dim}"
-    if needs.head_dim % backend.head_dim_multiple:
-        return f"its head sizes are multiples of {backend.head_dim_multiple}, not {needs.head_dim}"
-    if needs.softcap and not backend.softcap:
+    if backend.devices is not None and device not in backend.devices:
+        return f"it runs on {', '.join(sorted(backend.devices))}, not on {device}"
+    if dtype not in backend.dtypes:
+        return f"it takes {', '.join(sorted(str(d) for d in backend.dtypes))}, not {dtype}"
+    if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
+        return f"its largest head size is {backend.max_head_dim}, not {head_dim}"
+    if head_dim % backend.head_dim_multiple:
+        return f"its head sizes are multiples of {backend.head_dim_multiple}, not {head_dim}"
+    if softcap and not backend.softcap:
         return "it has no soft-cap"
-    if needs.lse and not backend.lse:
+    if lse and not backend.lse:
         return "it has no log-sum-exp (which attention sinks need, too)"
     return None
 
@@ -150,7 +140,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, so
     Raises:
         ValueError: `name` is unknown or does not support the call, or no backend does; the message has the reasons.
     """
-    return _choose(name, Needs(device, dtype, head_dim, softcap, lse))
+    return _choose(name, device, dtype, head_dim, softcap, lse)
 
 
 # The mark that torch.compiler.assume_constant_result sets: torch.compile treats the choice as a constant. The decorator
@@ -159,15 +149,15 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _choose(name: str, needs: Needs) -> str:
+def _choose(name: str, device: str, *needs: Any) -> str:
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
-    reasons = {candidate: why_not(candidate, needs) for candidate in BACKENDS}
+    reasons = {candidate: why_not(candidate, device, *needs) for candidate in BACKENDS}
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if not able:
         raise ValueError(f"no backend can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
     if name == "auto":
-        return next(candidate for candidate in _AUTO_ORDER.get(needs.device, tuple(BACKENDS)) if candidate in able)
+        return next(candidate for candidate in _AUTO_ORDER.get(device, tuple(BACKENDS)) if candidate in able)
     if reasons[name] is not None:
         raise ValueError(
             f"backend={name!r} cannot do this case: {reasons[name]}; use 'auto' or one of {', '.join(able)}"

@@ -4,49 +4,39 @@ Shape legend: T tokens, Q query heads, K key-value heads, G = Q/K, D head size, 
 J keys of a segment.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from parallel_layers.attention.kernel_interface import Scoring, Segments
-from parallel_layers.attention.reference import ReferenceKernel
+from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
+from parallel_layers.attention.reference import REFERENCE
 from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_sum
 from parallel_layers.kernels.exact_matmul import exact_product
 
 _MAX_SCORES = 1 << 22  # numbers in one block of scores: 32 MiB in fp64
 
 
-class ExactKernel(ReferenceKernel):
-    """Compute one segment at a time; reads the boundaries on the host. The backward is that of the reference."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
-        tokens, heads, _ = q.shape
-        kv_heads, size_v = v.shape[1:]
-        out = q.new_zeros(tokens, heads, size_v)
-        lse = q.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
-        bounds_q, bounds_k = segments.cu_q.tolist(), segments.cu_k.tolist()
-        lengths_k = [end - start for start, end in pairwise(bounds_k)]
-        if segments.used_k is not None:
-            lengths_k = segments.used_k.tolist()
-        for (start, end), start_k, length_k in zip(pairwise(bounds_q), bounds_k[:-1], lengths_k, strict=True):
-            if end == start or not length_k:
-                continue
-            keys = slice(start_k, start_k + length_k)
-            key, value = k[keys].permute(1, 0, 2), v[keys].permute(1, 2, 0)  # [K, J, D], [K, D', J]
-            shift = length_k - (end - start)
-            # GEMMs are exact and rows independent, so the cut of the queries changes no bit.
-            step = max(1, _MAX_SCORES // (heads * length_k))
-            for first in range(start, end, step):
-                rows = slice(first, min(first + step, end))
-                query = q[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G I, D]
-                places = torch.arange(rows.start - start, rows.stop - start, device=q.device) + shift
-                part, total = _attend(query, key, value, places.repeat(heads // kv_heads), scoring)
-                size = rows.stop - rows.start
-                out[rows] = part.unflatten(1, (-1, size)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-                lse[:, rows] = total.view(heads, size)
-        return out, lse
+def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Compute one segment at a time; reads the boundaries on the host."""
+    tokens, heads, _ = q.shape
+    kv_heads, size_v = v.shape[1:]
+    out = q.new_zeros(tokens, heads, size_v)
+    lse = q.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
+    for start, length, start_k, length_k in segments.on_host():
+        if not length or not length_k:
+            continue
+        keys = slice(start_k, start_k + length_k)
+        key, value = k[keys].permute(1, 0, 2), v[keys].permute(1, 2, 0)  # [K, J, D], [K, D', J]
+        # GEMMs are exact and rows independent, so the cut of the queries changes no bit.
+        step = max(1, _MAX_SCORES // (heads * length_k))
+        for first in range(0, length, step):
+            last = min(first + step, length)
+            rows = slice(start + first, start + last)
+            query = q[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G I, D]
+            places = torch.arange(first, last, device=q.device) + length_k - length
+            part, total = _attend(query, key, value, places.repeat(heads // kv_heads), scoring)
+            out[rows] = part.unflatten(1, (-1, last - first)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            lse[:, rows] = total.view(heads, last - first)
+    return out, lse
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -55,10 +45,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: 
     if scoring.softcap is not None:
         scores = tanh(scores / scoring.softcap) * scoring.softcap
     distance = places[:, None] - torch.arange(key.shape[1], device=key.device)
-    seen = distance >= 0 if scoring.causal else torch.ones_like(distance, dtype=torch.bool)
-    if scoring.window is not None:
-        seen &= distance.abs() < scoring.window
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~scoring.sees(distance), float("-inf"))
     largest = scores.amax(dim=-1, keepdim=True)
     weights = exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
     total = tree_sum(weights)[..., None]
@@ -66,3 +53,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: 
     out = exact_product(weights, value) / total.masked_fill(silent, 1.0)
     lse = (largest + log(total.masked_fill(silent, 1.0))).squeeze(-1)
     return out, lse
+
+
+EXACT = Kernel(_forward, REFERENCE.backward)

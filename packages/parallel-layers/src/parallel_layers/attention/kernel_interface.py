@@ -3,9 +3,12 @@
 Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 
@@ -26,10 +29,35 @@ class Segments(NamedTuple):
     max_q: int
     max_k: int
 
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        used_k: Tensor | None = None,
+    ) -> Self:
+        """Return the segments of a call of `packed_attention`."""
+        if cu_seqlens_k is None:
+            cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+        return cls(cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k)
+
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Return `(cu_q, cu_k, max_q, max_k)`, the order of the flash kernels' arguments."""
+        """`(cu_q, cu_k, max_q, max_k)`, the order of the flash kernels' arguments."""
         return self.cu_q, self.cu_k, self.max_q, self.max_k
+
+    @property
+    def lengths_k(self) -> Tensor:
+        """The number of each segment's valid keys, `[S]`."""
+        return self.cu_k.diff() if self.used_k is None else self.used_k
+
+    def on_host(self) -> list[tuple[int, int, int, int]]:
+        """Read (first query, number of queries, first key, number of valid keys) of each segment on the host."""
+        starts_k, lengths_k = self.cu_k.tolist()[:-1], self.lengths_k.tolist()
+        queries = pairwise(self.cu_q.tolist())
+        return [(a, b - a, k, n) for (a, b), k, n in zip(queries, starts_k, lengths_k, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -49,48 +77,37 @@ class Scoring:
     softcap: float | None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a soft-cap that is not positive."""
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} tokens; use None for no window, or at least 1 (the token itself)")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap} must be positive; use None for no soft-cap")
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """Return the flash kernels' (left, right): the keys visible on each side of the query; -1: unlimited."""
+        """The flash kernels' (left, right): the keys visible on each side of the query; -1: unlimited."""
         left = -1 if self.window is None else self.window - 1
         return left, 0 if self.causal else left
 
+    def sees(self, distance: Tensor) -> Tensor:
+        """Return whether a query sees a key that is `distance` places before it."""
+        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return seen if self.window is None else seen & (distance.abs() < self.window)
 
-class Forward(NamedTuple):
-    """The inputs and outputs of a forward, as its backward needs them.
+
+class Kernel(NamedTuple):
+    """A raw forward and backward without autograd; `packed_attention` wraps both.
+
+    The backward uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). If the caller
+    has merged further keys into both (sinks, ring attention), the result is the share of this call's keys.
 
     Attributes:
-        q: `[T, Q, D]`.
-        k: `[T, K, D]`.
-        v: `[T, K, D]`.
-        out: `[T, Q, D]`.
-        lse: Log-sum-exp `[Q, T]` fp32 (fp64 for fp64 input). A query without keys has -inf and an output of zero.
+        forward: Function of q `[T, Q, D]`, k and v `[T, K, D]`. Returns the output `[T, Q, D]` and the log-sum-exp
+            `[Q, T]` fp32 (fp64 for fp64 input). A query without keys has zero and -inf.
+        backward: Function of d_out, q, k, v, the output and the log-sum-exp. Returns d_q, d_k and d_v in the shapes and
+            dtypes of q, k and v.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-class Kernel(Protocol):
-    """A raw forward and backward without autograd; `packed_attention` wraps both."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Return the output `[T, Q, D]` and log-sum-exp `[Q, T]` for q `[T, Q, D]` and k, v `[T, K, D]`."""
-        ...
-
-    def backward(
-        self, d_out: Tensor, done: Forward, segments: Segments, scoring: Scoring
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return d_q, d_k, d_v in the shapes and dtypes of q, k, v.
-
-        It uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). If the
-        caller has merged further keys into both (sinks, ring attention), the result is the share of this call's keys.
-        """
-        ...
+    forward: Callable[[Tensor, Tensor, Tensor, Segments, Scoring], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Segments, Scoring], tuple[Tensor, Tensor, Tensor]
+    ]

@@ -4,16 +4,17 @@ Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segment
 """
 
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
-from parallel_layers.attention.kernel_interface import Forward, Kernel, Scoring, Segments
+from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
 from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
+from parallel_layers.autocast import wide, without_autocast
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -28,32 +29,6 @@ class AttentionOptions(TypedDict, total=False):
     max_seqlen_k: int | None
     used_k: Tensor | None
     backend: str
-
-
-@overload
-def packed_attention(
-    q_TQD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[AttentionOptions],
-) -> Tensor: ...
-
-
-@overload
-def packed_attention(
-    q_TQD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 def packed_attention(
@@ -71,9 +46,8 @@ def packed_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
     used_k: Tensor | None = None,
-    return_lse: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Softmax attention inside each segment of a packed batch.
 
     For query i and key j of one segment (n_q queries, n_k keys; query i is at place a = i + n_k - n_q):
@@ -100,45 +74,29 @@ def packed_attention(
         cu_seqlens_k: Boundaries among the keys (default: `cu_seqlens`).
         max_seqlen_k: Upper bound of a segment's keys (default: `max_seqlen`).
         used_k: `[S]` int32, the number of valid keys at the start of each segment (a cache). Inference only.
-        return_lse: Also return the logarithm of the softmax's denominator, without a gradient.
         backend: A name of `available_backends()`, or "auto": the fastest installed backend that supports the call.
 
     Returns:
-        `[T, Q, D']` in q's dtype; with `return_lse` also `[T, Q]` fp32 (fp64 for fp64 input), -inf for a query
-        without keys.
+        `[T, Q, D']` in q's dtype.
 
     Raises:
         ValueError: Shapes or dtypes disagree, a segment is longer than `max_seqlen`, or the backend is unknown, not
             installed or does not support the call.
     """
+    segments = Segments.of(cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, used_k)
     check_heads(q_TQD, k_TKD, v_TKD, sinks)
-    check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, window, cu_seqlens_k, used_k)
-    head_dim = q_TQD.shape[-1]
+    check_segments(q_TQD, k_TKD, v_TKD, segments)
+    head_dim, value_dim = q_TQD.shape[-1], v_TKD.shape[-1]
     scoring = Scoring(causal, window, head_dim**-0.5 if scale is None else scale, softcap)
-    if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-    segments = Segments(
-        cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
-    )
-    check_longest(segments)
-    wants_lse = return_lse or sinks is not None
-    value_dim = v_TKD.shape[-1]
     size = max(head_dim, value_dim)
-    name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, size, softcap is not None, wants_lse)
-
+    name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, size, softcap is not None, sinks is not None)
     if BACKENDS[name].kernel is None:
         with torch.autocast(q_TQD.device.type, enabled=False):  # as in the operator of the kernels
             return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
     if name != "reference":  # flash kernels need equal head sizes of keys and values
         q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
-    out, lse, _ = _attention(
-        q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window or 0, scoring.scale, softcap or 0.0, name
-    )
-    if out.shape[-1] != value_dim:
-        out = out[..., :value_dim]
-    if not return_lse:
-        return out
-    return out, (lse if sinks is None else lse_with_sinks(lse, sinks)).T.detach()
+    out, _, _ = _attention(q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window, scoring.scale, softcap, name)
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def widened(x: Tensor, size: int) -> Tensor:
@@ -159,47 +117,34 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         raise ValueError(f"sinks {tuple(sinks.shape)} must hold one score for each of the {q.shape[1]} query heads")
 
 
-def check_segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    cu_seqlens_k: Tensor | None = None,
-    used_k: Tensor | None = None,
-) -> None:
-    """Raise ValueError for wrong shapes or dtypes of segments. Reading values would synchronise with the host."""
-    if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
-        raise ValueError(f"{q.shape[0]} queries but {k.shape[0]} keys; pass cu_seqlens_k when they differ")
-    for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k), ("used_k", used_k)):
+def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
+    """Raise ValueError for wrong shapes or dtypes of segments, and for lengths above the maximum.
+
+    Reads values of CPU boundaries only: for others the host would wait for the device.
+    """
+    cu_q, cu_k, used_k, *_ = segments
+    if cu_k is cu_q and len(q) != len(k):
+        raise ValueError(f"{len(q)} queries but {len(k)} keys; pass cu_seqlens_k when they differ")
+    for name, bounds in (("cu_seqlens", cu_q), ("cu_seqlens_k", cu_k), ("used_k", used_k)):
         if bounds is not None and (bounds.dim() != 1 or bounds.dtype != torch.int32):
             raise ValueError(f"{name} must be 1-D int32, got {tuple(bounds.shape)} {bounds.dtype}; use {name}.int()")
-    num_segments = len(cu_seqlens) - 1
-    if cu_seqlens_k is not None and len(cu_seqlens_k) != len(cu_seqlens):
+    num_segments = len(cu_q) - 1
+    if len(cu_k) != len(cu_q):
         raise ValueError(
-            f"cu_seqlens_k has {len(cu_seqlens_k) - 1} segments and cu_seqlens {num_segments}; give a segment "
-            "without keys a length of 0"
+            f"cu_seqlens_k has {len(cu_k) - 1} segments and cu_seqlens {num_segments}; give a segment without keys a "
+            "length of 0"
         )
     if used_k is not None and len(used_k) != num_segments:
         raise ValueError(
             f"used_k has {len(used_k)} entries for the {num_segments} segments of cu_seqlens; give one each"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} tokens; use None for no window, or at least 1 (the token itself)")
     if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
-
-
-def check_longest(segments: Segments) -> None:
-    """Raise ValueError for a segment longer than the given maximum; only for CPU boundaries in eager mode."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(cu_q) is not Tensor or not cu_q.is_cpu:
         return
-    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
-    for name, lengths, given in (
-        ("max_seqlen", segments.cu_q.diff(), segments.max_q),
-        ("max_seqlen_k", lengths_k, segments.max_k),
-    ):
-        if type(lengths) is Tensor and lengths.is_cpu and lengths.numel() and (longest := int(lengths.max())) > given:
+    lengths = ("max_seqlen", cu_q.diff(), segments.max_q), ("max_seqlen_k", segments.lengths_k, segments.max_k)
+    for name, each, given in lengths:
+        if each.numel() and (longest := int(each.max())) > given:
             raise ValueError(
                 f"{name}={given} is less than the longest segment, {longest} tokens; pass at least {longest}"
             )
@@ -211,9 +156,10 @@ def _kernel(name: str) -> Kernel:
     return kernel
 
 
-# One operator for all kernels, opaque to torch.compile. A window or soft-cap of 0 stands for None. Returns the output,
-# the kernel's log-sum-exp and, with sinks, the kernel's own output.
+# One operator for all kernels, opaque to torch.compile. Kernels choose the dtypes of their GEMMs, so it runs without
+# autocast. Returns the output, the kernel's log-sum-exp and, with sinks, the kernel's own output.
 @torch.library.custom_op("parallel_layers::packed_attention", mutates_args=())
+@without_autocast
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -225,15 +171,14 @@ def _attention(
     max_q: int,
     max_k: int,
     causal: bool,
-    window: int,
+    window: int | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if len(q) and len(k):
-        scoring = Scoring(causal, window or None, scale, softcap or None)
-        with torch.autocast(q.device.type, enabled=False):  # kernels choose the dtypes of their GEMMs
-            out, lse = _kernel(backend).forward(q, k, v, Segments(cu_q, cu_k, used_k, max_q, max_k), scoring)
+        segments = Segments(cu_q, cu_k, used_k, max_q, max_k)
+        out, lse = _kernel(backend).forward(q, k, v, segments, Scoring(causal, window, scale, softcap))
     else:  # not every kernel takes empty tensors
         out, lse, _ = _outputs(q, v, None)
         out, lse = out.zero_(), lse.fill_(-math.inf)
@@ -249,12 +194,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: object) -> t
 
 def _outputs(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the output `[T, Q, D']`, the log-sum-exp `[Q, T]`, and with sinks the kernel's output (else empty)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide), q.new_empty(0 if sinks is None else out.shape)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide(q.dtype))
+    return out, lse, q.new_empty(0 if sinks is None else out.shape)
 
 
 @torch.library.custom_op("parallel_layers::packed_attention_backward", mutates_args=())
+@without_autocast
 def _attention_backward(
     d_out: Tensor,
     q: Tensor,
@@ -267,17 +212,15 @@ def _attention_backward(
     max_q: int,
     max_k: int,
     causal: bool,
-    window: int,
+    window: int | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not (len(q) and len(k)):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    scoring = Scoring(causal, window or None, scale, softcap or None)
-    segments = Segments(cu_q, cu_k, None, max_q, max_k)
-    with torch.autocast(q.device.type, enabled=False):
-        return _kernel(backend).backward(d_out, Forward(q, k, v, out, lse), segments, scoring)
+    segments, scoring = Segments(cu_q, cu_k, None, max_q, max_k), Scoring(causal, window, scale, softcap)
+    return _kernel(backend).backward(d_out, q, k, v, out, lse, segments, scoring)
 
 
 @_attention_backward.register_fake

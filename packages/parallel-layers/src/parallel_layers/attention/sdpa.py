@@ -39,8 +39,7 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
     if count == 0 or q_TQD.shape[0] == 0:
         return q_TQD.new_zeros(*q_TQD.shape[:2], v_TKD.shape[2]) + 0 * (q_TQD.sum() + k_TKD.sum() + v_TKD.sum())
     size_q, size_k = max(segments.max_q, 1), max(segments.max_k, 1)
-    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
-    fits = (segments.cu_q.diff().max() <= segments.max_q) & (lengths_k.max() <= segments.max_k)
+    fits = (segments.cu_q.diff().max() <= segments.max_q) & (segments.lengths_k.max() <= segments.max_k)
     torch._assert_async(fits, "a segment is longer than max_seqlen or max_seqlen_k")  # on CUDA without a wait
     rows_q = _rows(segments.cu_q, q_TQD.shape[0], size_q, None)
     rows_k = _rows(segments.cu_k, k_TKD.shape[0], size_k, segments.used_k)
@@ -79,16 +78,10 @@ def _mask(segments: Segments, scoring: Scoring, first: int, size_q: int, size_k:
 
     A query without keys sees all keys in the mask, because torch returns NaN for an empty row.
     """
-    lengths_q = segments.cu_q.diff()
-    lengths_k = segments.cu_k.diff() if segments.used_k is None else segments.used_k
+    lengths_q, lengths_k = segments.cu_q.diff(), segments.lengths_k
     device = segments.cu_q.device
     place_q = torch.arange(first, first + size_q, device=device, dtype=torch.int32) + (lengths_k - lengths_q)[:, None]
     place_k = torch.arange(size_k, device=device, dtype=torch.int32)
-    distance = place_q[:, :, None] - place_k
-    seen = (place_k < lengths_k[:, None])[:, None].expand_as(distance)
-    if scoring.causal:
-        seen = seen & (distance >= 0)
-    if scoring.window is not None:
-        seen = seen & ((distance if scoring.causal else distance.abs()) < scoring.window)
+    seen = (place_k < lengths_k[:, None])[:, None] & scoring.sees(place_q[:, :, None] - place_k)
     hears = seen.any(-1, keepdim=True)
     return (seen | ~hears)[:, None], hears[:, None]

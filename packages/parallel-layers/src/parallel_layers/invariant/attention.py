@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_layers.attention.backends import BACKENDS, Needs, why_not
+from parallel_layers.attention.backends import BACKENDS, why_not
 
 # "auto" prefers earlier names.
 INVARIANT_BACKENDS = ("flash-attn-4", "flash-attn", "varlen", "exact")
@@ -19,13 +19,13 @@ INVARIANT_BACKENDS = ("flash-attn-4", "flash-attn", "varlen", "exact")
 def attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Call `packed_attention` or its context-parallel form on an invariant backend."""
     if options["backend"] == "auto":
-        size = max(q.shape[-1], v.shape[-1])
-        sinks = options.get("sinks") is not None
-        needs = Needs(q.device.type, q.dtype, size, options.get("softcap") is not None, sinks)
-        able = [name for name in INVARIANT_BACKENDS if why_not(name, needs) is None]
+        case = q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])
+        needs = options.get("softcap") is not None, options.get("sinks") is not None
+        reasons = {name: why_not(name, *case, *needs) for name in INVARIANT_BACKENDS}
+        able = [name for name, reason in reasons.items() if reason is None]
         if not able:
-            reasons = "; ".join(f"{name}: {why_not(name, needs)}" for name in INVARIANT_BACKENDS)
-            raise ValueError(f"no invariant attention backend can do this case: {reasons}")
+            texts = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f"no invariant attention backend can do this case: {texts}")
         options["backend"] = able[0]
     return attend(q, k, v, *rest, **options)
 

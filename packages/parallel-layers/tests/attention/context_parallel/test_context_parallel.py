@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
 from parallel_layers.attention import packed_attention
-from parallel_layers.attention.backends import BACKENDS, Needs, why_not
+from parallel_layers.attention.backends import BACKENDS, why_not
 from parallel_layers.attention.context_parallel import (
     exchange_heads,
     gather_sequence,
@@ -175,8 +175,8 @@ def test_on_four_gpus(four_nccl_ranks: RankPool, name: str, window: int | None) 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "exact"])
 def test_every_backend_on_two_gpus(nccl_ranks: RankPool, backend: str, name: str, window: int | None) -> None:
     """A ring needs the log-sum-exp, and says so; within a window no backend does."""
-    needs = Needs("cuda", torch.bfloat16, 64, softcap=False, lse=name == "ring" and window is None)
-    if (reason := why_not(backend, needs)) is None:
+    reason = why_not(backend, "cuda", torch.bfloat16, 64, softcap=False, lse=name == "ring" and window is None)
+    if reason is None:
         check_on_gpus(nccl_ranks, name, 2, window=window, backend=backend)
         return
     with pytest.raises(ValueError, match=re.escape(f"backend='{backend}' cannot do this case: {reason}")):

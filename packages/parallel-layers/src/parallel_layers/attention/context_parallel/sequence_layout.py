@@ -1,6 +1,6 @@
 """The distribution of a pack's tokens over the context-parallel group.
 
-Shape legend: T tokens of the whole pack, n ranks, r this rank.
+Shape legend: T tokens of the whole pack, n ranks, r this rank, S segments.
 """
 
 from typing import Literal, get_args
@@ -14,18 +14,23 @@ from parallel_layers.distributed.collectives import gather_from_sequence_paralle
 Layout = Literal["contiguous", "zigzag"]
 
 
-def chunks_per_rank(layout: Layout) -> int:
-    """Return the number of chunks of consecutive tokens per rank; raise ValueError for an unknown layout."""
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return the numbers of the two chunks that a rank holds in the zigzag layout of 2 · `size` chunks."""
+    return rank, 2 * size - 1 - rank
+
+
+def boundaries_in(cu_seqlens: Tensor, start: int, tokens: int) -> Tensor:
+    """Return the boundaries `[S+1]` of the segments' parts in the `tokens` tokens from `start` on."""
+    return (cu_seqlens - start).clamp(0, tokens)
+
+
+def _chunk_order(layout: Layout, size: int) -> list[int]:
+    """Return the chunk numbers in rank order; raise ValueError for an unknown layout."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(get_args(Layout))}")
-    return 2 if layout == "zigzag" else 1
-
-
-def chunk_order(layout: Layout, size: int) -> list[int]:
-    """Return the chunk numbers in rank order: the chunks of rank 0, of rank 1, ..."""
-    if chunks_per_rank(layout) == 1:
+    if layout == "contiguous":
         return list(range(size))
-    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+    return [number for rank in range(size) for number in chunks_of(rank, size)]
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
@@ -50,34 +55,24 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "c
     """
     if group is None or group.size() == 1:
         return x
-    count = chunks_per_rank(layout) * group.size()
-    if x.shape[dim] % count:
+    order = _chunk_order(layout, group.size())
+    if x.shape[dim] % len(order):
         raise ValueError(
-            f"{x.shape[dim]} tokens do not divide into {count} equal chunks ({layout} layout, {group.size()} ranks); "
-            f"pack with multiple_of={count}"
+            f"{x.shape[dim]} tokens do not divide into {len(order)} equal chunks ({layout} layout, {group.size()} "
+            f"ranks); pack with multiple_of={len(order)}"
         )
-    chunks = x.movedim(dim, 0).unflatten(0, (count, -1))
-    order = torch.tensor(chunk_order(layout, group.size()), device=x.device)
-    return scatter_to_sequence_parallel(chunks[order].flatten(0, 1), group).movedim(0, dim)
+    chunks = x.movedim(dim, 0).unflatten(0, (len(order), -1))
+    mine = torch.tensor(order, device=x.device)
+    return scatter_to_sequence_parallel(chunks[mine].flatten(0, 1), group).movedim(0, dim)
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
-    """Gather the ranks' tokens on every rank: the inverse of `split_sequence`.
+    """Gather the ranks' tokens `[T/n]` along `dim` on every rank to `[T]`: the inverse of `split_sequence`.
 
     Forward: all-gather. Backward: split; all ranks must continue with the same computation.
-
-    Args:
-        x: T/n tokens along `dim`.
-        group: Context-parallel group; None: return x.
-        layout: The layout of the split.
-        dim: The dim of tokens.
-
-    Returns:
-        T tokens along `dim`.
     """
     if group is None or group.size() == 1:
         return x
-    count = chunks_per_rank(layout) * group.size()
+    order = torch.tensor(_chunk_order(layout, group.size()), device=x.device)
     whole = gather_from_sequence_parallel(x.movedim(dim, 0), group, reduce_gradient=False)
-    order = torch.tensor(chunk_order(layout, group.size()), device=x.device)
-    return whole.unflatten(0, (count, -1))[order.argsort()].flatten(0, 1).movedim(0, dim)
+    return whole.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1).movedim(0, dim)

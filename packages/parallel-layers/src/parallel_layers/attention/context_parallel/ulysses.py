@@ -1,17 +1,19 @@
 """Ulysses attention: exchange tokens for heads, attend, exchange back. https://arxiv.org/abs/2309.14509
 
-Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, D head size, D' size of a value
-head.
+Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, G = Q / K, D head size, D' size of
+a value head.
 """
 
 from collections.abc import Callable
-from typing import Unpack
+from math import gcd
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
-from parallel_layers.attention.context_parallel.head_exchange import plan_heads
+from parallel_layers.attention.kernel_interface import Segments
 from parallel_layers.attention.packed import AttentionOptions, check_heads, check_segments, packed_attention
 from parallel_layers.distributed.collectives import all_to_all
 
@@ -30,9 +32,8 @@ def ulysses_attention(
 ) -> Tensor:
     """`packed_attention` over tokens sharded in the contiguous layout of `split_sequence`.
 
-    Each rank attends with a share of the heads to the whole pack, on any backend and with any option.
-
-    Communication: see `exchange_heads`.
+    Each rank attends with a share of the heads to the whole pack, on any backend and with any option. Communication:
+    see `exchange_heads`.
 
     Args:
         q_TQD: `[T/n, Q, D]`, rotated by the tokens' positions.
@@ -48,11 +49,11 @@ def ulysses_attention(
         `[T/n, Q, D']`.
 
     Raises:
-        ValueError: `packed_attention` or `exchange_heads` raises. All checks precede the first exchange.
+        ValueError: `packed_attention` or `exchange_heads` raises. Shapes are checked before the exchange.
     """
     # Check before the exchange: if one rank raised later, the others would wait.
-    bounds = options.get("cu_seqlens_k"), options.get("used_k")
-    check_segments(q_TQD, k_TKD, v_TKD, cu_seqlens, options.get("window"), *bounds)
+    keys = options.get("cu_seqlens_k"), options.get("max_seqlen_k"), options.get("used_k")
+    check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen, *keys))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         mine: AttentionOptions = {**options, "sinks": sinks}
@@ -109,3 +110,58 @@ def exchange_heads(
         sinks = plan.spread_queries(sinks.view(1, -1, 1)).flatten().chunk(size)[group.rank()]
     out = all_to_all(attend(q, k, v, sinks), group, split_dim=0, concat_dim=1)
     return plan.gather_queries(out)
+
+
+class _HeadPlan(NamedTuple):
+    """The repetition and padding of Q query and K key-value heads, so that n ranks divide them evenly.
+
+    Each key-value head is repeated `repeats` times, the query heads of each resulting group are padded to `group_size`,
+    and `extra` groups of zeros are appended. The plan is (1, G, 0) if n divides Q and K.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    repeats: int
+    group_size: int
+    extra: int
+
+    @property
+    def heads_sent(self) -> tuple[int, int]:
+        """Query heads and key-value heads over all ranks, including repetitions and padding."""
+        groups = self.num_kv_heads * self.repeats + self.extra
+        return groups * self.group_size, groups
+
+    def spread_keys(self, x_TKD: Tensor) -> Tensor:
+        """Repeat and pad keys or values."""
+        if self.repeats > 1:
+            x_TKD = x_TKD.repeat_interleave(self.repeats, dim=1)
+        return F.pad(x_TKD, (0, 0, 0, self.extra)) if self.extra else x_TKD
+
+    def spread_queries(self, x_TQD: Tensor) -> Tensor:
+        """Pad queries."""
+        if self.heads_sent[0] == self.num_query_heads:
+            return x_TQD
+        groups = x_TQD.unflatten(1, (self.num_kv_heads, -1))
+        groups = F.pad(groups, (0, 0, 0, self.repeats * self.group_size - groups.shape[2]))
+        return F.pad(groups.flatten(1, 2), (0, 0, 0, self.extra * self.group_size))
+
+    def gather_queries(self, x_TQD: Tensor) -> Tensor:
+        """Drop the padding: the inverse of `spread_queries`."""
+        if self.heads_sent[0] == self.num_query_heads:
+            return x_TQD
+        groups = x_TQD[:, : self.num_kv_heads * self.repeats * self.group_size].unflatten(1, (self.num_kv_heads, -1))
+        return groups[:, :, : self.num_query_heads // self.num_kv_heads].flatten(1, 2)
+
+
+def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> _HeadPlan:
+    """Return the plan with the fewest query heads over `size` ranks; among equal plans, the fewest key-value heads.
+
+    Plans of the first kind keep the groups: they repeat key-value heads until `size` divides their number, and pad each
+    group of query heads to a common size. The second kind gives each query head its own key-value head and appends
+    zeros until `size` divides the number of pairs.
+    """
+    group = num_query_heads // num_kv_heads
+    repeats = size // gcd(num_kv_heads, size)
+    kept = _HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0)
+    dissolved = _HeadPlan(num_query_heads, num_kv_heads, group, 1, -num_query_heads % size)
+    return min(kept, dissolved, key=lambda plan: plan.heads_sent)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.context_parallel.sequence_layout import boundaries_in, chunks_of
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.distributed.collectives import all_to_all
 
@@ -30,23 +31,20 @@ def halo_attention(
 
     Forward: one all-to-all of chunks `[C, K, D + D']`. Backward: one all-to-all of their gradients.
     """
-    rank, size, chunk = group.rank(), group.size(), q_TQD.shape[0] // 2
-    reach = -(-(window - 1) // chunk) if chunk else 0
-    head_dim = q_TQD.shape[2]
+    chunk = q_TQD.shape[0] // 2
+    reach = -(-(window - 1) // chunk)
     held = _fetch(torch.cat((k_TKD, v_TKD), dim=-1), reach, group)
-    keys, bounds_q, bounds_k, longest = [], [], [], 0
-    for i, last in enumerate((rank, 2 * size - 1 - rank)):
-        first = max(0, last - reach)
-        keys += [held[c] for c in range(first, last + 1)]
-        start, stop = last * chunk, (last + 1) * chunk
-        bounds_q.append(cu_seqlens.clamp(start, stop) - start + i * chunk)
-        bounds_k.append(cu_seqlens.clamp(first * chunk, stop) - first * chunk + longest)
-        longest += stop - first * chunk
-    k, v = torch.cat(keys).split([head_dim, v_TKD.shape[2]], dim=-1)
-    # An empty segment separates the segments of the two chunks.
+    keys: list[Tensor] = []
+    bounds_q, bounds_k = [], []
+    for i, last in enumerate(chunks_of(group.rank(), group.size())):
+        numbers = range(max(0, last - reach), last + 1)
+        # An empty segment separates the segments of the two chunks.
+        bounds_q.append(boundaries_in(cu_seqlens, last * chunk, chunk) + i * chunk)
+        bounds_k.append(boundaries_in(cu_seqlens, numbers[0] * chunk, len(numbers) * chunk) + len(keys) * chunk)
+        keys += [held[number] for number in numbers]
+    k, v = torch.cat(keys).split([q_TQD.shape[2], v_TKD.shape[2]], dim=-1)
     within: AttentionOptions = {
         **options,
-        "window": window,
         "cu_seqlens_k": torch.cat(bounds_k),
         "max_seqlen_k": min(max_seqlen, (reach + 1) * chunk),
     }
@@ -55,26 +53,21 @@ def halo_attention(
 
 def _fetch(x: Tensor, reach: int, group: ProcessGroup) -> dict[int, Tensor]:
     """Return this rank's chunks and the `reach` chunks before each, `[C, ...]`, by their numbers in the pack."""
-    rank, size = group.rank(), group.size()
+    rank, size, chunk = group.rank(), group.size(), x.shape[0] // 2
+    own = dict(zip(chunks_of(rank, size), x.chunk(2), strict=True))
     needs = [_missing(other, size, reach) for other in range(size)]
-    own = dict(zip(_chunks_of(rank, size), x.chunk(2), strict=True))
-    sent = [[c for c in needs[other] if c in own] for other in range(size)]
-    arriving = [[c for c in needs[rank] if c in _chunks_of(other, size)] for other in range(size)]
     if not any(needs):
         return own
-    chunk = x.shape[0] // 2
-    message = torch.cat([x[:0], *(own[c] for chunks in sent for c in chunks)])
-    going, coming = ([chunk * len(chunks) for chunks in side] for side in (sent, arriving))
+    sent = [[number for number in needs[other] if number in own] for other in range(size)]
+    arriving = [[number for number in needs[rank] if number in chunks_of(other, size)] for other in range(size)]
+    going, coming = ([chunk * len(numbers) for numbers in side] for side in (sent, arriving))
+    message = torch.cat([x[:0], *(own[number] for numbers in sent for number in numbers)])
     arrived = all_to_all(message, group, input_sizes=going, output_sizes=coming)
-    order = [c for chunks in arriving for c in chunks]
-    return own | {c: arrived[i * chunk : (i + 1) * chunk] for i, c in enumerate(order)}
-
-
-def _chunks_of(rank: int, size: int) -> tuple[int, int]:
-    return rank, 2 * size - 1 - rank
+    order = [number for numbers in arriving for number in numbers]
+    return own | {number: arrived[i * chunk : (i + 1) * chunk] for i, number in enumerate(order)}
 
 
 def _missing(rank: int, size: int, reach: int) -> list[int]:
     """Return the chunks within a rank's windows that the rank does not hold."""
-    own = _chunks_of(rank, size)
-    return sorted({c for last in own for c in range(max(0, last - reach), last)} - set(own))
+    own = chunks_of(rank, size)
+    return sorted({number for last in own for number in range(max(0, last - reach), last)} - set(own))
