@@ -89,7 +89,7 @@ def main() -> None:
         loads: dict[str, Callable[[bool], object]] = {
             "load_hf": lambda check: ckpt.load_hf(root / "hf", layout, check=check),
             "load_training": lambda check: ckpt.load_training(root / "run", layout, check=check),
-            "load_shards": lambda check: ckpt.load_shards(root / "shards", Place(), check=check),
+            "load_hf, sharded": lambda check: ckpt.load_hf(root / "shards", layout, check=check),
         }
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         print(f"{date.today()}, {nbytes / 1e9:.2f} GB, {torch.get_num_threads()} cores, torch {torch.__version__}:\n")

@@ -17,7 +17,7 @@ settings.register_profile("shared-machine", deadline=None, max_examples=50)
 settings.load_profile("shared-machine")
 
 
-EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2), saves=True)
+EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,16 +36,11 @@ if TYPE_CHECKING:
     from ckpt.transfer.offline import merge as merge
     from ckpt.transfer.offline import reshard as reshard
     from ckpt.transfer.redistribute import redistribute as redistribute
-    from ckpt.transfer.redistribute import redistribute_optimizer as redistribute_optimizer
     from ckpt.transfer.save import save_hf as save_hf
-    from ckpt.transfer.shards import Shards as Shards
-    from ckpt.transfer.shards import load_shards as load_shards
-    from ckpt.transfer.shards import open_shards as open_shards
-    from ckpt.transfer.shards import save_shards as save_shards
     from ckpt.transfer.stream import stream_hf as stream_hf
 
 # The public names of each module. A module is imported when one of its names is first used: `ckpt --help` runs without
-# torch, and only training checkpoints import torch.distributed.checkpoint, which takes as long to import as torch.
+# torch.
 _NAMES = {
     "ckpt.comparison.compare": ("verify", "verify_live"),
     "ckpt.comparison.report": ("Difference", "Report"),
@@ -63,9 +58,8 @@ _NAMES = {
     "ckpt.transfer.agreement": ("agree", "all_gather_json"),
     "ckpt.transfer.load": ("load_hf",),
     "ckpt.transfer.offline": ("merge", "reshard"),
-    "ckpt.transfer.redistribute": ("redistribute", "redistribute_optimizer"),
+    "ckpt.transfer.redistribute": ("redistribute",),
     "ckpt.transfer.save": ("save_hf",),
-    "ckpt.transfer.shards": ("Shards", "load_shards", "open_shards", "save_shards"),
     "ckpt.transfer.stream": ("stream_hf",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -245,11 +245,15 @@ from ckpt.cli import app
 
 number = int(sys.argv.pop())
 
-def stop(folder):
-    assert any(file.stat().st_size > 10_000 for file in folder.iterdir())
-    os.kill(os.getpid(), number)
+open_source = ckpt.transfer.offline.open_source
 
-ckpt.transfer.offline.open_shards = stop  # the last step before the folder takes its place
+def stop(folder, *arguments, **options):
+    if folder.name.startswith("."):  # the last step before the folder takes its place
+        assert any(file.stat().st_size > 10_000 for file in folder.iterdir())
+        os.kill(os.getpid(), number)
+    return open_source(folder, *arguments, **options)
+
+ckpt.transfer.offline.open_source = stop
 app()
 """
 

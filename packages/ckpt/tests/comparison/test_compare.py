@@ -17,12 +17,12 @@ from ckpt import (
     Report,
     layout_for,
     load_hf,
-    open_shards,
     reshard,
     save_hf,
     verify,
     verify_live,
 )
+from ckpt.transfer.sources import open_source
 
 Checkpoints = Callable[..., Path]
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -108,11 +108,11 @@ def test_one_flipped_bit_is_found_in_every_ranks_copy(reference: str, checkpoint
     for name in ("a", "b"):
         reshard(source, tmp_path / name, Grid(tp=4))
     against = source if reference == "hugging face" else tmp_path / "a"
-    shards = open_shards(tmp_path / "b")
+    shards = open_source(tmp_path / "b")
     for rank in range(4):
         for local in (NORM, "model.layers.0.self_attn.qkv_proj.bias"):
-            info = shards.tensors(rank)[local]
-            with open(shards.file(rank), "r+b") as file:
+            path, info = shards.tensors[f"{rank}:{local}"]
+            with open(path, "r+b") as file:
                 file.seek(info.offset + info.nbytes - 1)
                 last = file.read(1)
                 file.seek(info.offset + info.nbytes - 1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt import Grid, Place, layout_for, load_hf, load_shards, load_training, reshard, save_hf, save_training, verify
+from ckpt import Grid, Place, layout_for, load_hf, load_training, reshard, save_hf, save_training, verify
 from ckpt.files.contents import INDEX
 
 Checkpoints = Callable[..., Path]
@@ -120,12 +120,9 @@ def test_damage_is_refused_by_name_on_every_rank(
 
 
 def load_saved_as_rank(group: Any, source: str, folder: str, kind: str) -> str:
-    place = Place(tp=(group.rank(), 2))
+    load: Any = load_hf if kind == "shards" else load_training
     try:
-        if kind == "shards":
-            load_shards(folder, place, group=group)
-        else:
-            load_training(folder, layout_for(source), place, group=group)
+        load(folder, layout_for(source), Place(tp=(group.rank(), 2)), group=group)
     except ValueError as error:
         return str(error)
     return "loaded"
@@ -167,7 +164,7 @@ def test_no_folder_runs_code_when_it_is_loaded(kind: str, checkpoint: Checkpoint
     tensors = load_hf(source, layout)
     loads: dict[str, Callable[[], object]] = {
         "whole": lambda: (load_hf(folder, layout, check=True), layout_for(folder), verify(folder, source)),
-        "shards": lambda: (load_shards(folder, Place()), reshard(folder, tmp_path / "out", Grid())),
+        "shards": lambda: (load_hf(folder, layout), reshard(folder, tmp_path / "out", Grid())),
         "run": lambda: load_training(folder, layout, check=True),
     }
     if kind == "run":

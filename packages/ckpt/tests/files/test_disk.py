@@ -20,12 +20,10 @@ from ckpt import (
     Place,
     layout_for,
     load_hf,
-    load_shards,
     load_training,
     merge,
     reshard,
     save_hf,
-    save_shards,
     save_training,
     saved_steps,
 )
@@ -47,11 +45,6 @@ def save_to_hf(source: Path, folder: Path, version: int) -> Callable[[], Any]:
     layout, tensors = layout_for(source), filled(source, version)
     options: dict[str, Any] = {"max_shard_size": "40KB", "copy_from": source}
     return lambda: save_hf(folder / "saved", tensors, layout, **options)
-
-
-def save_to_shards(source: Path, folder: Path, version: int) -> Callable[[], Any]:
-    layout, tensors = layout_for(source), filled(source, version)
-    return lambda: save_shards(folder / "saved", tensors, layout, Place())
 
 
 def save_run(source: Path, folder: Path, version: int) -> Callable[[], Any]:
@@ -79,12 +72,8 @@ def version_of(kind: Saves, saved: Path) -> int:
             # Whether `latest` names it or not.
             assert all(tensor.eq(step).all() for tensor in tensors.values())
         return load_training(saved, layout).step
-    if kind in (save_to_shards, reshard_to):
-        grid = Grid() if kind is save_to_shards else Grid(pp=2)
-        tensors = [tensor for place in grid.places() for tensor in load_shards(saved, place).values()]
-    else:
-        tensors = list(load_hf(saved, layout_for(saved), check=kind is save_to_hf).values())
-    found = {int(value) for tensor in tensors for value in tensor.unique()}
+    tensors = load_hf(saved, layout_for(saved), check=kind is save_to_hf)
+    found = {int(value) for tensor in tensors.values() for value in tensor.unique()}
     assert len(found) == 1, found
     return found.pop()
 
@@ -121,7 +110,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, failing: str, at: int) -> Disk:
 
 
 EVERYWHERE = ["posix_fallocate", "ftruncate", "pwrite", "pwritev", "fsync", "rename"]
-REPLACING = [save_to_hf, save_to_shards, reshard_to, merge_to]
+REPLACING = [save_to_hf, reshard_to, merge_to]
 CASES = [(kind, failing) for kind in REPLACING for failing in (*EVERYWHERE, "_exchange")]
 # A new step replaces no folder, only the pointer to the latest.
 CASES += [(save_run, failing) for failing in (*EVERYWHERE, "replace")]
@@ -225,8 +214,6 @@ def save_on_two(group: Any, source: Path, folder: Path, kind: str, failing: str)
     try:
         if kind.startswith("hf"):
             save_hf(folder / "saved", tensors, layout, place, group=group)
-        elif kind == "shards":
-            save_shards(folder / "saved", tensors, layout, place, group=group)
         else:
             save_training(folder / "saved", 2, tensors, layout, place, group=group)
     except OSError as error:
@@ -237,7 +224,7 @@ def save_on_two(group: Any, source: Path, folder: Path, kind: str, failing: str)
 
 
 @pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync", "rename"])
-@pytest.mark.parametrize("kind", ["hf", "hf from afar", "shards", "training"])
+@pytest.mark.parametrize("kind", ["hf", "hf from afar", "training"])
 def test_one_ranks_full_disk_is_the_same_error_on_all(
     kind: str, failing: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
 ) -> None:

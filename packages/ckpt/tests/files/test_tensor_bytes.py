@@ -17,13 +17,11 @@ from ckpt import (
     Place,
     layout_for,
     load_hf,
-    load_shards,
     load_training,
     merge,
     open_checkpoint,
     reshard,
     save_hf,
-    save_shards,
     save_training,
 )
 from ckpt.cli import app
@@ -108,7 +106,6 @@ def save_all_ways(source: Path, out: Path) -> dict[str, Path]:
     tensors = load_hf(source, layout)
     moments = {name: {"exp_avg": tensor * 2, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
     save_hf(out / "save_hf", tensors, layout, max_shard_size="20KB")
-    save_shards(out / "save_shards", tensors, layout, Place())
     save_training(out / "save_training", 1, tensors, layout, optimizer=moments)
     reshard(source, out / "reshard", Grid(tp=2))
     merge(out / "reshard", out / "merge", max_shard_size="20KB")
@@ -123,9 +120,8 @@ def test_every_folder_that_is_written_has_right_checksums_and_damage_is_found_on
     folders = save_all_ways(source, tmp_path / "saved")
     checks = {
         "save_hf": lambda path, check: load_hf(path, layout, check=check),
-        "save_shards": lambda path, check: load_shards(path, Place(), check=check),
         "save_training": lambda path, check: load_training(path, layout, check=check),
-        "reshard": lambda path, check: load_shards(path, Place(tp=(1, 2)), check=check),
+        "reshard": lambda path, check: load_hf(path, layout, Place(tp=(1, 2)), check=check),
         "merge": lambda path, check: load_hf(path, layout, check=check),
     }
     assert folders.keys() == checks.keys()

@@ -15,18 +15,16 @@ import ckpt.comparison.compare
 import ckpt.training.checkpoint
 import ckpt.transfer.load
 import ckpt.transfer.offline
-import ckpt.transfer.shards
+import ckpt.transfer.sources
 from ckpt import (
     Grid,
     Place,
     layout_for,
     load_hf,
-    load_shards,
     load_training,
     merge,
     reshard,
     save_hf,
-    save_shards,
     save_training,
     verify,
     verify_live,
@@ -41,7 +39,9 @@ def as_hf(folder: Path, tensors: Tensors, source: Path) -> None:
 
 
 def as_shards(folder: Path, tensors: Tensors, source: Path) -> None:
-    save_shards(folder, tensors, layout_for(source), Place())
+    whole = folder.with_name("whole")
+    save_hf(whole, tensors, layout_for(source))
+    reshard(whole, folder, Grid())
 
 
 def as_training(folder: Path, tensors: Tensors, source: Path) -> None:
@@ -62,14 +62,14 @@ def compare_live(folder: Path, source: Path) -> object:
 # How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
-    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.load, "check_bytes"),
+    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.sources, "check_bytes"),
     ("verify", as_hf, lambda a, b: verify(a, b), ckpt.comparison.compare, "read_box"),
     ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.comparison.compare, "read_box"),
     ("verify_live", as_hf, compare_live, ckpt.comparison.compare, "read_box"),
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
-    ("load_shards", as_shards, lambda a, b: load_shards(a, Place()), ckpt.transfer.shards, "read_box"),
-    ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training.checkpoint, "load"),
+    ("load_hf shards", as_shards, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
+    ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training.checkpoint, "read_all"),
 ]  # fmt: skip
 
 

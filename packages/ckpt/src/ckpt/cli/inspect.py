@@ -93,18 +93,19 @@ def describe_training(folder: Path, check: bool) -> dict[str, Any]:
     from ckpt.files.contents import STATE
     from ckpt.files.tensor_bytes import check_bytes
     from ckpt.files.unchanged import while_unchanged
+    from ckpt.training.boxes import check_headers, read_metadata
     from ckpt.training.checkpoint import open_step
-    from ckpt.training.dcp_storage import check_headers, stored_tensors
     from ckpt.training.runs import step_of
 
     is_step = (folder / STATE).is_file()
     step = step_of(folder.resolve().name) if is_step else None
     opened, state, files = open_step(folder.resolve().parent if is_step else folder, step)
     with while_unchanged(files):
-        headers = check_headers(opened, 0, 1)
+        metadata = read_metadata(opened)
+        headers = check_headers(opened, metadata, 0, 1)
         if check:
             check_bytes(headers)
-        stored = stored_tensors(opened)
+    stored = {name: (entry.dtype, entry.shape) for name, entry in metadata.items()}
     weights = {name.removeprefix("model/"): kind for name, kind in stored.items() if name.startswith("model/")}
     dtypes: Counter[torch.dtype] = Counter()
     for dtype, shape in weights.values():

@@ -1,18 +1,17 @@
 """Save training checkpoints under canonical names on one grid, and resume them on any other.
 
 `ROOT/step-00000100/` holds weights, optimizer state, random-number states and the caller's JSON. `ROOT/latest` names
-the newest complete checkpoint and is replaced in one step. torch.distributed.checkpoint (`ckpt.training.dcp_storage`)
-stores weights and optimizer state as boxes of canonical tensors: each rank writes its own boxes and reads those of its
-new place. A rank's part of a DTensor (FSDP2) is a box, too, so nothing is gathered.
+the newest complete checkpoint and is replaced in one step. Weights and optimizer state are stored as boxes of canonical
+tensors (`ckpt.training.boxes`): each rank writes its own boxes and reads those of its new place. A rank's part of a
+DTensor (FSDP2) is a box, too, so nothing is gathered.
 """
 
-import contextlib
 import json
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import BoxOf, IOCounter
+from ckpt.files.boxio import IOCounter
 from ckpt.files.contents import CONFIG, STATE
-from ckpt.files.disk import bytes_in, room_for
+from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
-from ckpt.training.dcp_storage import (
-    BoxLoadPlanner,
-    BoxSavePlanner,
-    SafetensorsReader,
-    SafetensorsWriter,
-    check_headers,
-    stored_tensors,
-)
+from ckpt.training.boxes import Stored, check_headers, planned, read_metadata, write_boxes, write_metadata
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import folder_name, latest_step, point_to, prune, remove_leftovers, saved_steps
-from ckpt.training.state_boxes import Places, WantedState, all_places, held_boxes, wanted_state
-from ckpt.transfer.agreement import agree, all_gather_json, require_same
-from ckpt.transfer.redistribute import OptimizerState
-from ckpt.transfer.tied import require_equal_boxes
+from ckpt.training.state import OptimizerState, WantedState, own_state, wanted_state
+from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
+from ckpt.transfer.holdings import Held, OwnParts, Places, gather_holdings
+from ckpt.transfer.parallel_reads import read_all
+from ckpt.transfer.tied import require_equal_copies
+from ckpt.transfer.writing import new_folder
 
+# The number of threads that read.
+_THREADS = 4
 # The entries of `state.json`.
 _FACTS = {"step", "extra", "rng"}
 
@@ -165,28 +157,30 @@ def save_training(
             entry or the pruning has failed: then it names the new one, which is complete; on every rank.
     """
 
-    def prepare() -> tuple[list[BoxOf], dict[str, Any], dict[str, Any]]:
+    def prepare() -> tuple[OwnParts, dict[str, Any], dict[str, Any]]:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
         if step < 0:
             raise ValueError(f"step={step} must be at least 0")
         rng = {**capture_rng(), "streams": streams_to_json(streams or {})}
-        return held_boxes(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
+        return own_state(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
 
-    boxes, copied, rng = agree(prepare, group)
+    own, copied, rng = agree(prepare, group)
     require_same(group, layout=layout.fingerprint, step=step, keep=keep)
     state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
-        _write(Path(root), step, boxes, layout, place, state, group, keep, count)
+        _write(Path(root), own, layout, state, group, keep, count)
         return PendingSave()
-    copies = [BoxOf(box.name, box.shape, box.box, box.memory.to("cpu", copy=True)) for box in boxes]
+    copies = [
+        (at, {name: (tensor.to("cpu", copy=True), box) for name, (tensor, box) in parts.items()}) for at, parts in own
+    ]
     pending = PendingSave()
     failures: list[str] = []  # texts only: the errors themselves hold the copied tensors
 
     def run() -> None:
         try:
-            _write(Path(root), step, copies, layout, place, state, group, keep, count)
+            _write(Path(root), copies, layout, state, group, keep, count)
         except BaseException as error:  # Every error is the waiting caller's.
             pending._errors.append(error)
             failures.append(f"{type(error).__name__}: {error}")
@@ -209,75 +203,42 @@ def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(
     root: Path,
-    step: int,
-    boxes: list[BoxOf],
+    own: OwnParts,
     layout: Layout,
-    place: Places,
     state: dict[str, Any],
     group: ProcessGroup | None,
     keep: int | None,
     counter: IOCounter,
 ) -> None:
-    require_equal_boxes(boxes, layout, all_places(place), group)
-    rank = 0 if group is None else group.rank()
-    folder = root / folder_name(step)
+    holdings = gather_holdings(own, layout, group, "model/").with_tensors(own)
+    require_equal_copies(holdings, layout, group)
 
-    def open_folder() -> FolderWriter | None:
-        if rank:
-            return None
-        remove_leftovers(root)
-        return FolderWriter(folder)
+    def prepare() -> tuple[dict[str, list[Held]], dict[str, Stored]]:
+        if holdings.rank == 0:
+            remove_leftovers(root)
+        owners = holdings.assign_owners()
+        return owners, planned(owners, holdings)
 
-    needed = sum(box.memory.nbytes for box in boxes)
-    writer = agree(room_for(needed, root)(open_folder), group)
-    try:
-        path = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
-        with _torch_checkpoint(group):
-            save(
-                {},
-                storage_writer=SafetensorsWriter(path, group, counter),
-                planner=BoxSavePlanner(boxes),
-                process_group=group,
-                no_dist=group is None,
-            )
+    owners, stored = agree(prepare, group)
+    target = root / folder_name(state["step"])
+    room = room_for(holdings.nbytes, root)
+    with new_folder(target, holdings.nbytes, group) as folder:
+        write_boxes(folder, stored, owners, holdings, group, counter)
 
-        def finish() -> None:
-            if writer is not None:
-                _check_whole(path, layout)
-                with room_for(bytes_in(path), root):
-                    write_json(path / CONFIG, layout.config)
-                    write_json(path / STATE, state)
-                    writer.commit()
-                    point_to(root, folder.name)
-                    prune(root, keep)
+        @room
+        def describe() -> None:
+            write_metadata(folder, stored)
+            write_json(folder / CONFIG, layout.config)
+            write_json(folder / STATE, state)
 
-        agree(finish, group)
-    finally:
-        if writer is not None:
-            writer.discard()  # does nothing after a commit
+        agree_on_first(describe, group)
 
+    @room
+    def point() -> None:
+        point_to(root, target.name)
+        prune(root, keep)
 
-def _check_whole(folder: Path, layout: Layout) -> None:
-    stored = stored_tensors(folder)
-    absent = [
-        name for name, canonical in layout.canonical.items() if f"model/{name}" not in stored and not canonical.optional
-    ]
-    if absent:
-        raise ValueError(f"no rank of the group holds {absent[:3]}; save with a group that spans the whole grid")
-
-
-@contextlib.contextmanager
-def _torch_checkpoint(group: ProcessGroup | None) -> Iterator[None]:
-    """Turn torch's collected failures into the first rank's own error, and silence its warning about one process."""
-    with warnings.catch_warnings():
-        if group is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (first, _trace) = min(error.failures.items(), key=lambda item: item[0])
-            of = OSError if isinstance(first, OSError) else ValueError
-            raise of(f"rank {rank}: {first}") from error
+    agree_on_first(point, group)
 
 
 def load_training(
@@ -314,33 +275,28 @@ def load_training(
         ValueError: The checkpoint is absent, broken, damaged, of another model, or was replaced meanwhile; on every
             rank.
     """
-    rank = 0 if group is None else group.rank()
+    rank = rank_in(group)
     folder, state, files = agree(lambda: open_step(Path(root), step), group)
     # On a network file system ranks may see different pointers.
     require_same(group, step=state["step"])
 
-    def prepare() -> WantedState:
+    def prepare() -> tuple[dict[str, Stored], WantedState]:
         with while_unchanged(files):
-            headers = check_headers(folder, rank, 1 if group is None else group.size())
+            stored = read_metadata(folder)
+            headers = check_headers(folder, stored, rank, 1 if group is None else group.size())
             if check:
                 check_bytes(headers)
-            return wanted_state(folder, layout, place, into, torch.device(device))
+            return stored, wanted_state(stored, layout, place, into, torch.device(device))
 
-    wanted = agree(prepare, group)
-    with _torch_checkpoint(group):
-        load(
-            {},
-            storage_reader=SafetensorsReader(folder, IOCounter() if counter is None else counter),
-            planner=BoxLoadPlanner(wanted.boxes),
-            process_group=group,
-            no_dist=group is None,
-        )
+    stored, wanted = agree(prepare, group)
 
-    def finish() -> None:
+    def read() -> None:
         with while_unchanged(files):
-            wanted.settle_counts()
+            count = IOCounter() if counter is None else counter
+            read_all(wanted.reads(folder, stored), threads=_THREADS, counter=count)
+        wanted.settle_counts()
 
-    agree(finish, group)
+    agree(read, group)
     rng = agree(lambda: state_of_rank(state["rng"], rank), group)
     streams = streams_from_json(rng.pop("streams", {}))
     return TrainingState(state["step"], wanted.tensors, wanted.optimizer, state["extra"], rng, streams)

@@ -11,6 +11,11 @@ from torch.distributed import ProcessGroup
 T = TypeVar("T")
 
 
+def rank_in(group: ProcessGroup | None) -> int:
+    """Return this process's rank in a group; 0 without a group."""
+    return 0 if group is None else group.rank()
+
+
 def group_device(group: ProcessGroup) -> torch.device:
     """Return the device on which a collective of this group takes tensors."""
     return (
@@ -108,3 +113,8 @@ def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
     else:
         raise_first(error, all_gather_json(None if error is None else described(error), group))
     return result  # type: ignore[return-value]  # a step that returned is T; one that raised has raised above
+
+
+def agree_on_first(step: Callable[[], T], group: ProcessGroup | None) -> T | None:
+    """Run a step on the first rank alone, and raise its error on all ranks; other ranks get None."""
+    return agree(lambda: step() if rank_in(group) == 0 else None, group)

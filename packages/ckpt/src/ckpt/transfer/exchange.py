@@ -5,8 +5,7 @@ Every rank derives the same list of moves from the layouts (`plan_moves`), witho
 receive buffer of at most `bucket_bytes` each, rounded up to the alignment.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import view_of
-from ckpt.layout.pieces import Box, Copy, Piece, carried_over, extents, intersect, split_box
+from ckpt.layout.pieces import Box, Copy, Piece, carried_over, extents, intersect, split_box, volume
 from ckpt.transfer.agreement import group_device
-from ckpt.transfer.holdings import Holdings
-from ckpt.transfer.owners import Held
+from ckpt.transfer.holdings import Held, Holdings
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16
@@ -45,7 +43,7 @@ class _Move:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(extents(self.copy.source_range)) * self.dtype.itemsize
+        return volume(self.copy.source_range) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +65,16 @@ Deliver = Callable[[Want, Box, Tensor], None]
 
 
 def plan_moves(
-    holdings: Holdings,
-    owners: dict[str, list[Held]],
-    wants: Iterable[tuple[str, list[Want]]],
-    bucket_bytes: int = BUCKET_BYTES,
+    holdings: Holdings, wants: Iterable[tuple[list[Held], list[Want]]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
     """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
 
     The work is linear in the number of ranks: a piece that many ranks want is one move.
 
     Args:
-        holdings: From `take_stock`.
-        owners: From `assign_owners`.
-        wants: Canonical name -> the wanted pieces, in the same order on every rank.
+        holdings: The ranks' tensors.
+        wants: Owned pieces of a canonical tensor, and the wanted pieces that they fill; in the same order on every
+            rank.
         bucket_bytes: The most that one rank sends or receives at once (rounded up to 16 bytes).
     """
     rank = holdings.rank
@@ -88,8 +83,8 @@ def plan_moves(
     mine: list[_Move] = []
     done: list[str] = []
     travels = False
-    for name, wanted in wants:
-        for move in _moves(owners[name], wanted, holdings.dtypes[name], bucket_bytes):
+    for owned, wanted in wants:
+        for move in _moves(owned, wanted, holdings.dtypes, bucket_bytes):
             holder, receivers = move.held.rank, move.want.ranks
             into = received.get(receivers, 0) + _aligned(move.nbytes)
             out = sent.get(holder, 0) + _aligned(move.nbytes) * len(receivers)
@@ -101,7 +96,7 @@ def plan_moves(
             travels = travels or len(receivers) > 1 or holder not in receivers
             if rank == holder or rank in receivers:
                 mine.append(move)
-        done.append(name)
+        done += dict.fromkeys(want.piece.name for want in wanted)
     yield Bucket(mine, travels, done)
 
 
@@ -111,7 +106,7 @@ def exchange(
     """Bring every wanted piece to its ranks; collective over `group`, which must run it to the end on every rank.
 
     Args:
-        holdings: From `take_stock`.
+        holdings: The ranks' tensors.
         buckets: From `plan_moves`, of holdings with the same pieces.
         group: The ranks; None: this process alone.
         deliver: Called on the receiving rank with the want, the box in its tensor, and the values, which are valid only
@@ -126,20 +121,19 @@ def exchange(
             yield bucket.done
 
 
-def _moves(held: list[Held], wanted: list[Want], dtype: torch.dtype, bucket_bytes: int) -> Iterator[_Move]:
+def _moves(
+    owned: list[Held], wanted: list[Want], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+) -> Iterator[_Move]:
     for want in wanted:
+        dtype = dtypes[want.piece.name]
         # A rank sends a part to each of the receivers in one bucket.
         limit = max(1, bucket_bytes // (dtype.itemsize * max(1, len(want.ranks))))
-        for holder in held:
+        for holder in owned:
             copy = intersect(holder.piece, want.piece)
             if copy is None:
                 continue
             for part in split_box(copy.source_range, limit):
                 yield _Move(holder, want, Copy(part, carried_over(part, copy)), dtype)
-
-
-def _values(move: _Move, holdings: Holdings) -> Tensor:
-    return view_of(holdings.chunks[move.held.chunk].tensors[move.held.local], move.copy.source_range)
 
 
 def _aligned(nbytes: int) -> int:
@@ -156,7 +150,7 @@ def _all_to_all(bucket: Bucket, holdings: Holdings, group: ProcessGroup | None, 
             continue
         for peer in move.want.ranks:
             if peer == rank:
-                deliver(move.want, move.copy.destination_range, _values(move, holdings))
+                deliver(move.want, move.copy.destination_range, holdings.values(move.held, move.copy.source_range))
             else:
                 outgoing.setdefault(peer, []).append(move)
     if group is None or group.size() == 1 or not bucket.travels:
@@ -167,7 +161,7 @@ def _all_to_all(bucket: Bucket, holdings: Holdings, group: ProcessGroup | None, 
     send = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
     receive = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
     for move, segment in _segments(sides[0], send):
-        values = _values(move, holdings)
+        values = holdings.values(move.held, move.copy.source_range)
         segment.view(values.shape).copy_(values)
     dist.all_to_all_single(receive, send, sizes[1], sizes[0], group=group)
     for move, segment in _segments(sides[1], receive):

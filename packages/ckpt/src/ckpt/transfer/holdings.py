@@ -1,9 +1,10 @@
-"""Learn which pieces each rank of a group holds, and the dtype of every canonical tensor."""
+"""Learn which pieces each rank of a group holds, and give each piece an owner among the ranks that hold it."""
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.files.boxio import view_of
 from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.overlaps import on_this_rank
-from ckpt.layout.pieces import Block, Box
+from ckpt.layout.pieces import Block, Box, Piece, Shape, cover_problem, volume
 from ckpt.layout.place import Place
-from ckpt.transfer.agreement import agree, all_gather_json
+from ckpt.transfer.agreement import agree, all_gather_json, rank_in
 
 Tensors = Mapping[str, Tensor]
-Held = dict[str, tuple[Tensor, Box]]
+# Local name -> (this rank's part of the tensor, the part's box in the tensor).
+Parts = dict[str, tuple[Tensor, Box]]
+OwnParts = Sequence[tuple[Place, Parts]]
+# One place, or one for each chunk of a rank; None: the whole model.
+Places = Place | Sequence[Place] | None
 
 
 @dataclass(frozen=True)
@@ -37,20 +43,30 @@ class Chunk:
     tensors: Tensors
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece that a rank holds: the rank in the group, its chunk, the local tensor and the piece."""
+
+    rank: int
+    chunk: int
+    local: str
+    piece: Piece
+
+
 @dataclass(frozen=True)
 class Holdings:
     """The ranks' tensors, as every rank knows them.
 
     Attributes:
-        layout: The layout of the tensors.
         ranks: The chunks of each rank.
-        dtypes: Canonical name -> dtype, for all tensors that ranks hold, in the model's order.
+        shapes: Canonical name -> full shape, for all tensors that ranks hold; the model's in its order.
+        dtypes: Canonical name -> dtype, of the same tensors.
         rank: This rank.
         key: A digest of the places, names, dtypes and boxes of all ranks.
     """
 
-    layout: Layout
     ranks: list[list[Chunk]]
+    shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     rank: int
     key: str
@@ -60,7 +76,25 @@ class Holdings:
         """This rank's chunks."""
         return self.ranks[self.rank]
 
-    def stored_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, replicas counted once."""
+        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    def with_tensors(self, own: OwnParts) -> "Holdings":
+        """Return these holdings with this rank's tensors."""
+        ranks = [*self.ranks]
+        ranks[self.rank] = [
+            dataclasses.replace(chunk, tensors={name: tensor for name, (tensor, _) in parts.items()})
+            for chunk, (_, parts) in zip(self.chunks, own, strict=True)
+        ]
+        return dataclasses.replace(self, ranks=ranks)
+
+    def values(self, held: Held, box: Box) -> Tensor:
+        """Return a box of a local tensor of this rank, as a view."""
+        return view_of(self.chunks[held.chunk].tensors[held.local], box)
+
+    def stored_dtypes(self, dtype: torch.dtype | None, layout: Layout) -> dict[str, torch.dtype]:
         """Return the dtypes after a cast to `dtype` of all floating-point tensors, except those with `keep_dtype`.
 
         Raises:
@@ -72,7 +106,7 @@ class Holdings:
         cast = {
             name: dtype
             for name, own in self.dtypes.items()
-            if own.is_floating_point and not self.layout.canonical[name].keep_dtype
+            if own.is_floating_point and not layout.canonical[name].keep_dtype
         }
         for chunk in self.chunks:
             for local, tensor in chunk.tensors.items():
@@ -80,12 +114,56 @@ class Holdings:
                     refuse_overflow(f"{local} at {chunk.place}", tensor, dtype)
         return {**self.dtypes, **cast}
 
+    def assign_owners(self) -> dict[str, list[Held]]:
+        """Choose an owner for every box of every canonical tensor: the holder with the fewest elements so far.
+
+        Returns:
+            Canonical name -> the pieces that together hold each of its elements once; the same on every rank.
+
+        Raises:
+            ValueError: The ranks together lack a part of a tensor, or divide its copies in two ways.
+        """
+        holders: dict[str, dict[Box, list[Held]]] = {name: {} for name in self.shapes}
+        for rank, chunks in enumerate(self.ranks):
+            for index, chunk in enumerate(chunks):
+                for local, block in chunk.blocks.items():
+                    for piece in block.pieces:
+                        if piece.canonical_range is not None:
+                            held = Held(rank, index, local, piece)
+                            holders[piece.name].setdefault(piece.canonical_range, []).append(held)
+        load = [0] * len(self.ranks)
+        owners: dict[str, list[Held]] = {}
+        for name, boxes in holders.items():
+            problem = cover_problem(sorted(boxes), self.shapes[name])
+            if problem:
+                listed = ", ".join(str(chunk.place) for chunks in self.ranks for chunk in chunks)
+                raise ValueError(
+                    f"the ranks do not hold all of {name} once: {problem}; their places are {listed}. Pass a group "
+                    "that spans the whole grid, each rank with its own place, and divide all copies of a tensor alike"
+                )
+            owners[name] = []
+            for box, candidates in boxes.items():
+                owner = min(candidates, key=lambda held: (load[held.rank], held.rank))
+                load[owner.rank] += volume(box)
+                owners[name].append(owner)
+        return owners
+
+
+def prefixed(block: Block, prefix: str) -> Block:
+    """Return the block of the canonical tensors whose names have a further prefix."""
+    if not prefix:
+        return block
+    pieces = (dataclasses.replace(piece, name=prefix + piece.name) for piece in block.pieces)
+    return dataclasses.replace(block, pieces=tuple(pieces))
+
+
+def places_of(place: Places) -> list[Place]:
+    """Return a rank's places as a list."""
+    return [Place()] if place is None else [place] if isinstance(place, Place) else list(place)
+
 
 def take_stock(
-    tensors: Tensors | Sequence[Tensors],
-    layout: Layout,
-    place: Place | Sequence[Place] | None,
-    group: ProcessGroup | None,
+    tensors: Tensors | Sequence[Tensors], layout: Layout, place: Places, group: ProcessGroup | None
 ) -> Holdings:
     """Check this rank's tensors against the layout and learn what the other ranks hold.
 
@@ -96,51 +174,71 @@ def take_stock(
     Raises:
         ValueError: Tensors are missing or unexpected, or shapes or dtypes differ between ranks; on every rank.
     """
-    rank = 0 if group is None else group.rank()
-    own = agree(lambda: _own_chunks(tensors, place, layout), group)
-    described = [_describe(at, held) for at, held in own]
+    own = agree(lambda: _own_parts(tensors, places_of(place), layout), group)
     kept: Holdings | None = layout.kept.get("holdings")
-    facts = all_gather_json([_digest(described), kept.key if kept is not None and kept.rank == rank else None], group)
+    known = kept.key if kept is not None and kept.rank == rank_in(group) else None
+    facts = all_gather_json([_digest(_describe(own)), known], group)
     key = _digest([digest for digest, _ in facts])
     if kept is None or any(known != key for _, known in facts):
-        messages = all_gather_json(described, group)
+        kept = layout.kept["holdings"] = dataclasses.replace(gather_holdings(own, layout, group), key=key)
+    return kept.with_tensors(own)
 
-        def merge() -> Holdings:
-            ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
-            return Holdings(layout, ranks, _merge_dtypes(messages, ranks, layout), rank, key)
 
-        kept = layout.kept["holdings"] = agree(merge, group)
-    ranks = [*kept.ranks]
-    ranks[rank] = [
-        dataclasses.replace(chunk, tensors={name: tensor for name, (tensor, _) in held.items()})
-        for chunk, (_, held) in zip(ranks[rank], own, strict=True)
-    ]
-    return dataclasses.replace(kept, ranks=ranks)
+def gather_holdings(own: OwnParts, layout: Layout, group: ProcessGroup | None, prefix: str = "") -> Holdings:
+    """Return what all ranks hold, without the tensors.
+
+    Args:
+        own: This rank's parts. A name may have a prefix that ends in a slash; the names of its canonical tensors get
+            the same prefix. A name that is no local tensor's is the name of a canonical tensor of one element.
+        layout: The layout of the model.
+        group: The ranks.
+        prefix: The prefix of the model's weights, all of which the ranks must hold.
+
+    Raises:
+        ValueError: Dtypes differ between ranks, or no rank holds one of the weights; on every rank.
+    """
+    messages = all_gather_json(_describe(own), group)
+
+    def merge() -> Holdings:
+        ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
+        seen: dict[str, tuple[int, str, Shape]] = {}
+        for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
+            for entry, chunk in zip(message, chunks, strict=True):
+                for local, block in chunk.blocks.items():
+                    dtype = entry["tensors"][local][0]
+                    for name in block.names:
+                        shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
+                        first_rank, first, _ = seen.setdefault(name, (rank, dtype, shape))
+                        if first != dtype:
+                            raise ValueError(
+                                f"{name} is {first} on rank {first_rank} and {dtype} on rank {rank}; cast them to one "
+                                "type"
+                            )
+        weights = {prefix + name: canonical for name, canonical in layout.canonical.items()}
+        absent = [name for name, canonical in weights.items() if name not in seen and not canonical.optional]
+        if absent:
+            raise ValueError(f"no rank of the group holds {absent[:3]}; pass a group that spans the whole grid")
+        names = [name for name in dict.fromkeys((*weights, *seen)) if name in seen]
+        dtypes = {name: DTYPES[seen[name][1]] for name in names}
+        return Holdings(ranks, {name: seen[name][2] for name in names}, dtypes, rank_in(group), "")
+
+    return agree(merge, group)
 
 
 def _digest(message: object) -> str:
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
-def _own_chunks(
-    tensors: Tensors | Sequence[Tensors], place: Place | Sequence[Place] | None, layout: Layout
-) -> list[tuple[Place, Held]]:
-    places = [Place()] if place is None else [place] if isinstance(place, Place) else list(place)
+def _own_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], layout: Layout) -> OwnParts:
     sets = [tensors] if isinstance(tensors, Mapping) else list(tensors)
     if len(places) != len(sets):
         raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
-    return [(at, _held(at, chunk, layout)) for at, chunk in zip(places, sets, strict=True)]
+    return [(at, _parts(at, held, layout)) for at, held in zip(places, sets, strict=True)]
 
 
-def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
+def _parts(place: Place, tensors: Tensors, layout: Layout) -> Parts:
     blocks = layout.at(place)
-    missing = [name for name in blocks if name not in tensors and not layout.is_optional(blocks[name])]
-    unexpected = [name for name in tensors if name not in blocks]
-    if missing or unexpected:
-        raise ValueError(
-            f"the tensors at {place} do not match the layout: missing {missing[:3]} ({len(missing)}), "
-            f"unexpected {unexpected[:3]} ({len(unexpected)})"
-        )
+    check_names(tensors, blocks, layout, str(place))
     for tensor in tensors.values():
         dtype_name(tensor.dtype)
     return {
@@ -150,44 +248,41 @@ def _held(place: Place, tensors: Tensors, layout: Layout) -> Held:
     }
 
 
-def _describe(place: Place, held: Held) -> dict[str, Any]:
-    """Describe a chunk to the other ranks: its place, and each tensor's dtype and box."""
-    return {
-        "place": place.to_json(),
-        "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in held.items()},
-    }
+def check_names(names: Collection[str], blocks: Mapping[str, Block], layout: Layout, where: str) -> None:
+    """Refuse tensors that are not the local tensors of a place.
+
+    Raises:
+        ValueError: Tensors are missing or unexpected; names the first.
+    """
+    missing = [name for name in blocks if name not in names and not layout.is_optional(blocks[name])]
+    unexpected = [name for name in names if name not in blocks]
+    if missing or unexpected:
+        raise ValueError(
+            f"the tensors at {where} do not match the layout: missing {missing[:3]} ({len(missing)}), "
+            f"unexpected {unexpected[:3]} ({len(unexpected)})"
+        )
+
+
+def _describe(own: OwnParts) -> list[dict[str, Any]]:
+    """Describe chunks to the other ranks: the places, and each tensor's dtype and box."""
+    return [
+        {
+            "place": place.to_json(),
+            "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in parts.items()},
+        }
+        for place, parts in own
+    ]
 
 
 def _chunk(message: Mapping[str, Any], layout: Layout) -> Chunk:
     place = Place(**message["place"])
     whole = layout.at(place)
-    parts = {
-        name: whole[name].part(tuple((start, stop) for start, stop in box))
-        for name, (_, box) in message["tensors"].items()
-    }
-    return Chunk(place, parts, {})
-
-
-def _merge_dtypes(
-    messages: list[list[dict[str, Any]]], ranks: list[list[Chunk]], layout: Layout
-) -> dict[str, torch.dtype]:
-    """Return the dtype of every canonical tensor that a rank holds, in the model's order."""
-    seen: dict[str, tuple[int, str | None]] = {}
-    for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
-        for entry, chunk in zip(message, chunks, strict=True):
-            for local, block in layout.at(chunk.place).items():
-                held = entry["tensors"].get(local, (None,))[0]
-                for name in block.names:
-                    first_rank, first = seen.setdefault(name, (rank, held))
-                    if first != held:
-                        raise ValueError(
-                            f"{name} is {first} on rank {first_rank} and {held} on rank {rank}; cast them to one type"
-                        )
-    dtypes = {}
-    for name, canonical in layout.canonical.items():
-        held = seen.get(name, (0, None))[1]
-        if held is not None:
-            dtypes[name] = DTYPES[held]
-        elif not canonical.optional:
-            raise ValueError(f"no rank of the group holds {name}; pass a group that spans the whole grid")
-    return dtypes
+    blocks: dict[str, Block] = {}
+    for name, (_, box) in message["tensors"].items():
+        local = name.rpartition("/")[2]
+        if local in whole and len(box) == len(whole[local].shape):
+            part = whole[local].part(tuple((start, stop) for start, stop in box))
+            blocks[name] = prefixed(part, name.removesuffix(local))
+        else:
+            blocks[name] = Block.whole(name, ())
+    return Chunk(place, blocks, {})

@@ -1,24 +1,22 @@
 """Load a Hugging Face checkpoint: each rank reads its own bytes, straight into its tensors."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import IOCounter, view_of
-from ckpt.files.dtypes import check_cast, joined_dtype
-from ckpt.files.folder import Checkpoint, open_checkpoint
-from ckpt.files.tensor_bytes import check_bytes
+from ckpt.files.boxio import IOCounter
+from ckpt.files.dtypes import check_cast
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.overlaps import on_this_rank, require_memory
-from ckpt.layout.pieces import Block, shared
+from ckpt.layout.pieces import Block
 from ckpt.layout.place import Place
-from ckpt.transfer.agreement import agree, require_same
-from ckpt.transfer.match import Sources, match
-from ckpt.transfer.parallel_reads import Read, read_all
+from ckpt.transfer.agreement import agree, rank_in, require_same
+from ckpt.transfer.parallel_reads import read_all
+from ckpt.transfer.sources import Source, open_source, reads_into
 
 
 def load_hf(
@@ -43,7 +41,7 @@ def load_hf(
     that are cast or on a GPU.
 
     Args:
-        path: A folder of safetensors files, or one file.
+        path: A folder of safetensors files, one file, or a sharded folder of any grid.
         layout: From `layout_for`.
         place: This rank's place; None: everything.
         device: Where the tensors go.
@@ -66,66 +64,50 @@ def load_hf(
             `group`.
     """
     require_same(group, layout=layout.fingerprint, dtype=dtype)
-    where = Place() if place is None else place
     count = IOCounter() if counter is None else counter
-    shown = progress if group is None or group.rank() == 0 else None
+    rank = rank_in(group)
 
-    def prepare() -> tuple[Checkpoint, Sources, dict[str, Block], dict[str, Tensor]]:
+    def prepare() -> tuple[Source, dict[str, Block], dict[str, Tensor]]:
         if threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
         check_cast(dtype)
         require_memory("device", torch.device(device))
-        checkpoint = open_checkpoint(path)
-        count.header_bytes += checkpoint.header_bytes
+        source = open_source(path, layout=layout)
+        count.header_bytes += sum(header.length for header in source.headers.values())
         if check:
-            with while_unchanged(checkpoint.files):
-                headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
-                check_bytes(headers, *((0, 1) if group is None else (group.rank(), group.size())))
-        sources = match(checkpoint, layout)
-        blocks = {name: block for name, block in layout.at(where).items() if _present(block, sources)}
-        if into is None:
-            tensors = _allocate(checkpoint, layout, sources, blocks, torch.device(device), dtype)
-        else:
-            tensors, blocks = _destinations(blocks, into, layout)
-        return checkpoint, sources, blocks, tensors
+            source.check(rank, 1 if group is None else group.size())
+        blocks = {
+            name: block
+            for name, block in layout.at(Place() if place is None else place).items()
+            if all(canonical in source.pieces for canonical in block.names)
+        }
+        if into is not None:
+            return source, *_destinations(blocks, into, layout)
+        tensors = {
+            name: torch.empty(block.shape, dtype=source.dtype(block.names, name, dtype), device=device)
+            for name, block in blocks.items()
+        }
+        return source, blocks, tensors
 
-    checkpoint, sources, blocks, tensors = agree(prepare, group)
+    source, blocks, tensors = agree(prepare, group)
 
     def read() -> None:
-        _clear_padding(blocks, tensors)
-        reads = _reads(checkpoint, sources, blocks, tensors)
-        with while_unchanged(checkpoint.files):
-            read_all(reads, threads=threads, counter=count, progress=shown)
+        reads = (
+            read
+            for name, block in blocks.items()
+            for read in reads_into(tensors[name], block, source.pieces, source.tensors.__getitem__)
+        )
+        with while_unchanged(source.files):
+            read_all(reads, threads=threads, counter=count, progress=progress if rank == 0 else None)
 
     agree(read, group)
     return tensors
 
 
-def _present(block: Block, sources: Sources) -> bool:
-    return all(name in sources for name in block.names)
-
-
-def _allocate(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    sources: Sources,
-    blocks: dict[str, Block],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
-    tensors = {}
-    for name, block in blocks.items():
-        stored = {checkpoint.tensors[tensor][1].dtype for source in block.names for tensor, _ in sources[source]}
-        kept = any(layout.canonical[source].keep_dtype for source in block.names)
-        chosen = joined_dtype(name, stored, None if kept else dtype)
-        tensors[name] = torch.empty(block.shape, dtype=chosen, device=device)
-    return tensors
-
-
 def _destinations(
     blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
-) -> tuple[dict[str, Tensor], dict[str, Block]]:
-    """Return the tensors of `into` to fill (the local parts of DTensors) and their blocks."""
+) -> tuple[dict[str, Block], dict[str, Tensor]]:
+    """Return the blocks and the tensors of `into` to fill; for DTensors, those of their local parts."""
     missing = [name for name in blocks if name not in into]
     if missing:
         raise ValueError(
@@ -136,21 +118,4 @@ def _destinations(
         raise ValueError(f"into[{integers[0]!r}] is of type {into[integers[0]].dtype}, which cannot hold weights")
     held = {name: on_this_rank(f"into[{name!r}]", into[name], block.shape) for name, block in blocks.items()}
     parts = {name: blocks[name].part(box) for name, (_, box) in held.items()}
-    return {name: tensor for name, (tensor, _) in held.items()}, parts
-
-
-def _reads(
-    checkpoint: Checkpoint, sources: Sources, blocks: dict[str, Block], tensors: dict[str, Tensor]
-) -> Iterator[Read]:
-    for name, block in blocks.items():
-        for source, copy in shared(block, sources):
-            file, info = checkpoint.tensors[source]
-            view = view_of(tensors[name], copy.destination_range)
-            yield Read(source, checkpoint.path / file, info, copy.source_range, view)
-
-
-def _clear_padding(blocks: dict[str, Block], tensors: dict[str, Tensor]) -> None:
-    for name, block in blocks.items():
-        for piece in block.pieces:
-            if piece.is_padding:
-                view_of(tensors[name], piece.local_range).zero_()
+    return parts, {name: tensor for name, (tensor, _) in held.items()}

@@ -23,7 +23,7 @@ from ckpt.files.written_files import FilePlan, copy_companions, create_files, pl
 from ckpt.layout.families import Role, Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
-from ckpt.transfer.shards import layout_json, open_shards, shard_name
+from ckpt.transfer.shards import layout_json, shard_name
 from ckpt.transfer.sources import Source, open_source
 
 Progress = Callable[[int, int], None]
@@ -84,7 +84,7 @@ def reshard(
         copy_companions(origin, folder)
         write_json(folder / CONFIG, layout.config)
         write_json(folder / LAYOUT, layout_json(layout, grid))
-        open_shards(folder)
+        open_source(folder)
 
 
 def merge(

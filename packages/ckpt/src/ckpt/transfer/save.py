@@ -1,37 +1,31 @@
 """Save a Hugging Face checkpoint: lay out the files, then let every rank write its own bytes. Nothing is gathered."""
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, StagingPool, view_of, write_box
+from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
 from ckpt.layout.config import ConfigLike, load_config
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Box, Piece, intersect, volume
-from ckpt.layout.place import Place
-from ckpt.transfer.agreement import agree, all_gather_json, require_same
-from ckpt.transfer.exchange import Want, exchange, plan_moves
-from ckpt.transfer.holdings import Holdings, Tensors, take_stock
-from ckpt.transfer.owners import Held, assign_owners
+from ckpt.layout.pieces import Piece
+from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, require_same
+from ckpt.transfer.exchange import Want
+from ckpt.transfer.holdings import Held, Places, Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
-
-Progress = Callable[[int, int], None]
+from ckpt.transfer.writing import Progress, new_folder, write_pieces
 
 
 def save_hf(
     path: str | os.PathLike[str],
     tensors: Tensors | Sequence[Tensors],
     layout: Layout,
-    place: Place | Sequence[Place] | None = None,
+    place: Places = None,
     *,
     group: ProcessGroup | None = None,
     config: ConfigLike | None = None,
@@ -83,45 +77,52 @@ def save_hf(
     holdings = take_stock(tensors, layout, place, group)
 
     def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
-        stored = holdings.stored_dtypes(dtype)
+        stored = holdings.stored_dtypes(dtype, layout)
         for name, kind in stored.items():
             if not kind.is_floating_point and not layout.canonical[name].carried:
                 raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
-        shapes = {name: (stored[name], layout.canonical[name].shape) for name in stored}
-        owners = assign_owners(holdings)
-        return plan_files(shapes, max_shard_size, metadata or {}), owners
+        shapes = {name: (stored[name], holdings.shapes[name]) for name in stored}
+        return plan_files(shapes, max_shard_size, metadata or {}), holdings.assign_owners()
 
     plan, owners = agree(lay_out, group)
-    require_equal_copies(holdings, group)
-    room = room_for(plan.nbytes, Path(path).parent)
-    writer = agree(room(lambda: FolderWriter(Path(path)) if holdings.rank == 0 else None), group)
-    count = IOCounter() if counter is None else counter
-    shown = progress if holdings.rank == 0 else None
-    try:
-        folder = Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
-        agree(room(lambda: create_files(folder, plan) if writer else None), group)
+    require_equal_copies(holdings, layout, group)
+    target = Path(path)
+    room = room_for(plan.nbytes, target.parent)
+    with new_folder(target, plan.nbytes, group) as folder:
+        agree_on_first(room(lambda: create_files(folder, plan)), group)
         reach = all_gather_json(_can_write(folder, plan), group)
         writers = [rank for rank, can in enumerate(reach) if can]
-        if all(reach):
-            agree(room(lambda: _write(folder, plan, owners, holdings, shown, count)), group)
-        else:
-            _send(folder, plan, owners, holdings, writers, group, shown, count)
+        pieces = _destinations(plan, owners, None if all(reach) else writers)
+        count = IOCounter() if counter is None else counter
+        shown = progress if holdings.rank == 0 else None
+        write_pieces(folder, plan, pieces, holdings, group, count, plan.nbytes, shown)
         sums = _checksums(folder, plan, holdings.rank, writers, group)
 
         @room
         def finish() -> None:
-            if writer is not None:
-                plan.record_checksums(folder, sums)
-                chosen = layout.config if config is None else load_config(config)
-                source = None if copy_from is None else Path(copy_from)
-                write_companions(folder, plan, layout, chosen, source)
-                writer.commit()
+            plan.record_checksums(folder, sums)
+            chosen = layout.config if config is None else load_config(config)
+            write_companions(folder, plan, layout, chosen, None if copy_from is None else Path(copy_from))
 
-        agree(finish, group)
-    except BaseException:
-        if writer is not None:
-            writer.discard()
-        raise
+        agree_on_first(finish, group)
+
+
+def _can_write(folder: Path, plan: FilePlan) -> bool:
+    """Return whether this rank sees the files that rank 0 has created."""
+    return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
+
+
+def _destinations(plan: FilePlan, owners: dict[str, list[Held]], writers: list[int] | None) -> list[tuple[Held, Want]]:
+    """Give each owned piece its writer: the owner itself, or the one of `writers` that writes the piece's file."""
+    writer_of = {file: writers[index % len(writers)] for index, file in enumerate(plan.prefixes)} if writers else {}
+    pieces = []
+    for name, owned in owners.items():
+        for held in owned:
+            box = held.piece.canonical_range
+            assert box is not None
+            writer = writer_of.get(plan.tensors[name][0], held.rank)
+            pieces.append((held, Want(frozenset((writer,)), name, Piece(name, box, box))))
+    return pieces
 
 
 def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:
@@ -135,104 +136,3 @@ def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group:
         return sync_and_sum(folder, plan.contents, dict(mine))
 
     return {name: value for message in all_gather_json(agree(share, group), group) for name, value in message.items()}
-
-
-def _can_write(folder: Path, plan: FilePlan) -> bool:
-    """Return whether this rank sees the files that rank 0 has created."""
-    return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
-
-
-class _Meter:
-    """Reports the progress of this rank's writes."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def add(self, nbytes: int) -> None:
-        """Count further bytes as written."""
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _write(
-    folder: Path,
-    plan: FilePlan,
-    owners: dict[str, list[Held]],
-    holdings: Holdings,
-    progress: Progress | None,
-    counter: IOCounter,
-) -> None:
-    """Write the boxes that this rank owns, file by file; `_checksums` syncs them."""
-    mine: dict[str, list[tuple[str, Held]]] = {}
-    for name, pieces in owners.items():
-        for held in pieces:
-            if held.rank == holdings.rank:
-                mine.setdefault(plan.tensors[name][0], []).append((name, held))
-    meter = _Meter(progress, sum(_nbytes(plan, held) for entries in mine.values() for _, held in entries))
-    stagings = StagingPool()
-    for file, entries in mine.items():
-        with open(folder / file, "r+b", buffering=0) as opened:
-            for name, held in entries:
-                info = plan.tensors[name][1]
-                tensor = holdings.chunks[held.chunk].tensors[held.local]
-                copy = intersect(held.piece, Piece.whole(name, info.shape))
-                if copy is not None:
-                    view = view_of(tensor, copy.source_range)
-                    write_box(opened.fileno(), info, copy.destination_range, view, stagings.on(tensor.device), counter)
-                    meter.add(_nbytes(plan, held))
-
-
-def _nbytes(plan: FilePlan, held: Held) -> int:
-    """Return the bytes of a piece in its file."""
-    return volume(held.piece.local_range) * plan.tensors[held.piece.name][1].dtype.itemsize
-
-
-def _send(
-    folder: Path,
-    plan: FilePlan,
-    owners: dict[str, list[Held]],
-    holdings: Holdings,
-    writers: list[int],
-    group: ProcessGroup | None,
-    progress: Progress | None,
-    counter: IOCounter,
-) -> None:
-    """Send pieces to the writer of their file: each file has one writer among the ranks that reach the files."""
-    files = list(plan.prefixes)
-    writer_of = {file: writers[index % len(writers)] for index, file in enumerate(files)}
-    wants = (
-        (name, [Want(frozenset((writer_of[file],)), file, Piece.whole(name, info.shape))])
-        for name, (file, info) in plan.tensors.items()
-    )
-    stagings = StagingPool()
-    errors: list[OSError] = []
-
-    with contextlib.ExitStack() as stack:
-        mine = [file for file in files if writer_of[file] == holdings.rank]
-        meter = _Meter(progress, sum(info.nbytes for file, info in plan.tensors.values() if file in mine))
-        fds = agree(
-            lambda: {file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno() for file in mine},
-            group,
-        )
-
-        def deliver(want: Want, box: Box, values: Tensor) -> None:
-            # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
-            if not errors:
-                try:
-                    info = plan.tensors[want.piece.name][1]
-                    write_box(fds[want.tensor], info, box, values, stagings.on(values.device), counter)
-                    meter.add(volume(box) * info.dtype.itemsize)
-                except OSError as error:
-                    errors.append(error)
-
-        for _ in exchange(holdings, plan_moves(holdings, owners, wants), group, deliver):
-            pass
-
-        @room_for(plan.nbytes, folder.parent)
-        def end() -> None:
-            if errors:
-                raise errors[0]
-            stack.close()
-
-        agree(end, group)

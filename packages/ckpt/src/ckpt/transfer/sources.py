@@ -2,22 +2,26 @@
 
 import dataclasses
 import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from ckpt.files.boxio import view_of
 from ckpt.files.dtypes import joined_dtype
 from ckpt.files.folder import open_checkpoint
-from ckpt.files.header import TensorInfo, read_header
+from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
-from ckpt.layout.pieces import Box, Piece
+from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
 from ckpt.layout.place import Grid
 from ckpt.transfer.match import detect_role, is_prediction_layer, match
-from ckpt.transfer.shards import is_sharded, open_shards
+from ckpt.transfer.parallel_reads import Read
+from ckpt.transfer.shards import is_sharded, read_layout, shard_name
 from ckpt.transfer.tied import tied_names
 
 Index = dict[str, list[tuple[str, Piece]]]
@@ -29,7 +33,7 @@ class Source:
 
     Attributes:
         layout: The layout of the model.
-        files: The time of each file's last change (`ckpt.files.unchanged`).
+        headers: The header of each file.
         tensors: Key -> (file, where the tensor lies in the file).
         pieces: Canonical name -> [(key, piece)], each element once.
         copies: Canonical name -> [(key, piece)], for further copies at other places.
@@ -38,12 +42,17 @@ class Source:
     """
 
     layout: Layout
-    files: dict[Path, int]
+    headers: dict[Path, Header]
     tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
     pieces: Index = field(default_factory=dict)
     copies: Index = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     grid: Grid | None = None
+
+    @property
+    def files(self) -> dict[Path, int]:
+        """The time of each file's last change (`ckpt.files.unchanged`)."""
+        return {path: header.modified_ns for path, header in self.headers.items()}
 
     def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a local tensor that joins canonical tensors: `cast` where they may be cast, or their own.
@@ -55,29 +64,59 @@ class Source:
         kept = any(self.layout.canonical[name].keep_dtype for name in names)
         return joined_dtype(local, found, None if kept else cast)
 
+    def check(self, rank: int = 0, size: int = 1) -> None:
+        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share.
 
-def open_source(path: str | os.PathLike[str], role: Role | None = None, *, check: bool = False) -> Source:
-    """Open a Hugging Face folder or a sharded one; without `role`, the heads and the config decide the role.
+        Raises:
+            ValueError: As `check_bytes`, or a file was replaced meanwhile.
+        """
+        with while_unchanged(self.files):
+            check_bytes(self.headers, rank, size)
 
-    With `check`, compare the bytes of the files with their recorded checksums, too.
+
+def open_source(
+    path: str | os.PathLike[str], role: Role | None = None, layout: Layout | None = None, *, check: bool = False
+) -> Source:
+    """Open a Hugging Face folder or a sharded one.
+
+    Args:
+        path: The folder, or one file of weights.
+        role: The role of a Hugging Face folder; None: the role that its heads and config show.
+        layout: The layout of the model, if known, of which the files must hold the tensors.
+        check: Compare the bytes of the files with their recorded checksums.
 
     Raises:
-        ValueError: As `open_checkpoint`, `match`, `open_shards` or `check_bytes`.
+        ValueError: As `open_checkpoint`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
     """
-    source = _sharded(path) if is_sharded(path) else _hugging_face(path, role)
+    if is_sharded(path):
+        source = _sharded(Path(path))
+        if layout is not None:
+            require_same_model(layout, source.layout)
+    else:
+        checkpoint = open_checkpoint(path)
+        known = layout or layout_for(path, role=role or detect_role(checkpoint))
+        headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
+        tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
+        source = Source(known, headers, tensors, match(checkpoint, known))
     if check:
-        with while_unchanged(source.files):
-            check_bytes({file: read_header(file) for file in source.files})
+        source.check()
     return source
 
 
-def _hugging_face(path: str | os.PathLike[str], role: Role | None) -> Source:
-    checkpoint = open_checkpoint(path)
-    layout = layout_for(path, role=role or detect_role(checkpoint))
-    tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
-    source = Source(layout, checkpoint.files, tensors)
-    source.pieces = match(checkpoint, layout)
-    return source
+def require_same_model(layout: Layout, other: Layout) -> None:
+    """Refuse layouts whose canonical tensors differ.
+
+    Raises:
+        ValueError: Names the first tensor that differs.
+    """
+    for name, canonical in layout.canonical.items():
+        found = other.canonical.get(name)
+        if found is None or found.shape != canonical.shape:
+            there = "is not in the other layout" if found is None else f"has shape {found.shape} in the other layout"
+            raise ValueError(f"the layouts are of different models: {name} {canonical.shape} {there}")
+    extra = [name for name in other.canonical if name not in layout.canonical]
+    if extra:
+        raise ValueError(f"the layouts are of different models: only the second has {extra[:3]}")
 
 
 def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
@@ -90,19 +129,68 @@ def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None 
     return source
 
 
-def _sharded(path: str | os.PathLike[str]) -> Source:
-    shards = open_shards(path)
-    source = Source(shards.layout, shards.files, tied=tied_names(shards.layout, shards.grid.places()), grid=shards.grid)
+def _sharded(folder: Path) -> Source:
+    """Open a sharded checkpoint and check every header against the layout.
+
+    Raises:
+        ValueError: A file is missing or broken, its tensors are not those of its place, or places hold a tensor in
+            several dtypes or only a part of it; names the file and the tensor.
+    """
+    layout, grid = read_layout(folder)
+    source = Source(layout, {}, tied=tied_names(layout, grid.places()), grid=grid)
     boxes: dict[str, set[Box]] = {}
-    for index, place in enumerate(shards.grid.places()):
-        blocks = shards.layout.at(place)
-        for local, info in shards.tensors(index).items():
+    types: dict[str, dict[torch.dtype, Path]] = {}
+    for index, place in enumerate(grid.places()):
+        path = folder / shard_name(index, grid.size)
+        source.headers[path] = header = read_header(path)
+        blocks = layout.at(place)
+        _check_place(path, header, blocks, layout, str(place))
+        for local, info in header.tensors.items():
             key = f"{index}:{local}"
-            source.tensors[key] = (shards.file(index), info)
+            source.tensors[key] = (path, info)
             for piece in blocks[local].pieces:
                 if piece.canonical_range is not None:
                     seen = boxes.setdefault(piece.name, set())
                     held = source.copies if piece.canonical_range in seen else source.pieces
                     held.setdefault(piece.name, []).append((key, piece))
                     seen.add(piece.canonical_range)
+                    types.setdefault(piece.name, {}).setdefault(info.dtype, path)
+    for name, found in types.items():
+        problem = cover_problem(sorted(boxes[name]), layout.canonical[name].shape)
+        if problem:
+            raise ValueError(f"{folder} does not hold all of {name}: {problem}; a place has not saved it")
+        if len(found) > 1:
+            listed = " and ".join(f"{dtype} in {file}" for dtype, file in found.items())
+            raise ValueError(f"{name} is of several types: {listed}; save all places in one")
     return source
+
+
+def _check_place(path: Path, header: Header, blocks: Mapping[str, Block], layout: Layout, place: str) -> None:
+    held = header.tensors
+    missing = [name for name, block in blocks.items() if name not in held and not layout.is_optional(block)]
+    unexpected = [name for name in held if name not in blocks]
+    wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
+    if missing or unexpected or wrong:
+        raise ValueError(
+            f"{path} does not hold the tensors of {place}: missing {missing[:3]}, unexpected {unexpected[:3]}, "
+            f"wrong shape {wrong[:3]}"
+        )
+
+
+def reads_into(
+    tensor: Tensor, block: Block, pieces: Index, where: Callable[[str], tuple[Path, TensorInfo]]
+) -> Iterator[Read]:
+    """Clear the padding of a tensor, and yield the reads that fill the rest.
+
+    Args:
+        tensor: The tensor to fill.
+        block: What the tensor is made of.
+        pieces: Canonical name -> [(key, piece)], each element once.
+        where: Returns a key's file, and where the tensor lies in the file.
+    """
+    for piece in block.pieces:
+        if piece.is_padding:
+            view_of(tensor, piece.local_range).zero_()
+    for key, copy in shared(block, pieces):
+        path, info = where(key)
+        yield Read(key, path, info, copy.source_range, view_of(tensor, copy.destination_range))

@@ -12,7 +12,6 @@ from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, require_same
 from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, copy_into, exchange, plan_moves
 from ckpt.transfer.holdings import Holdings, Tensors, take_stock
-from ckpt.transfer.owners import assign_owners
 from ckpt.transfer.tied import require_equal_copies
 
 
@@ -56,10 +55,10 @@ def stream_hf(
     holdings = take_stock(tensors, layout, place, group)
 
     def prepare() -> tuple[list[Bucket], dict[str, torch.dtype]]:
-        return _planned(holdings, frozenset(receivers), bucket_bytes), holdings.stored_dtypes(dtype)
+        return _planned(holdings, layout, frozenset(receivers), bucket_bytes), holdings.stored_dtypes(dtype, layout)
 
     buckets, types = agree(prepare, group)
-    require_equal_copies(holdings, group)
+    require_equal_copies(holdings, layout, group)
     own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
     where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
     full: dict[str, Tensor] = {}
@@ -69,9 +68,7 @@ def stream_hf(
 
     def deliver(want: Want, box: Box, values: Tensor) -> None:
         if want.tensor not in full:
-            full[want.tensor] = torch.empty(
-                layout.canonical[want.tensor].shape, dtype=types[want.tensor], device=assembly
-            )
+            full[want.tensor] = torch.empty(holdings.shapes[want.tensor], dtype=types[want.tensor], device=assembly)
         copy_into(full[want.tensor], box, values)
 
     whole = (
@@ -112,13 +109,14 @@ def _in_pinned_memory(batches: Iterable[Batch], device: torch.device) -> Iterato
         yield pending[1]
 
 
-def _planned(holdings: Holdings, receivers: frozenset[int], bucket_bytes: int) -> list[Bucket]:
+def _planned(holdings: Holdings, layout: Layout, receivers: frozenset[int], bucket_bytes: int) -> list[Bucket]:
     """Return the plan of a stream, which is kept with the layout for the next stream of the same tensors."""
-    kept = holdings.layout.kept
     key = (holdings.key, receivers, bucket_bytes)
-    if "stream" not in kept or kept["stream"][0] != key:
-        shapes = {name: holdings.layout.canonical[name].shape for name in holdings.dtypes}
-        wants = ((name, [Want(receivers, name, Piece.whole(name, shape))]) for name, shape in shapes.items())
-        kept["stream"] = key, list(plan_moves(holdings, assign_owners(holdings), wants, bucket_bytes))
-    buckets: list[Bucket] = kept["stream"][1]
+    if "stream" not in layout.kept or layout.kept["stream"][0] != key:
+        wants = (
+            (owned, [Want(receivers, name, Piece.whole(name, holdings.shapes[name]))])
+            for name, owned in holdings.assign_owners().items()
+        )
+        layout.kept["stream"] = key, list(plan_moves(holdings, wants, bucket_bytes))
+    buckets: list[Bucket] = layout.kept["stream"][1]
     return buckets

@@ -2,14 +2,14 @@
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import BoxOf, StagingPool, view_of
+from ckpt.files.boxio import StagingPool, view_of
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Box, full_box
+from ckpt.layout.pieces import Box
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json
 from ckpt.transfer.holdings import Holdings
@@ -29,49 +29,19 @@ def tied_names(layout: Layout, places: Iterable[Place]) -> set[str]:
     return tied
 
 
-def require_equal_copies(holdings: Holdings, group: ProcessGroup | None) -> None:
-    """Refuse copies of tied weights that differ in any bit between pipeline chunks or their replicas.
+def require_equal_copies(holdings: Holdings, layout: Layout, group: ProcessGroup | None) -> None:
+    """Refuse copies of tied weights, and of their optimizer state, that differ in any bit between ranks.
 
     Communication: one small JSON all-gather of checksums, if there are tied weights.
 
     Raises:
         ValueError: Copies differ; names the tensor, the ranks and places of each version, and the fix; on every rank.
     """
-    tied = tied_names(holdings.layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
-    if tied & holdings.dtypes.keys():
-        _compare(agree(lambda: _own_copies(holdings, tied), group), group)
-
-
-def require_equal_boxes(
-    boxes: Sequence[BoxOf], layout: Layout, places: Sequence[Place], group: ProcessGroup | None
-) -> None:
-    """Refuse boxes of canonical tensors, moments and step counts that differ between pipeline chunks.
-
-    Args:
-        boxes: This rank's boxes; the last part of a box's name is the canonical tensor's.
-        layout: The layout of the model.
-        places: This rank's places.
-        group: The ranks; None: this process alone.
-
-    Communication: one small JSON all-gather of the places, and one of checksums if there are tied weights.
-
-    Raises:
-        ValueError: As `require_equal_copies`.
-    """
-    everywhere = all_gather_json([place.to_json() for place in places], group)
-    tied = tied_names(layout, (Place(**entry) for message in everywhere for entry in message))
-    if not tied:
-        return
-    where = ", ".join(map(str, places))
-
-    def copy_of(box: BoxOf, stagings: StagingPool) -> _Copy:
-        return box.name, box.box, where, _checksum(box.memory, full_box(tuple(box.memory.shape)), stagings)
-
-    def copies() -> list[_Copy]:
-        stagings = StagingPool()
-        return [copy_of(box, stagings) for box in boxes if box.name.rpartition("/")[2] in tied]
-
-    _compare(agree(copies, group), group)
+    tied = tied_names(layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
+    # The name of optimizer state ends in the tensor's name.
+    names = {name for name in holdings.shapes if name.rpartition("/")[2] in tied}
+    if names:
+        _compare(agree(lambda: _own_copies(holdings, names), group), group)
 
 
 def _compare(own: list[_Copy], group: ProcessGroup | None) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
-
-if TYPE_CHECKING:
-    from ckpt import PendingSave  # training checkpoints take as long to import as torch
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class WorkerState:
         self.skipped_steps = 0
         self._memory = Offload(engine.module, self._optimizer_state)
         self._background: dist.ProcessGroup | None = None
-        self._saving: PendingSave | None = None
+        self._saving: ckpt.PendingSave | None = None
 
     @cached_property
     def optimizer(self) -> Optimizer:

@@ -152,19 +152,13 @@ def prepare(*modules: str) -> None:
             os.environ[_CUDA_UNTOUCHED] = before
 
 
-def slow_imports(dims: ParallelDims, *, saves: bool = False) -> list[str]:
-    """Return the parts of torch that take a second or more to import and that the ranks of a grid need.
-
-    Args:
-        dims: The grid.
-        saves: The ranks write training checkpoints.
-    """
+def slow_imports(dims: ParallelDims) -> list[str]:
+    """Return the parts of torch that take a second or more to import and that the ranks of a grid need."""
     needed = {
         # torch imports torch._dynamo at the first operator written in Python, or the first optimizer.
         "torch._dynamo": True,
         "torch.distributed.fsdp": dims.dp * dims.cp > 1,
         "torch.distributed.pipelining": dims.pp > 1,
-        "torch.distributed.checkpoint": saves,
     }
     return [name for name, needs in needed.items() if needs]
 

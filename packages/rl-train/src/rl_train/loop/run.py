@@ -50,7 +50,7 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
 def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Run the loop on ranks of this machine."""
     options = planned.options
-    prepare(__name__, *slow_imports(options.grid, saves=options.save_every > 0))
+    prepare(__name__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
     ranks = options.grid.world_size
     result: dict[str, float] = run_on_ranks(

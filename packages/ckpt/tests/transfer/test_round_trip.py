@@ -1,13 +1,12 @@
 """Loading, resharding and saving are inverse: over random shapes, grids, targets and layer placements.
 
-Optimizer state goes along, in files and between live ranks: moments with values of their own, and step counts.
+Moments go along between live ranks, with values of their own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +24,10 @@ from ckpt import (
     Place,
     layout_for,
     load_hf,
-    load_shards,
     merge,
     redistribute,
-    redistribute_optimizer,
     reshard,
     save_hf,
-    save_shards,
 )
 
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
@@ -146,16 +142,9 @@ def write_run(folder: Path, config: dict[str, Any], role: Any) -> None:
         (folder / slot / "config.json").write_text(json.dumps(config))
 
 
-def held_at(folder: Path, layout: Layout, place: Place) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return what a place holds of a run, read from the Hugging Face files: weights and the state of an optimizer."""
-    moments = {slot: load_hf(folder / slot, layout, place) for slot in MOMENTS}
-    state: dict[str, dict[str, Tensor]] = {}
-    for name, block in layout.at(place).items():
-        # Step counts differ from layer to layer, as when some were frozen for a while.
-        layer = re.search(r"layers\.(\d+)", block.names[0])
-        step = torch.tensor(100.0 + int(layer[1]) if layer else 7.0)
-        state[name] = {"step": step, **{slot: held[name] for slot, held in moments.items()}}
-    return load_hf(folder / "weights", layout, place), state
+def held_at(folder: Path, layout: Layout, place: Place) -> dict[str, dict[str, Tensor]]:
+    """Return a place's weights and moments, read from the Hugging Face files."""
+    return {slot: load_hf(folder / slot, layout, place) for slot in ("weights", *MOMENTS)}
 
 
 def layout_on(data: st.DataObject, config: dict[str, Any], role: Any, layers: Any) -> Layout:
@@ -170,8 +159,7 @@ def test_files_go_from_any_grid_to_any_other(assert_same: AssertSame, data: st.D
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_run(folder, config, role)
-        whole = layout_for(config, role=role)
-        save_shards(folder / "0", held_at(folder, whole, Place())[0], whole, Place())
+        reshard(folder / "weights", folder / "0", Grid(), role=role)
         for number in (1, 2):
             grid, layers = data.draw(grids(config))
             layout = layout_on(data, config, role, layers)
@@ -184,7 +172,7 @@ def test_files_go_from_any_grid_to_any_other(assert_same: AssertSame, data: st.D
                 vocab_multiple=layout.vocab_multiple,
             )
             for place in grid.places():
-                assert_same(load_shards(folder / f"{number}", place), held_at(folder, layout, place)[0])
+                assert_same(load_hf(folder / f"{number}", layout, place), load_hf(folder / "weights", layout, place))
         merge(folder / "2", folder / "merged")
         assert_same(load_file(folder / "merged" / "model.safetensors"), load_file(folder / "weights/model.safetensors"))
 
@@ -196,14 +184,17 @@ def move(group: Any, folder: str, layout: Layout, grid: Grid, to_layout: Layout,
     places, to_places = list(grid.places())[rank::size], list(to_grid.places())[(rank + turn) % size :: size]
     held = [held_at(run, layout, place) for place in places]
     expected = [held_at(run, to_layout, place) for place in to_places]
-    tensors = redistribute([own for own, _ in held], layout, places, to_layout, to_places, group=group)
-    state = redistribute_optimizer([own for _, own in held], layout, places, to_layout, to_places, group=group)
-    return list(zip(tensors, state, strict=True)), expected
+    slots = ["weights", *MOMENTS]
+    moved = [
+        redistribute([chunk[slot] for chunk in held], layout, places, to_layout, to_places, group=group)
+        for slot in slots
+    ]
+    return [dict(zip(slots, chunk, strict=True)) for chunk in zip(*moved, strict=True)], expected
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_live_ranks_go_from_any_grid_to_any_other_with_their_optimizer(
+def test_live_ranks_go_from_any_grid_to_any_other_with_their_moments(
     assert_same: AssertSame, ranks: Any, data: st.DataObject
 ) -> None:
     config, role = data.draw(configs()), data.draw(st.sampled_from(["causal_lm", "value"]))
@@ -214,8 +205,7 @@ def test_live_ranks_go_from_any_grid_to_any_other_with_their_optimizer(
         turn = data.draw(st.integers(0, 3))
         for moved, expected in ranks.run(move, folder, layout, grid, to_layout, to_grid, turn, world=4):
             assert len(moved) == len(expected)
-            for (tensors, state), (wanted, wanted_state) in zip(moved, expected, strict=True):
-                assert_same(tensors, wanted)
-                assert state.keys() == wanted_state.keys()
-                for local, slots in wanted_state.items():
-                    assert_same(state[local], slots)
+            for chunk, wanted in zip(moved, expected, strict=True):
+                assert chunk.keys() == wanted.keys()
+                for slot, tensors in wanted.items():
+                    assert_same(chunk[slot], tensors)

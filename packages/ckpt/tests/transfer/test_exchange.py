@@ -22,7 +22,6 @@ from ckpt import (
     load_hf,
     open_checkpoint,
     redistribute,
-    redistribute_optimizer,
     save_hf,
     stream_hf,
 )
@@ -135,7 +134,7 @@ def move(group: Any, source: str, bucket_bytes: int) -> bool:
     to_place = Place(tp=(rank % 2, 2), pp=(rank // 2, 2))
     place = [Place(tp=(rank, 2))] if rank < 2 else []
     tensors = [load_hf(source, layout, at) for at in place]
-    moved = redistribute(tensors, layout, place, to_layout, to_place, group=group, bucket_bytes=bucket_bytes)
+    (moved,) = redistribute(tensors, layout, place, to_layout, to_place, group=group, bucket_bytes=bucket_bytes)
     expected = load_hf(source, to_layout, to_place)
     return moved.keys() == expected.keys() and all(torch.equal(moved[name], expected[name]) for name in expected)
 
@@ -147,42 +146,6 @@ def test_a_live_model_moves_between_grids_bitwise(
 ) -> None:
     folder = checkpoint(name, num_hidden_layers=2, vocab_size=51)
     assert ranks.run(move, str(folder), bucket_bytes, world=4) == [True] * 4
-
-
-def optimizer_state(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {"step": torch.tensor(7.0), "exp_avg": 2 * tensor, "exp_avg_sq": (3 * tensor).double()}
-        for name, tensor in tensors.items()
-    }
-
-
-def move_optimizer(group: Any, source: str) -> bool:
-    layout, to_layout = layout_for(source), layout_for(source, "megatron")
-    place, to_place = Place(tp=(group.rank(), 2)), Place(pp=(group.rank(), 2))
-    state = optimizer_state(load_hf(source, layout, place))
-    moved = redistribute_optimizer(state, layout, place, to_layout, to_place, group=group)
-    expected = optimizer_state(load_hf(source, to_layout, to_place))
-    assert moved.keys() == expected.keys()
-    return all(
-        torch.equal(moved[name][slot], tensor) and moved[name][slot].dtype == tensor.dtype
-        for name, slots in expected.items()
-        for slot, tensor in slots.items()
-    )
-
-
-def test_moments_and_step_counts_move_with_their_parameters(checkpoint: Checkpoints, ranks: Any) -> None:
-    assert ranks.run(move_optimizer, str(checkpoint("llama-bias")), world=2) == [True, True]
-
-
-def test_step_counts_that_differ_cannot_be_fused(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("llama")
-    megatron, parallel = layout_for(folder, "megatron"), layout_for(folder)
-    # Where the files' tensors are apart, as a Hugging Face model has them, their counts may differ.
-    state = {"decoder.final_layernorm.weight": {"count": torch.zeros(3)}}
-    with pytest.raises(ValueError, match=r"count has shape \(3,\)"):
-        redistribute_optimizer(state, megatron, Place(), parallel, Place())
-    with pytest.raises(ValueError, match="state for odd"):
-        redistribute_optimizer({"odd": {"step": torch.tensor(1)}}, megatron, Place(), parallel, Place())
 
 
 def test_layouts_of_different_models_are_refused(checkpoint: Checkpoints) -> None:
@@ -249,8 +212,8 @@ def save_in_buckets(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.transfer.save._can_write", lambda folder, plan: group.rank() in writers)
-        patch.setattr("ckpt.transfer.save.plan_moves", functools.partial(plan_moves, bucket_bytes=bucket_bytes))
-        patch.setattr("ckpt.transfer.save.open", recorded, raising=False)
+        patch.setattr("ckpt.transfer.writing.plan_moves", functools.partial(plan_moves, bucket_bytes=bucket_bytes))
+        patch.setattr("ckpt.transfer.writing.open", recorded, raising=False)
         patch.setattr(dist, "all_to_all_single", recording)
         for name in ("send", "isend", "broadcast", "gather", "all_gather_into_tensor"):
             patch.setattr(dist, name, refused)

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, Place, layout_for, load_hf, load_shards, merge, open_shards, reshard, save_shards, verify
+from ckpt import Grid, layout_for, load_hf, merge, reshard, verify
+from ckpt.transfer.sources import open_source
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
@@ -52,33 +53,29 @@ def test_files_go_from_grid_to_grid_and_come_back(
     reshard(tmp_path / "a", tmp_path / "b", second, target="parallel")
     layout = layout_for(source)
     for place in second.places():
-        assert_same(load_shards(tmp_path / "b", place), load_hf(source, layout, place))
+        assert_same(load_hf(tmp_path / "b", layout, place), load_hf(source, layout, place))
     merge(tmp_path / "b", tmp_path / "c", max_shard_size="20KB")
     assert_same(read_all(tmp_path / "c"), read_all(source))
 
 
-def save_as_rank(group: Any, source: str, target: str) -> None:
-    """Two data-parallel copies of a tp 2 grid."""
-    place = Place(tp=(group.rank() % 2, 2))
-    layout = layout_for(source)
-    save_shards(target, load_hf(source, layout, place), layout, place, group=group)
-
-
-def test_live_ranks_save_a_grid_that_goes_to_another_one(
-    checkpoint: Checkpoints, assert_same: AssertSame, tmp_path: Path, ranks: Any
+def test_a_sharded_folder_loads_on_its_own_grid_and_on_any_other(
+    checkpoint: Checkpoints, assert_same: AssertSame, tmp_path: Path
 ) -> None:
     source = checkpoint("qwen2")
-    ranks.run(save_as_rank, str(source), str(tmp_path / "a"), world=4)
-    reshard(tmp_path / "a", tmp_path / "b", Grid(tp=4, pp=2), target="megatron")
-    layout = layout_for(source, "megatron")
-    for place in Grid(tp=4, pp=2).places():
-        assert_same(load_shards(tmp_path / "b", place), load_hf(source, layout, place))
+    grids = Grid(tp=2), Grid(tp=4, pp=2)
+    reshard(source, tmp_path / "a", grids[1], target="megatron")
+    for grid, layout in ((grids[0], layout_for(source)), (grids[1], layout_for(source, "megatron"))):
+        for place in grid.places():
+            assert_same(load_hf(tmp_path / "a", layout, place), load_hf(source, layout, place))
+    # A place's file holds the tensors under their local names, for a program without ckpt.
+    file = tmp_path / "a" / "shard-00007-of-00008.safetensors"
+    assert_same(load_file(file), load_hf(source, layout_for(source, "megatron"), place))
 
 
 def test_weights_are_cast(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     reshard(source, tmp_path / "b", Grid(tp=2), dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in load_shards(tmp_path / "b", Place(tp=(0, 2))).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_hf(tmp_path / "b", layout_for(source)).values()} == {torch.bfloat16}
     merge(tmp_path / "b", tmp_path / "c")
     assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -89,14 +86,12 @@ def sharded(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def test_a_place_of_another_grid_is_refused(sharded: Path) -> None:
-    with pytest.raises(ValueError, match=r"which has no place tp=0/4; use ckpt.reshard first"):
-        load_shards(sharded, Place(tp=(0, 4)))
+def test_a_sharded_folder_of_another_model_is_refused(sharded: Path, checkpoint: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=r"of different models: .*embed_tokens.weight \(51, 32\) has shape"):
+        load_hf(sharded, layout_for(checkpoint("llama", vocab_size=51)))
 
 
-def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: Checkpoints) -> None:
-    with pytest.raises(ValueError, match=r"has no layout.json"):
-        open_shards(checkpoint("llama"))
+def test_broken_sharded_folders_are_refused_by_name(sharded: Path) -> None:
     layout = json.loads((sharded / "layout.json").read_text())
     for change, message in (
         ({"version": 9}, "version=9 must be 2, the version that is known"),
@@ -106,7 +101,7 @@ def test_broken_sharded_folders_are_refused_by_name(sharded: Path, checkpoint: C
     ):
         (sharded / "layout.json").write_text(json.dumps({**layout, **change}))
         with pytest.raises(ValueError, match=message):
-            open_shards(sharded)
+            open_source(sharded)
     (sharded / "layout.json").write_text(json.dumps(layout))
     os.truncate(sharded / "shard-00001-of-00002.safetensors", 1000)
     with pytest.raises(ValueError, match=r"shard-00001-of-00002.safetensors"):
@@ -127,7 +122,7 @@ def test_a_damaged_layout_file_is_refused_at_once_by_name(sharded: Path) -> None
     for content in [*damaged, *ODD]:
         (sharded / "layout.json").write_text(json.dumps(content))
         try:
-            open_shards(sharded)
+            open_source(sharded)
         except ValueError as error:
             messages.append(str(error))
     assert time.monotonic() - start < 10
@@ -136,7 +131,7 @@ def test_a_damaged_layout_file_is_refused_at_once_by_name(sharded: Path) -> None
     assert len(damaged) + len(ODD) - len(messages) == 3  # the same again: layers and etp null, carried {}
     (sharded / "layout.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"layout.json is not valid JSON"):
-        open_shards(sharded)
+        open_source(sharded)
 
 
 @pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync"])
@@ -161,20 +156,6 @@ def test_a_full_disk_is_a_clear_error_and_the_old_files_stay(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "sharded"]
 
 
-def save_half(group: Any, source: str, target: str) -> str:
-    layout, place = layout_for(source), Place(tp=(0, 2))
-    try:
-        save_shards(target, load_hf(source, layout, place), layout, place, group=group)
-    except ValueError as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_grid_with_an_absent_place_is_not_saved(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
-    seen = ranks.run(save_half, str(checkpoint("llama")), str(tmp_path / "a"), world=2, timeout=10)
-    assert all("no rank of the group stands at ['tp=1/2']" in text for text in seen)
-
-
 def test_a_cast_joins_tensors_of_several_types(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = tmp_path / "mixed"
     shutil.copytree(checkpoint("llama"), source)
@@ -187,7 +168,7 @@ def test_a_cast_joins_tensors_of_several_types(checkpoint: Checkpoints, tmp_path
     layout = layout_for(source)
     for place in Grid(tp=2).places():
         expected = load_hf(source, layout, place, dtype=torch.bfloat16)
-        found = load_shards(tmp_path / "shards", place)
+        found = load_hf(tmp_path / "shards", layout, place)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

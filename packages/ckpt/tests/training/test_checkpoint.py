@@ -483,7 +483,7 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
     folder = root / "step-00000001"
     shutil.copytree(folder, root / "step-00000002")
     os.truncate(root / "step-00000002" / "rank-00000.safetensors", 5000)
-    with pytest.raises(ValueError, match=r"rank-00000.safetensors is truncated"):
+    with pytest.raises(ValueError, match=r"rank-00000.safetensors is damaged or truncated"):
         load_training(root, layout, step=2)
     text = (folder / "metadata.json").read_text()
     (folder / "metadata.json").write_text(text.replace("rank-00000.safetensors", "../rank-00000.safetensors"))

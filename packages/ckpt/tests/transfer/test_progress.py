@@ -11,7 +11,7 @@ import torch
 
 import ckpt.comparison.compare
 import ckpt.transfer.save
-from ckpt import Grid, IOCounter, Place, layout_for, load_hf, merge, reshard, save_hf, save_shards, verify
+from ckpt import Grid, IOCounter, Place, layout_for, load_hf, merge, reshard, save_hf, verify
 
 Checkpoints = Callable[..., Path]
 
@@ -76,7 +76,7 @@ def test_files_to_files(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: py
     source = checkpoint("llama", vocab_size=51)
     layout = layout_for(source)
     tensors = load_hf(source, layout)
-    save_shards(tmp_path / "one", tensors, layout, Place())
+    reshard(source, tmp_path / "one", Grid())
     whole = sum(tensor.nbytes for tensor in tensors.values())
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
 

@@ -20,7 +20,6 @@ from ckpt import (
     load_training,
     redistribute,
     save_hf,
-    save_shards,
     save_training,
     stream_hf,
     verify_live,
@@ -106,14 +105,13 @@ def test_live_transfers_on_a_gpu(
         assert_same(on_host, read_all(source))
     for name, tensor in stream_hf(tensors, layout, device="cpu", dtype=torch.bfloat16, bucket_bytes=1000):
         assert torch.equal(tensor, streamed[name].bfloat16().cpu())  # its memory is freed, and used again
-    moved = redistribute(tensors, layout, Place(), megatron, Place(), device="cuda")
+    (moved,) = redistribute(tensors, layout, Place(), megatron, Place(), device="cuda")
     assert_same({name: tensor.cpu() for name, tensor in moved.items()}, load_hf(source, megatron))
     optimizer = {name: {"step": torch.tensor(3.0), "exp_avg": tensor * 2} for name, tensor in tensors.items()}
     save_training(tmp_path / "run", 1, tensors, layout, optimizer=optimizer, asynchronous=True).wait()
     state = load_training(tmp_path / "run", layout, device="cuda")
     assert all(torch.equal(state.tensors[name], tensor) for name, tensor in tensors.items())
     assert all(torch.equal(state.optimizer[name]["exp_avg"], tensor * 2) for name, tensor in tensors.items())
-    save_shards(tmp_path / "shards", tensors, layout, Place())
 
 
 def over_nccl(group: Any, source: str, folder: str) -> bool:
@@ -127,7 +125,7 @@ def over_nccl(group: Any, source: str, folder: str) -> bool:
     divided = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     plain = load_hf(source, layout, Place(tp=(rank, 2)), device=device, group=group)
     for number, (tensors, place) in enumerate(((plain, Place(tp=(rank, 2))), (divided, Place()))):
-        moved = redistribute(tensors, layout, place, megatron, Place(), group=group, device=device)
+        (moved,) = redistribute(tensors, layout, place, megatron, Place(), group=group, device=device)
         assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
         for name, tensor in stream_hf(tensors, layout, group, place, bucket_bytes=4096):
             assert tensor.is_cuda, name

@@ -66,7 +66,7 @@ def work(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     described = []
     for place in places:
         whole = {name: (t, tuple((0, n) for n in t.shape)) for name, t in tensors_at(layout, place).items()}
-        described.append([stock._describe(place, whole)])
+        described.append(stock._describe([(place, whole)]))
 
     def gathered(message: Any, group: object) -> list[Any]:
         # What the ranks hold differs; of all else each says the same.

@@ -1,0 +1,168 @@
+"""Describe a training run's weights and optimizer state as parts of canonical tensors, to save and to load.
+
+Weights are `model/NAME`, moments `optimizer/SLOT/NAME`. A slot of one element (a step count) is saved with each
+canonical tensor that its parameter joins, so that any other fusion can load it.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt.files.header import TensorInfo, read_header
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.overlaps import on_this_rank, require_memory
+from ckpt.layout.pieces import Block, extents, full_box, volume
+from ckpt.layout.place import Place
+from ckpt.training.boxes import Stored
+from ckpt.transfer.holdings import OwnParts, Parts, Places, Tensors, check_names, places_of, prefixed
+from ckpt.transfer.parallel_reads import Read
+from ckpt.transfer.sources import reads_into
+
+# Local name -> slot -> tensor.
+OptimizerState = Mapping[str, Mapping[str, Tensor]]
+
+
+def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place: Places) -> OwnParts:
+    """Return the parts that this rank holds of each of its places; of DTensors, their local parts.
+
+    Raises:
+        ValueError: A tensor is missing, unexpected or of another shape; names the tensor.
+    """
+    blocks = _blocks(layout, place)
+    check_names([*dict.fromkeys((*tensors, *optimizer))], blocks, layout, str(place or Place()))
+    own: list[tuple[Place, Parts]] = []
+    for at in places_of(place):
+        parts: Parts = {}
+        for name, block in layout.at(at).items():
+            box = full_box(block.shape)
+            if name in tensors:
+                _, box = parts[f"model/{name}"] = on_this_rank(name, tensors[name], block.shape)
+            for slot, tensor in optimizer.get(name, {}).items():
+                shape = tuple(tensor.shape)
+                values, held = on_this_rank(f"{name}'s {slot}", tensor, shape)
+                # An optimizer may hold a moment as a DTensor, or the local part alone.
+                held = held if shape == block.shape else box
+                if shape and tuple(values.shape) == extents(held):
+                    parts[f"optimizer/{slot}/{name}"] = values, held
+                elif values.numel() == 1 and "/" not in slot:
+                    parts |= {f"optimizer/{slot}/{source}": (values.view(()), ()) for source in block.names}
+                else:
+                    raise ValueError(
+                        f"{name}'s {slot} has shape {shape}; it must be the parameter's {block.shape} or one element"
+                    )
+        own.append((at, parts))
+    return own
+
+
+def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
+    """Return the local tensors of all of a rank's chunks."""
+    places = places_of(place)
+    blocks: dict[str, Block] = {}
+    for at in places:
+        if both := sorted(blocks.keys() & layout.at(at).keys()):
+            raise ValueError(f"several chunks of {list(map(str, places))} have {both[:3]}; save each chunk by itself")
+        blocks |= layout.at(at)
+    return blocks
+
+
+@dataclass
+class WantedState:
+    """The tensors that a place loads, and what they are made of.
+
+    Attributes:
+        tensors: Local name -> weights.
+        optimizer: Local name -> slot -> moments; `settle_counts` adds the counts.
+        counts: (local name, slot) -> the one-element state of each canonical tensor that the parameter joins.
+        blocks: Each of these tensors, or this rank's part of it, and its block.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    counts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    blocks: list[tuple[Tensor, Block]] = field(default_factory=list)
+
+    def reads(self, folder: Path, stored: Mapping[str, Stored]) -> Iterator[Read]:
+        """Clear all padding, and yield the reads that fill the tensors.
+
+        Raises:
+            ValueError: The files do not hold every wanted element once.
+        """
+        header = functools.cache(read_header)
+
+        def where(key: str) -> tuple[Path, TensorInfo]:
+            path = folder / stored[key.rpartition("@")[0]].chunks[key][0]
+            return path, header(path).tensors[key]
+
+        for tensor, block in self.blocks:
+            reads = list(reads_into(tensor, block, {name: stored[name].pieces for name in block.names}, where))
+            wanted = sum(volume(piece.local_range) for piece in block.pieces if not piece.is_padding)
+            if sum(volume(read.box) for read in reads) != wanted:
+                raise ValueError(
+                    f"the training checkpoint does not hold every element of {', '.join(block.names[:3])} once; "
+                    "restore it"
+                )
+            yield from reads
+
+    def settle_counts(self) -> None:
+        """Move the count of every parameter to `optimizer`.
+
+        Raises:
+            ValueError: The canonical tensors that a parameter joins have different counts.
+        """
+        for (name, slot), values in self.counts.items():
+            if not torch.equal(values, values[:1].expand_as(values)):
+                raise ValueError(f"the {slot} of the tensors fused in {name} differ: {values.tolist()}")
+            self.optimizer.setdefault(name, {})[slot] = values[0].clone()
+
+
+def wanted_state(
+    stored: Mapping[str, Stored], layout: Layout, place: Places, into: Tensors | None, device: torch.device
+) -> WantedState:
+    """Return the state that a place loads from a training checkpoint: new tensors, or those of `into`.
+
+    Raises:
+        ValueError: The checkpoint is of another model, or `into` does not fit; names the tensor.
+    """
+    require_memory("device", device)
+    slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
+    wanted = WantedState()
+    for name, block in _blocks(layout, place).items():
+        if layout.is_optional(block) and not any(f"model/{source}" in stored for source in block.names):
+            continue
+        absent = [source for source in block.names if f"model/{source}" not in stored]
+        if absent:
+            raise ValueError(f"the training checkpoint is of another model: it lacks {absent[:3]}")
+        if into is None:
+            dtype = stored[f"model/{block.names[0]}"].dtype
+            tensor, part = torch.zeros(block.shape, dtype=dtype, device=device), block
+        elif name in into:
+            tensor, box = on_this_rank(f"into[{name!r}]", into[name], block.shape)
+            part = block.part(box)
+        else:
+            raise ValueError(f"into[{name!r}] is missing; the layout has {block.shape}")
+        wanted.tensors[name] = tensor
+        wanted.blocks.append((tensor, prefixed(part, "model/")))
+        for slot in slots:
+            keys = [f"optimizer/{slot}/{source}" for source in block.names]
+            if not all(key in stored for key in keys):
+                continue
+            if stored[keys[0]].shape:
+                moment = torch.zeros(part.shape, dtype=stored[keys[0]].dtype, device=device)
+                wanted.optimizer.setdefault(name, {})[slot] = moment
+                wanted.blocks.append((moment, prefixed(part, f"optimizer/{slot}/")))
+            else:
+                values = torch.zeros(len(keys), dtype=stored[keys[0]].dtype)
+                wanted.counts[name, slot] = values
+                wanted.blocks += [(value, Block.whole(key, ())) for key, value in zip(keys, values, strict=True)]
+    for _, block in wanted.blocks:
+        for name in block.names:
+            shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
+            if stored[name].shape != shape:
+                raise ValueError(
+                    f"the training checkpoint is of another model: {name} {shape} has shape {stored[name].shape} in it"
+                )
+    return wanted

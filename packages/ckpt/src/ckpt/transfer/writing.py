@@ -1,0 +1,115 @@
+"""Write the ranks' pieces into files: into a folder that appears at once, by ranks that reach the folder."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import IOCounter, StagingPool, write_box
+from ckpt.files.disk import room_for
+from ckpt.files.written_files import FilePlan
+from ckpt.layout.pieces import Box, volume
+from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json
+from ckpt.transfer.exchange import Want, exchange, plan_moves
+from ckpt.transfer.holdings import Held, Holdings
+
+Progress = Callable[[int, int], None]
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, nbytes: int, group: ProcessGroup | None) -> Iterator[Path]:
+    """Give every rank the temporary folder that rank 0 makes beside `target`; put it in place after the body.
+
+    Args:
+        target: The folder to write.
+        nbytes: The bytes of the save, for the error of a full disk.
+        group: The ranks; None: this process alone.
+
+    Raises:
+        ValueError: The target is a folder that must not be replaced; on every rank.
+        OSError: The disk is full; on every rank.
+    """
+    room = room_for(nbytes, target.parent)
+    writer = agree_on_first(room(lambda: FolderWriter(target)), group)
+    try:
+        yield Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
+        agree(room(lambda: None if writer is None else writer.commit()), group)
+    finally:
+        if writer is not None:
+            writer.discard()  # does nothing after a commit
+
+
+def write_pieces(
+    folder: Path,
+    plan: FilePlan,
+    pieces: list[tuple[Held, Want]],
+    holdings: Holdings,
+    group: ProcessGroup | None,
+    counter: IOCounter,
+    nbytes: int,
+    progress: Progress | None = None,
+) -> None:
+    """Write pieces into files that exist; a rank that does not write its own piece sends it, in bounded buckets.
+
+    Args:
+        folder: The folder of the files.
+        plan: The layout of the files that this rank writes to.
+        pieces: The owned pieces of all ranks, in the same order on every rank. Each has one `Want`: the rank that
+            writes the piece, the tensor in the files, and the piece's box in that tensor.
+        holdings: The ranks' tensors.
+        group: The ranks; None: this process alone.
+        counter: Counts the bytes and calls of this rank's writes.
+        nbytes: The bytes of the save, for the error of a full disk.
+        progress: Called with this rank's bytes written so far and in all.
+
+    Raises:
+        OSError: The disk is full, or a file cannot be written; on every rank.
+    """
+    mine = [(held, want) for held, want in pieces if holdings.rank in want.ranks]
+    total = sum(volume(want.piece.local_range) * plan.tensors[want.tensor][1].dtype.itemsize for _, want in mine)
+    room = room_for(nbytes, folder.parent)
+    stagings = StagingPool()
+    done = 0
+    errors: list[OSError] = []
+    with contextlib.ExitStack() as stack:
+        files = dict.fromkeys(plan.tensors[want.tensor][0] for _, want in mine)
+        fds = agree(
+            room(
+                lambda: {file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno() for file in files}
+            ),
+            group,
+        )
+
+        def deliver(want: Want, box: Box, values: Tensor) -> None:
+            nonlocal done
+            # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
+            if errors:
+                return
+            try:
+                file, info = plan.tensors[want.tensor]
+                write_box(fds[file], info, box, values, stagings.on(values.device), counter)
+            except OSError as error:
+                errors.append(error)
+                return
+            done += volume(box) * info.dtype.itemsize
+            if progress is not None:
+                progress(done, total)
+
+        if all(held.rank in want.ranks for held, want in pieces):
+            for held, want in mine:
+                deliver(want, want.piece.local_range, holdings.values(held, held.piece.local_range))
+        else:
+            moves = plan_moves(holdings, (([held], [want]) for held, want in pieces))
+            for _ in exchange(holdings, moves, group, deliver):
+                pass
+
+        @room
+        def end() -> None:
+            if errors:
+                raise errors[0]
+            stack.close()
+
+        agree(end, group)
