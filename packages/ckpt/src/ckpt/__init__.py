@@ -4,37 +4,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.comparison.compare import verify as verify
-    from ckpt.comparison.compare import verify_live as verify_live
-    from ckpt.comparison.report import Difference as Difference
-    from ckpt.comparison.report import Report as Report
+    from ckpt.comparison.compare import verify as verify, verify_live as verify_live
+    from ckpt.comparison.report import Difference as Difference, Report as Report
     from ckpt.files.atomic import FolderWriter as FolderWriter
     from ckpt.files.boxio import IOCounter as IOCounter
-    from ckpt.files.folder import Checkpoint as Checkpoint
-    from ckpt.files.folder import open_checkpoint as open_checkpoint
+    from ckpt.files.folder import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from ckpt.files.written_files import copy_companions as copy_companions
     from ckpt.layout.families import Role as Role
-    from ckpt.layout.model_layout import Canonical as Canonical
-    from ckpt.layout.model_layout import Layout as Layout
-    from ckpt.layout.model_layout import layout_for as layout_for
-    from ckpt.layout.pieces import Block as Block
-    from ckpt.layout.pieces import Piece as Piece
-    from ckpt.layout.place import Grid as Grid
-    from ckpt.layout.place import Place as Place
-    from ckpt.training.checkpoint import PendingSave as PendingSave
-    from ckpt.training.checkpoint import TrainingState as TrainingState
-    from ckpt.training.checkpoint import load_training as load_training
-    from ckpt.training.checkpoint import save_training as save_training
-    from ckpt.training.rng import capture_rng as capture_rng
-    from ckpt.training.rng import restore_rng as restore_rng
-    from ckpt.training.runs import latest_step as latest_step
-    from ckpt.training.runs import saved_steps as saved_steps
-    from ckpt.training.runs import steps_of_latest as steps_of_latest
-    from ckpt.transfer.agreement import agree as agree
-    from ckpt.transfer.agreement import all_gather_json as all_gather_json
+    from ckpt.layout.model_layout import Canonical as Canonical, Layout as Layout, layout_for as layout_for
+    from ckpt.layout.pieces import Block as Block, Piece as Piece
+    from ckpt.layout.place import Grid as Grid, Place as Place
+    from ckpt.training.checkpoint import (
+        PendingSave as PendingSave,
+        TrainingState as TrainingState,
+        load_training as load_training,
+        save_training as save_training,
+    )
+    from ckpt.training.rng import capture_rng as capture_rng, restore_rng as restore_rng
+    from ckpt.training.runs import (
+        latest_step as latest_step,
+        saved_steps as saved_steps,
+        steps_of_latest as steps_of_latest,
+    )
+    from ckpt.transfer.agreement import agree as agree, all_gather_json as all_gather_json
     from ckpt.transfer.load import load_hf as load_hf
-    from ckpt.transfer.offline import merge as merge
-    from ckpt.transfer.offline import reshard as reshard
+    from ckpt.transfer.offline import merge as merge, reshard as reshard
     from ckpt.transfer.redistribute import redistribute as redistribute
     from ckpt.transfer.save import save_hf as save_hf
     from ckpt.transfer.stream import stream_hf as stream_hf

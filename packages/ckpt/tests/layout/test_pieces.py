@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, full_box, intersect
 
@@ -17,7 +16,7 @@ def test_a_block_refuses_a_gap_and_an_overlap() -> None:
     with pytest.raises(ValueError, match=r"\(2,\) is covered 0 times|covered 0 times"):
         Block((4, 3), (upper,))
     with pytest.raises(ValueError, match="covered 2 times"):
-        Block((4, 3), (upper, lower, Piece.padding("w", ((1, 2), (2, 3)))))
+        Block((4, 3), (upper, lower, Piece("w", None, ((1, 2), (2, 3)))))
     with pytest.raises(ValueError, match="outside"):
         Block((3, 3), (upper, lower))
 
@@ -103,7 +102,7 @@ def test_the_part_of_a_block_holds_what_slicing_the_tensor_gives(
     for number, box in enumerate(boxes):
         canonical = tuple((a + shift, b + shift) for a, b in box)[1 if drop else 0 :]
         padding = number == 0 and len(boxes) > 1
-        pieces.append(Piece.padding("w", box) if padding else Piece("w", canonical, box))
+        pieces.append(Piece("w", None if padding else canonical, box))
     wanted = tuple(tuple(sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))) for size in shape)
     part = Block(shape, tuple(pieces)).part(wanted)
     assert part.shape == tuple(b - a for a, b in wanted)

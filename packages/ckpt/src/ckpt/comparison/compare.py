@@ -131,11 +131,7 @@ def verify_live(
 
 
 def refuse_differing_copies(source: Source) -> None:
-    """Refuse files in which the copies of tied weights differ between pipeline chunks.
-
-    Raises:
-        ValueError: Copies differ (names the tensor and the files), or files were replaced meanwhile.
-    """
+    """Refuse files in which the copies of tied weights differ between pipeline chunks."""
     with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
         for name in source.copies.keys() & source.tied:
             for difference in comparison.copies(name, source):

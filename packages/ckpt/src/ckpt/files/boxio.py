@@ -52,19 +52,18 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._nbytes = STAGING_BYTES
         self._buffer: Tensor | None = None
 
     def view(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor over the buffer; valid until the next call."""
         needed = math.prod(shape) * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < needed:
-            self._buffer = torch.empty(max(needed, self._nbytes), dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = torch.empty(max(needed, STAGING_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:needed].view(dtype).view(shape)
 
     def chunks(self, box: Box, itemsize: int) -> Iterator[Box]:
         """Cut a box into boxes that fit the buffer."""
-        return split_box(box, self._nbytes // itemsize)
+        return split_box(box, STAGING_BYTES // itemsize)
 
 
 class StagingPool:
@@ -113,8 +112,6 @@ def _offsets(base: int, sides: Shape, steps: Shape) -> list[int]:
 
 def _runs(info: TensorInfo, box: Box, view: Tensor) -> tuple[list[int], list[int], int]:
     """Return the contiguous runs of a copy between a file's box and a view of equal extents.
-
-    Either side may have extra leading dimensions of 1.
 
     Returns:
         File offsets, byte offsets from the view's first element, and the bytes of each run.
@@ -173,11 +170,7 @@ def read_box(
 
 
 def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
-    """Write a view into a box of a file's tensor, casting where the types differ.
-
-    Raises:
-        OSError: The disk is full, or the file cannot be written.
-    """
+    """Write a view into a box of a file's tensor, casting where the types differ."""
     if (source.device.type, source.dtype) == ("cpu", info.dtype):
         _move(os.pwritev, fd, info, box, source, counter)
         return

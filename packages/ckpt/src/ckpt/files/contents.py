@@ -54,11 +54,7 @@ _FOLDERS = {pattern.partition("/")[0] for pattern in COMPANIONS if "/" in patter
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder that is a LoRA adapter, or has an adapter beside its weights, which transformers would apply.
-
-    Raises:
-        ValueError: Names the file and how to merge the adapter into its model.
-    """
+    """Refuse a folder that is a LoRA adapter, or has an adapter beside its weights, which transformers would apply."""
     if (folder / ADAPTER).is_file():
         raise ValueError(
             f"{folder / ADAPTER} says that {folder} is a LoRA adapter or has one beside its weights; merge it once, "
@@ -68,11 +64,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
-    """Refuse a git-lfs pointer that stands in place of a file, given the first bytes.
-
-    Raises:
-        ValueError: Says how to get the file.
-    """
+    """Refuse a git-lfs pointer that stands in place of a file, given the first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(
             f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder, or download the file"

@@ -24,11 +24,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a torch dtype's name in a safetensors header.
-
-    Raises:
-        ValueError: safetensors has no such dtype.
-    """
+    """Return a torch dtype's name in a safetensors header."""
     if dtype not in NAMES:
         raise ValueError(f"{dtype} cannot be stored in safetensors; cast to one of {sorted(NAMES.values())}")
     return NAMES[dtype]
@@ -62,11 +58,7 @@ def joined_dtype(name: str, stored: set[torch.dtype], cast: torch.dtype | None) 
 
 
 def check_cast(dtype: torch.dtype | None) -> None:
-    """Refuse to cast weights to a dtype of integers or booleans.
-
-    Raises:
-        ValueError: The dtype is one of integers or booleans.
-    """
+    """Refuse to cast weights to a dtype of integers or booleans."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} cannot hold weights; cast to a floating-point type such as torch.bfloat16")
 
@@ -75,9 +67,6 @@ def refuse_overflow(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """Refuse to cast finite values to a dtype in which they become infinite or NaN.
 
     Only types of a narrower range are looked at: bfloat16 has float32's exponents.
-
-    Raises:
-        ValueError: A value is too large; names the tensor, the value and the type.
     """
     if not (values.is_floating_point() and dtype.is_floating_point and values.numel()):
         return

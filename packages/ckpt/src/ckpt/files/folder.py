@@ -91,11 +91,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _refuse_foreign(file: Path) -> None:
-    """Refuse a file of weights in another format, by its name.
-
-    Raises:
-        ValueError: The file is in another format; says how to convert it.
-    """
+    """Refuse a file of weights in another format, by its name."""
     for pattern, (what, how) in _FOREIGN.items():
         if file.match(pattern):
             raise ValueError(
@@ -121,7 +117,7 @@ def _opened(folder: Path, headers: dict[str, Header]) -> Checkpoint:
 
 def _open_sharded(folder: Path) -> Checkpoint:
     index = read_json_file(folder / INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map of tensor names to file names")
     files = sorted(set(weight_map.values()))

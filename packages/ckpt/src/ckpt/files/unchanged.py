@@ -16,9 +16,6 @@ def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
 
     Args:
         files: The time of each file's last change (`st_mtime_ns`), taken before the file was read.
-
-    Raises:
-        ValueError: A file has changed; names the first.
     """
     try:
         yield

@@ -63,11 +63,7 @@ class FilePlan:
                 os.fsync(opened.fileno())
 
     def complete(self, folder: Path) -> None:
-        """Sync the files, after all tensors are written, and record the checksums.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Sync the files, after all tensors are written, and record the checksums."""
         self.record_checksums(folder, sync_and_sum(folder, self.contents, self.tensors))
 
     @property
@@ -77,11 +73,7 @@ class FilePlan:
 
 
 def parse_size(size: int | str) -> int:
-    """Return bytes from a number or a text such as "5GB" or "512MiB".
-
-    Raises:
-        ValueError: The text is no size, or the size is not positive.
-    """
+    """Return bytes from a number or a text such as "5GB" or "512MiB"."""
     match = re.fullmatch(r"(\d+)\s*([KMGT]?I?)B?", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or int(match[1]) < 1:
         raise ValueError(
@@ -115,11 +107,7 @@ def plan_files(
 
 
 def create_files(folder: Path, plan: FilePlan) -> None:
-    """Create the files at their full size with their headers, so that a full disk shows before any tensor is written.
-
-    Raises:
-        OSError: There is no room.
-    """
+    """Create the files with their headers at full size: a full disk shows before any tensor is written."""
     for file, prefix in plan.prefixes.items():
         with open(folder / file, "xb", buffering=0) as opened:
             fd = opened.fileno()

@@ -59,9 +59,6 @@ class SizedRow:
             place: The place.
             layer: The layer in the model.
             index: The layer in its pipeline chunk.
-
-        Raises:
-            ValueError: A count does not divide over its axis.
         """
         name = self.row.local_name(self.target, layer, index)
         grouped = self.row.megatron_order == "groups" and self.target != "parallel"
@@ -121,9 +118,6 @@ class SizedRow:
 
         With more ranks than groups the even split cuts through groups: Megatron-Core gathers the projection's output
         and takes each rank's heads from the output. The weight is never replicated.
-
-        Raises:
-            ValueError: The heads, or the fused rows, do not divide over tp.
         """
         segments = {name: dims[0][0] for name, dims in self.sources.items()}
         query, key, _ = segments.values()

@@ -22,9 +22,6 @@ class HasToDict(Protocol):
 
 ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
 
-# The number of routed experts, by the names in use.
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 # The number of multi-token-prediction layers. Files may hold them behind the decoder's; no model here reads them.
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -65,18 +62,17 @@ def classifies_sequences(config: Mapping[str, Any]) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
-def read_json_file(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        ValueError: The file is not valid JSON, or is a git-lfs pointer; names the file.
-    """
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, which must be an object."""
     raw = path.read_bytes()
     refuse_pointer(path, raw)
     try:
-        return json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
 
 
 def is_weights(path: str | os.PathLike[str]) -> bool:
@@ -102,10 +98,7 @@ def load_config(config: ConfigLike) -> Config:
         raise ValueError(
             f"{file} does not exist; pass a checkpoint folder with a config.json, or the configuration itself"
         )
-    loaded = read_json_file(file)
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{file} holds {type(loaded).__name__}, not a JSON object")
-    return loaded
+    return read_json_file(file)
 
 
 def text_config(config: Config) -> Config:
@@ -117,19 +110,14 @@ def text_config(config: Config) -> Config:
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
     text.pop("text_config", None)
-    text["num_experts"] = next((text[field] for field in EXPERT_FIELDS if text.get(field) is not None), None)
+    counts = (text.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
+    text["num_experts"] = next((count for count in counts if count is not None), None)
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")
-    if text.get("head_dim") is None:
-        text["head_dim"] = _head_dim(text)
-    return text
-
-
-def _head_dim(text: Config) -> int | None:
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        return None
-    return None if hidden % heads else hidden // heads
+    if text.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        text["head_dim"] = None if hidden % heads else hidden // heads
+    return text
 
 
 # The largest count of heads or layers and the largest length of a dimension: damaged values above are refused, because
@@ -139,11 +127,7 @@ MOST_LENGTH = 1 << 40
 
 
 def integer(config: Config, field: str) -> int:
-    """Return a field that must be a positive integer.
-
-    Raises:
-        ValueError: The field is absent or no positive integer; names the field and its value.
-    """
+    """Return a field that must be a positive integer."""
     value = config.get(field)
     if value is None and field == "head_dim":
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -179,11 +163,7 @@ def repetitions(config: Mapping[str, Any], field: str) -> int:
 
 
 def refuse_unread(config: Config, read: frozenset[str], family: str) -> None:
-    """Refuse a field that would change the layout in a way that the family's entry does not describe.
-
-    Raises:
-        ValueError: Names the field, its value and the family.
-    """
+    """Refuse a field that would change the layout in a way that the family's entry does not describe."""
     for field, neutral in NEUTRAL_VALUES.items():
         value = config.get(field)
         if field not in read and not any(value == allowed for allowed in neutral):

@@ -4,7 +4,6 @@
 file, process group or device. `Layout.at(place)` gives a place's local tensors, each a `Block` of pieces.
 """
 
-import dataclasses
 import functools
 import os
 import zlib
@@ -173,11 +172,7 @@ class Layout:
         return any(self.canonical[name].carried for name in block.names)
 
     def missing_carried(self) -> list[str]:
-        """Return the names of the vision tower's tensors that this layout does not carry.
-
-        Raises:
-            ValueError: The config's number of blocks or mergers is no count.
-        """
+        """Return the names of the vision tower's tensors that this layout does not carry."""
         vision = self.config.get("vision_config")
         names = [self.family.carried[0] + name for name in self.family.tower] if self.family.tower else []
         for symbol, counted in (("{b}", "depth"), ("{d}", "deepstack_visual_indexes")):
@@ -280,10 +275,7 @@ class Layout:
             )
             raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
         self.require_tp(grid.tp, grid.etp)
-        places = [
-            dataclasses.replace(place, pp=(0, 1), vpp=(0, 1))
-            for place in Grid(grid.tp, ep=grid.ep, etp=grid.etp).places()
-        ]
+        places = list(Grid(grid.tp, ep=grid.ep, etp=grid.etp).places())
         for row in self._rows:
             boxes: dict[str, set[Box]] = {names[0]: set() for names, _ in row.canonical(0)}
             for place in places:

@@ -21,11 +21,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def require_memory(what: str, device: torch.device) -> None:
-    """Refuse the meta device, whose tensors have no memory.
-
-    Raises:
-        ValueError: The device is the meta device; names the tensor or argument.
-    """
+    """Refuse the meta device, whose tensors have no memory."""
     if device.type == "meta":
         raise ValueError(
             f"{what} is on the meta device, which holds no numbers; allocate memory first, as by to_empty()"

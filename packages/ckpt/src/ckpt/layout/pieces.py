@@ -73,7 +73,8 @@ class Piece:
 
     Attributes:
         name: The canonical tensor.
-        canonical_range: The box in the canonical tensor; None for zero padding beside the tensor's elements.
+        canonical_range: The box in the canonical tensor; None: zeros beside the tensor, which loads write and saves
+            omit.
         local_range: The box in the local tensor.
     """
 
@@ -91,11 +92,6 @@ class Piece:
                 f"piece of {self.name!r}: {canonical} and {self.local_range} differ in extent; "
                 "only leading dimensions of 1 may be extra"
             )
-
-    @classmethod
-    def padding(cls, name: str, local_range: Box) -> "Piece":
-        """Return the piece of zeros in `local_range`: loads write the zeros, and saves omit them."""
-        return cls(name, None, local_range)
 
     @classmethod
     def whole(cls, name: str, shape: Shape) -> "Piece":

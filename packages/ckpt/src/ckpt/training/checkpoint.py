@@ -317,7 +317,7 @@ def open_step(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[
     folder = root / folder_name(chosen)
     files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}
     state = read_json_file(folder / STATE)
-    if not isinstance(state, dict) or not state.keys() >= _FACTS:
+    if not state.keys() >= _FACTS:
         raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
     if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["extra"], dict):
         raise ValueError(f"{folder / STATE} is malformed: step must be a number of steps, and extra an object")

@@ -77,8 +77,6 @@ def _read_facts(file: Path) -> dict[str, Any]:
         ValueError: An entry is missing or of another type; names the file, the entry, its value and the allowed values.
     """
     facts = read_json_file(file)
-    if not isinstance(facts, dict):
-        raise ValueError(f"{file} holds {type(facts).__name__}, not a JSON object")
     for name, (what, fits) in _FACTS.items():
         if name not in facts:
             raise ValueError(f"{file} has no {name!r}, which must be {what}; copy the file from the original folder")
