@@ -6,15 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Forms of the final decay of "wsd": functions of the progress from 0 to 1 that fall from 1 to 0 (Hägele et al. 2024,
-# arXiv:2405.18392).
-DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda y: 1 - y,
-    "cosine": lambda y: (1 + math.cos(math.pi * y)) / 2,
-    "exponential": lambda y: 2 * 0.5**y - 1,
-    "minus-sqrt": lambda y: 1 - math.sqrt(y),
-}
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -22,12 +13,12 @@ class Schedule:
 
     Steps count from 0. With w = warmup_steps, N = total_steps, m = min_ratio and x = (step - w) / (N - w):
 
-        warm-up         s + (1 - s) (step + 1) / w for step < w, where s = start_ratio; then
+        warm-up         (step + 1) / w for step < w; then
         constant        1
         linear          m + (1 - m) (1 - x)
         cosine          m + (1 - m) (1 + cos(pi x)) / 2    (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5)
-        wsd             1, and over the last `decay_steps`, with y from 0 to 1, m + (1 - m) DECAYS[decay](y): warm-up,
-                        stable, decay (Hu et al. 2024, arXiv:2404.06395, section 4.2)
+        wsd             1, and over the last `decay_steps`, with y from 0 to 1, m + (1 - m) (1 - y): warm-up, stable,
+                        decay (Hu et al. 2024, arXiv:2404.06395, section 4.2)
         inverse-sqrt    max(m, sqrt(max(w, 1) / (step + 1)))    (Vaswani et al. 2017, arXiv:1706.03762, eq. 3)
 
     The factor is constant after `total_steps`.
@@ -38,11 +29,9 @@ class Schedule:
         total_steps: Steps of the run, including the warm-up; required by linear, cosine and wsd.
         decay_steps: Steps of the final decay; required by wsd.
         min_ratio: The factor at the end.
-        start_ratio: The factor at the start of the warm-up.
-        decay: The form of the final decay of wsd, one of `DECAYS`.
 
     Raises:
-        ValueError: A kind or form is unknown, or a number is missing, of the wrong type or out of range.
+        ValueError: The kind is unknown, or a number is missing, of the wrong type or out of range.
     """
 
     kind: str = "constant"
@@ -50,27 +39,19 @@ class Schedule:
     total_steps: int | None = None
     decay_steps: int | None = None
     min_ratio: float = 0.0
-    start_ratio: float = 0.0
-    decay: str = "linear"
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
             raise ValueError(f"schedule {self.kind!r} is unknown; known: {', '.join(SCHEDULES)}")
-        if self.decay not in DECAYS:
-            raise ValueError(f"decay={self.decay!r} is unknown; known: {', '.join(DECAYS)}")
-        for name in {"linear": ("total_steps",), "cosine": ("total_steps",), "wsd": ("total_steps", "decay_steps")}.get(
-            self.kind, ()
-        ):
-            if getattr(self, name) is None:
-                raise ValueError(f"schedule {self.kind!r} needs {name}=...")
         for name in ("warmup_steps", "total_steps", "decay_steps"):
             value = getattr(self, name)
+            if value is None and name in SCHEDULES[self.kind][0]:
+                raise ValueError(f"schedule {self.kind!r} needs {name}=...")
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
-        for name in ("min_ratio", "start_ratio"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name}={value!r} must be a number in [0, 1]")
+        ratio = self.min_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            raise ValueError(f"min_ratio={ratio!r} must be a number in [0, 1]")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must not be negative")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
@@ -84,25 +65,34 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Return the factor of the step that follows `step` completed ones."""
         if step < self.warmup_steps:
-            return self.start_ratio + (1 - self.start_ratio) * (step + 1) / self.warmup_steps
-        return SCHEDULES[self.kind](self, step)
+            return (step + 1) / self.warmup_steps
+        return SCHEDULES[self.kind][1](self, step)
 
-    def _decayed(self, form: str, step: int, first: int) -> float:
-        """Return the decay from 1 at step `first` to `min_ratio` at `total_steps`."""
-        assert self.total_steps is not None
-        progress = min(max(step - first, 0) / (self.total_steps - first), 1.0)
-        return self.min_ratio + (1 - self.min_ratio) * DECAYS[form](progress)
+    def _linear(self, step: int) -> float:
+        return self.min_ratio + (1 - self.min_ratio) * (1 - self._progress(step, self.warmup_steps))
+
+    def _cosine(self, step: int) -> float:
+        fallen = (1 + math.cos(math.pi * self._progress(step, self.warmup_steps))) / 2
+        return self.min_ratio + (1 - self.min_ratio) * fallen
+
+    def _wsd(self, step: int) -> float:
+        first = (self.total_steps or 0) - (self.decay_steps or 0)
+        return self.min_ratio + (1 - self.min_ratio) * (1 - self._progress(step, first))
 
     def _inverse_sqrt(self, step: int) -> float:
         return max(self.min_ratio, math.sqrt(max(self.warmup_steps, 1) / (step + 1)))
 
+    def _progress(self, step: int, first: int) -> float:
+        """Return the progress from step `first` (0) to `total_steps` (1)."""
+        assert self.total_steps is not None
+        return min(max(step - first, 0) / (self.total_steps - first), 1.0)
 
-SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
-    "constant": lambda schedule, step: 1.0,
-    "linear": lambda schedule, step: schedule._decayed("linear", step, schedule.warmup_steps),
-    "cosine": lambda schedule, step: schedule._decayed("cosine", step, schedule.warmup_steps),
-    "wsd": lambda schedule, step: schedule._decayed(
-        schedule.decay, step, (schedule.total_steps or 0) - (schedule.decay_steps or 0)
-    ),
-    "inverse-sqrt": Schedule._inverse_sqrt,
+
+# Kind: the required fields, and the factor after the warm-up.
+SCHEDULES: dict[str, tuple[tuple[str, ...], Callable[[Schedule, int], float]]] = {
+    "constant": ((), lambda schedule, step: 1.0),
+    "linear": (("total_steps",), Schedule._linear),
+    "cosine": (("total_steps",), Schedule._cosine),
+    "wsd": (("total_steps", "decay_steps"), Schedule._wsd),
+    "inverse-sqrt": ((), Schedule._inverse_sqrt),
 }

@@ -341,7 +341,7 @@ def gather_many_at_once(group: ProcessGroup) -> None:
 
 @pytest.mark.slow
 def test_gathers_that_complete_at_once(ranks: RankPool) -> None:
-    """Without `gloo_gather`, gloo's threads free memory twice when two of torch's gathers complete at once."""
+    """Without `prepare_gloo`, gloo's threads free memory twice when two of torch's gathers complete at once."""
     ranks.run(gather_many_at_once, world=1)
 
 

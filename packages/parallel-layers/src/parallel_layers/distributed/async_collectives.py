@@ -18,7 +18,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.distributed import gloo_exit, gloo_gather
+from parallel_layers.distributed.gloo import prepare_gloo
 
 _ops = torch.ops._c10d_functional
 
@@ -26,15 +26,6 @@ _ops = torch.ops._c10d_functional
 _HEAD_START_CYCLES = 8000
 # Bytes that NVLink sends in about 25 microseconds.
 _WORTH_A_HEAD_START = 8 * 2**20
-
-
-def prepare_gloo() -> None:
-    """Make gloo safe in this process: its gathers do not corrupt memory, and its threads rest before Python ends.
-
-    Called where a CPU grid is built and where a collective of CPU tensors starts, not at import.
-    """
-    gloo_gather.install()
-    gloo_exit.install()
 
 
 def _contiguous(x: Tensor) -> Tensor:

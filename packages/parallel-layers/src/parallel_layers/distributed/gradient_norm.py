@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import wide
+from parallel_layers.distributed.async_collectives import is_sharded
 from parallel_layers.sharding import Sharding, first_row, get_sharding, is_dtensor
 
 
@@ -50,63 +50,56 @@ def clip_grad_norm_(
     Raises:
         ValueError: A parameter is sharded over a group that is not in `groups`.
     """
-    layered = [group for group in groups if group is not None and group.size() > 1]
+    layered = [group for group in groups if is_sharded(group)]
     roots = _roots(modules)
-    classes: dict[frozenset[str], _Class] = {}
+    by_name: dict[str, ProcessGroup] = {}
+    classes: dict[frozenset[str], list[Tensor]] = {}
     gradients: list[Tensor] = []
     for owner, name, parameter in _parameters(roots):
-        shardings = get_sharding(owner, name)
-        divided = _groups_of(shardings)
-        _check_groups(name, owner, divided, layered)
-        divided += _shard_groups(parameter)
+        divided = _groups_of(owner, name, parameter, layered)
+        by_name |= divided
         # All ranks of a group find the same classes, because parameters without a gradient count, too.
-        same = classes.setdefault(frozenset(group.group_name for group in divided), _Class(divided))
+        pieces = classes.setdefault(frozenset(divided), [])
         found = _gradients_of(parameter)
         if found:
             gradients += [_local(gradient) for gradient in found]
             whole = found[0] if len(found) == 1 else found[0] + found[1]
-            same.pieces += _counted(whole, _local(whole), shardings)
-    total = _sum_of_squares(classes.values(), _device(roots, pipeline_group))
+            pieces += _counted(whole, _local(whole), get_sharding(owner, name))
+    parameters = [parameter for root in roots for parameter in root.parameters()]
+    total = _sum_of_squares(classes, by_name, _device(parameters, pipeline_group))
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
     for group in layered:
         # Average away last-bit differences between ranks.
         dist.all_reduce(total, group=group)
         total /= group.size()
-    norm = total.sqrt().to(_norm_dtype(roots))
+    has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    norm = total.sqrt().to(torch.float64 if has_double else torch.float32)
     if gradients and max_norm != math.inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, torch.where(norm < math.inf, scale, 1.0))
     return norm
 
 
-@dataclass
-class _Class:
-    """The groups that some parameters are sharded over, and the gradient pieces that this rank counts."""
-
-    groups: list[ProcessGroup]
-    pieces: list[Tensor] = field(default_factory=list)
-
-
-def _sum_of_squares(classes: Collection[_Class], device: torch.device) -> Tensor:
-    """Return the sum of squares of all classes, each summed over its own groups.
+def _sum_of_squares(
+    classes: Mapping[frozenset[str], list[Tensor]], groups: Mapping[str, ProcessGroup], device: torch.device
+) -> Tensor:
+    """Return the sum of squares of all classes of pieces; a class is summed over the groups of its key.
 
     The sum is in fp64, on which ranks with different dtypes agree; devices without fp64 take fp32.
     """
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-    totals = [
-        torch.linalg.vector_norm(_norms(same.pieces), dtype=dtype).square()
-        if same.pieces
-        else torch.zeros((), dtype=dtype, device=device)
-        for same in classes
-    ]
-    for name, group in {group.group_name: group for same in classes for group in same.groups}.items():
-        mine = [i for i, same in enumerate(classes) if name in {group.group_name for group in same.groups}]
-        together = torch.stack([totals[i] for i in mine])
+    zero = torch.zeros((), dtype=dtype, device=device)
+    totals = {
+        key: torch.linalg.vector_norm(_norms(pieces), dtype=dtype).square() if pieces else zero
+        for key, pieces in classes.items()
+    }
+    for name, group in groups.items():
+        divided = [key for key in totals if name in key]
+        together = torch.stack([totals[key] for key in divided])
         dist.all_reduce(together, group=group)
-        for i, total in zip(mine, together.unbind(), strict=True):
-            totals[i] = total
-    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=dtype, device=device)
+        totals |= zip(divided, together.unbind(), strict=True)
+    return torch.stack(list(totals.values())).sum() if totals else zero
 
 
 def _norms(pieces: Sequence[Tensor]) -> Tensor:
@@ -115,11 +108,6 @@ def _norms(pieces: Sequence[Tensor]) -> Tensor:
     for piece in pieces:
         by_dtype.setdefault(wide(piece.dtype), []).append(piece)
     return torch.stack([norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, dtype=dtype)])
-
-
-def _norm_dtype(roots: Sequence[nn.Module]) -> torch.dtype:
-    has_double = any(parameter.dtype == torch.float64 for root in roots for parameter in root.parameters())
-    return torch.float64 if has_double else torch.float32
 
 
 def _gradients_of(parameter: nn.Parameter) -> list[Tensor]:
@@ -132,11 +120,10 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if is_dtensor(gradient) else gradient
 
 
-def _device(roots: Sequence[nn.Module], pipeline_group: ProcessGroup | None) -> torch.device:
+def _device(parameters: Sequence[Tensor], pipeline_group: ProcessGroup | None) -> torch.device:
     """Return the device to compute on; a pipeline stage without parameters takes that of its group."""
-    for root in roots:
-        for parameter in root.parameters():
-            return parameter.device
+    if parameters:
+        return parameters[0].device
     return torch.device("cuda" if pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl" else "cpu")
 
 
@@ -163,18 +150,25 @@ def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Par
     return list(found.values())
 
 
-def _groups_of(shardings: Sequence[Sharding]) -> list[ProcessGroup]:
-    """Return the groups over which a layer has sharded a parameter."""
-    return [s.group for s in shardings if s.group is not None and s.group.size() > 1]
-
-
-def _check_groups(name: str, owner: nn.Module, divided: Sequence[ProcessGroup], groups: Sequence[ProcessGroup]) -> None:
+def _groups_of(
+    owner: nn.Module, name: str, parameter: nn.Parameter, groups: Sequence[ProcessGroup]
+) -> dict[str, ProcessGroup]:
+    """Return the groups over which a layer and FSDP2 have sharded a parameter, by name."""
+    divided = [sharding.group for sharding in get_sharding(owner, name) if is_sharded(sharding.group)]
     for group in divided:
         if group.group_name not in {given.group_name for given in groups}:
             raise ValueError(
                 f"parameter {name!r} of {type(owner).__name__} is sharded over {group.size()} ranks whose "
                 "group is not among the groups; pass it in groups=[...]"
             )
+    if is_dtensor(parameter):
+        mesh = parameter.device_mesh
+        divided += [
+            mesh.get_group(axis)
+            for axis, placement in enumerate(parameter.placements)
+            if placement.is_shard() and mesh.size(axis) > 1
+        ]
+    return {group.group_name: group for group in divided}
 
 
 def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> list[Tensor]:
@@ -196,15 +190,3 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
             if stop > start
         ]
     return pieces
-
-
-def _shard_groups(parameter: Tensor) -> list[ProcessGroup]:
-    """Return the groups over which FSDP2 has sharded a parameter."""
-    if not is_dtensor(parameter):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if placement.is_shard() and mesh.size(axis) > 1
-    ]

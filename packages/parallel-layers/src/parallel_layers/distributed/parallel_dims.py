@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_layers.distributed.async_collectives import prepare_gloo
+from parallel_layers.distributed.gloo import prepare_gloo
 from parallel_layers.distributed.meeting import meet
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, so they share a node's fast links.

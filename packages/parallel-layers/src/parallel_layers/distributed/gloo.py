@@ -1,4 +1,9 @@
-"""Wait at the end of a process until gloo's threads are idle (Linux, Python before 3.14).
+"""Make gloo safe in this process: its all-gathers do not corrupt memory, and its threads rest before Python ends.
+
+The two threads of a gloo group (as of torch 2.13) write the name of their last collective into one std::string without
+a lock. A name of more than 15 characters is on the heap, so two writes at once free it twice. torch's functional
+all-gather has such a name (ALLGATHER_COALESCED); its variant with an `out` is called ALLGATHER, and all other names are
+short.
 
 A gloo thread releases a collective's tensors a moment after `wait` returns. To release a tensor that Python has seen,
 the thread takes the interpreter's lock. Before Python 3.14 a thread that asks for the lock while the interpreter exits
@@ -14,11 +19,37 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 _TASKS = Path("/proc/self/task")
 _SECONDS_BETWEEN = 0.002
 _LOOKS = 4
 _MOST_LOOKS = 1000
+
+
+@functools.cache
+def prepare_gloo() -> torch.library.Library:
+    """Replace the all-gather, also for DTensor and FSDP2, and wait for gloo's threads at exit (on Linux).
+
+    Called where a CPU grid is built and where a collective of CPU tensors starts, not at import; later calls do
+    nothing. The cached library keeps the operator registered.
+    """
+    if sys.platform == "linux" and sys.version_info < (3, 14):
+        atexit.register(wait_for_gloo)
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
+    return library
+
+
+def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: Any) -> Tensor:
+    out = x.new_empty(group_size * x.shape[0], *x.shape[1:])
+    # The variant with an `out` takes complex tensors only as pairs of real numbers.
+    pair = torch.view_as_real if x.is_complex() else torch.Tensor.detach
+    torch.ops._c10d_functional.all_gather_into_tensor_out(pair(x), group_size, group_name, out=pair(out))
+    return out
 
 
 def wait_for_gloo() -> None:
@@ -40,9 +71,9 @@ def wait_for_gloo() -> None:
 def _threads() -> dict[str, str] | None:
     """Return how often each gloo thread of this process has gone to sleep, or None while one is awake.
 
-    A "runloop" thread looks after connections: it wakes up every 10 ms and holds no tensors, so its count is left out.
-    A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's. See
-    proc_pid_status(5).
+    Only "runloop" threads hold tensors. The others look after connections and wake up every 10 ms, so their counts are
+    left out. A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's.
+    See proc_pid_status(5).
     """
     threads, this = {}, str(threading.get_native_id())
     unnamed = (_TASKS / this / "comm").read_text().rstrip("\n")
@@ -59,10 +90,3 @@ def _threads() -> dict[str, str] | None:
         if "gloo" in name:
             threads[task.name] = status["voluntary_ctxt_switches"] if "runloop" in name else ""
     return threads
-
-
-@functools.cache
-def install() -> None:
-    """Make Python call `wait_for_gloo` when the process ends; later calls do nothing."""
-    if sys.platform == "linux" and sys.version_info < (3, 14):
-        atexit.register(wait_for_gloo)

@@ -1,4 +1,4 @@
-"""When gloo's threads are taken to rest, by what the system says of them: as files, since a race cannot be ordered."""
+"""When gloo's threads count as idle. The tests write what the system says of the threads to files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_layers.distributed import gloo_exit
+from parallel_layers.distributed import gloo
 
 
 def write(tasks: Path, name: str, thread: str, state: str, slept: int) -> None:
@@ -24,7 +24,7 @@ def write(tasks: Path, name: str, thread: str, state: str, slept: int) -> None:
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A process of one thread that is not gloo's."""
-    monkeypatch.setattr(gloo_exit, "_TASKS", tmp_path)
+    monkeypatch.setattr(gloo, "_TASKS", tmp_path)
     write(tmp_path, str(threading.get_native_id()), "python", "R (running)", 7)
     return tmp_path
 
@@ -38,7 +38,7 @@ def looks_until_rest(monkeypatch: pytest.MonkeyPatch, meanwhile: Iterator[None])
         next(meanwhile, None)
 
     monkeypatch.setattr("time.sleep", sleep)
-    gloo_exit.wait_for_gloo()
+    gloo.wait_for_gloo()
     return len(slept)
 
 
@@ -56,7 +56,7 @@ def test_threads_that_sleep_on_are_at_rest(tasks: Path, monkeypatch: pytest.Monk
             yield
 
     write(tasks, "3", "gloo_tcp_loop", "S (sleeping)", 0)
-    assert looks_until_rest(monkeypatch, meanwhile()) == gloo_exit._LOOKS
+    assert looks_until_rest(monkeypatch, meanwhile()) == gloo._LOOKS
 
 
 @pytest.mark.parametrize("state", ["R (running)", "D (disk sleep)", "S (sleeping)"])
@@ -70,7 +70,7 @@ def test_a_thread_at_work_is_waited_for(tasks: Path, monkeypatch: pytest.MonkeyP
         write(tasks, "2", "pt_gloo_runloop", "S (sleeping)", 20)
 
     write(tasks, "2", "pt_gloo_runloop", state, 0)
-    assert looks_until_rest(monkeypatch, meanwhile()) == 21 + gloo_exit._LOOKS
+    assert looks_until_rest(monkeypatch, meanwhile()) == 21 + gloo._LOOKS
 
 
 def test_a_thread_just_made_is_waited_for(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def test_a_thread_just_made_is_waited_for(tasks: Path, monkeypatch: pytest.Monke
 
     write(tasks, "2", "python", "R (running)", 0)
     write(tasks, "3", "python", "S (sleeping)", 1)
-    assert looks_until_rest(monkeypatch, meanwhile()) == 21 + gloo_exit._LOOKS
+    assert looks_until_rest(monkeypatch, meanwhile()) == 21 + gloo._LOOKS
 
 
 def test_the_wait_ends(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tasks, "2", "pt_gloo_runloop", "R (running)", 3)
-    assert looks_until_rest(monkeypatch, iter(())) == gloo_exit._MOST_LOOKS
+    assert looks_until_rest(monkeypatch, iter(())) == gloo._MOST_LOOKS
 
 
 IMPORT_ALONE = """
@@ -98,11 +98,10 @@ registered = []
 register, atexit.register = atexit.register, lambda function, *args: registered.append(function) or function
 before = torch._C._dispatch_dump(operator)
 import parallel_layers, parallel_layers.inference, parallel_layers.moe
-from parallel_layers.distributed import gloo_exit
+from parallel_layers.distributed import gloo
 assert torch._C._dispatch_dump(operator) == before
-assert gloo_exit.wait_for_gloo not in registered
-from parallel_layers.distributed.async_collectives import prepare_gloo
-prepare_gloo()
+assert gloo.wait_for_gloo not in registered
+gloo.prepare_gloo()
 assert torch._C._dispatch_dump(operator) != before
 """
 
