@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from rl_models import ModelConfig
 from rl_train.cli import app
-from rl_train.quickstart.run import quickstart, summary
+from rl_train.quickstart.run import quickstart
 from rl_train.quickstart.task import VOCABULARY, make_checkpoint, reward
-from rl_train.report import Display, two_columns
+from rl_train.report import Display
 
 
 def ids(text: str) -> torch.Tensor:
@@ -65,8 +65,6 @@ def test_the_files_agree_with_transformers_and_the_reward_rises(tmp_path: Path, 
     lines = text.getvalue().splitlines()
     assert sum(line.startswith("step ") for line in lines) >= 10
     assert "\x1b" not in text.getvalue()
-    console = Console(file=io.StringIO(), width=100)
-    console.print(two_columns(summary(result), "quickstart"))
 
 
 def test_wrong_options_are_one_line(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def quickstart(
     with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.quickstart.run import quickstart as run
-        from rl_train.quickstart.run import summary
         from rl_train.report import Display, two_columns
 
         with Display(steps) as display:
@@ -59,7 +58,7 @@ def quickstart(
         if as_json:
             typer.echo(json.dumps(result))
         else:
-            Console().print(two_columns(summary(result), "rl-train quickstart"))
+            Console().print(two_columns(result, "rl-train quickstart"))
 
 
 @app.command()
@@ -163,7 +162,7 @@ def plan(
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
             raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
         limit = None if gpu_gib is None else int(gpu_gib * GIB)
-        fits = [] if limit is None else list(fitting(model, options, limit, **models))
+        fits = [] if limit is None else fitting(model, options, limit, **models)
         if as_json:
             found = [entry.to_json() for entry in fits]
             typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,6 @@ from rich.table import Table
 
 from ckpt.files.disk import room_for
 from rl_train.data.prompts import parse_json
-from rl_train.planner.preflight import replace_text
 
 
 class Metrics:
@@ -74,6 +74,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             raise ValueError(f"{path}, line {number}: not the metrics of a step; remove it, or choose another out")
         found.append(record)
     return found
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically; after a kill the old file is complete, and the next call replaces the temporary."""
+    temporary = path.with_name(f".{path.name}.saving")
+    with room_for(len(text), path.parent):
+        temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def summary_writer() -> Any:
@@ -137,5 +145,6 @@ def two_columns(values: Mapping[str, Any], title: str) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(name, "" if value is None else str(value))
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name, "" if value is None else shown)
     return table

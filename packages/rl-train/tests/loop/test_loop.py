@@ -69,8 +69,7 @@ def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
     monkeypatch.setattr(loop.models.actor, "generate", ragged, raising=False)
     found, values = loop._collect()
     assert len(found.batch) == 2
-    assert found.scores.tolist() == [0.0, -0.5]
-    assert found.groups.tolist() == [0, 0]
+    assert found.scores.tolist() == [[0.0, -0.5]]
     # What is logged is of all that was drawn, what was kept has names of its own.
     assert (values["responses"], values["responses_kept"]) == (4, 2)
     assert (values["reward"], values["reward_kept"]) == ((-1 - 0.5 + 0 - 0.5) / 4, -0.25)

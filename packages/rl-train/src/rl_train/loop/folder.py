@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import ckpt
+from ckpt.files.atomic import check_target, remove_abandoned
 from rl_train.data.prompts import read_json
 from rl_train.options.options import TrainOptions
-from rl_train.planner.preflight import check_foreign, check_output, check_writable, remove_leftovers, replace_text
-from rl_train.report import read_metrics
+from rl_train.report import read_metrics, replace_text
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
@@ -70,13 +72,17 @@ def _trained(options: TrainOptions) -> list[str]:
 
 @contextmanager
 def saves_cleaned(options: TrainOptions) -> Iterator[None]:
-    """Remove the remains of interrupted saves, before and after the run inside."""
-    folders = options.out, *(options.out / "training" / name for name in _trained(options))
-    remove_leftovers(*folders)
+    """Remove the remains of interrupted saves, before and after the run inside; those of living processes stay."""
+
+    def clean() -> None:
+        for folder in (options.out, *(options.out / "training" / name for name in _trained(options))):
+            remove_abandoned(folder.glob(".*.saving-*"))
+
+    clean()
     try:
         yield
     finally:
-        remove_leftovers(*folders)
+        clean()
 
 
 def how_to_go_on(options: TrainOptions) -> str:
@@ -99,3 +105,62 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
     """
     common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
     return max(common, default=0)
+
+
+def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
+    """Refuse an unusable folder for results before the computation; nothing is created.
+
+    Args:
+        folder: The folder of the results, which may not exist yet.
+        files: Names of the files to write into the folder.
+        checkpoints: Names of the checkpoint folders to write; only a checkpoint folder is replaced.
+
+    Raises:
+        ValueError: Something cannot be written, or something else is in its place; the error names the path.
+    """
+    check_writable(folder)
+    for file in (folder / name for name in files):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, and a file is to be written there; choose another than {folder}")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ValueError(f"{file} cannot be written to; choose another folder than {folder}")
+    for name in checkpoints:
+        check_target(folder / name)
+
+
+def check_foreign(folder: Path, *, mark: str) -> None:
+    """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
+    held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    # A kill may leave a temporary file or folder of the mark.
+    if mark not in held and (others := [name for name in held if not name.startswith(f".{mark}.")]):
+        raise ValueError(
+            f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
+            "another out, or move them elsewhere"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be written into `folder`, or into its nearest existing parent."""
+    existing = folder.absolute()
+    try:
+        while not _is_there(existing):
+            existing = existing.parent
+        if existing.is_file() and existing == folder.absolute():
+            raise ValueError(f"{folder} exists and is no folder; choose another")
+        if existing.is_file():
+            raise ValueError(f"{existing} is a file, so {folder} cannot be a folder; choose another")
+        # Probe with an anonymous temporary file: permissions alone do not show a read-only or full disk.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{existing} cannot be written to ({error.strerror})"
+        raise ValueError(f"{why}; choose another folder than {folder}") from None
+
+
+def _is_there(path: Path) -> bool:
+    """Say whether the path exists, as a dangling link too; raise OSError for an impossible name."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -32,21 +32,15 @@ _MOST_BATCHES = 10
 
 @dataclass
 class _Experience:
-    """Responses, their scores, and for each response the number of its prompt."""
+    """Responses, prompt by prompt, and their scores `[prompts, samples]`."""
 
     batch: Batch
     scores: Tensor
-    groups: Tensor
 
     @property
-    def spread(self) -> Tensor:
-        """Return the difference between the highest and the lowest score of each prompt's responses, `[prompts]`."""
-        count = int(self.groups.max()) + 1 if len(self.groups) else 0
-        bounds = [
-            torch.zeros(count).scatter_reduce(0, self.groups, self.scores, how, include_self=False)
-            for how in ("amax", "amin")
-        ]
-        return bounds[0] - bounds[1]
+    def differs(self) -> Tensor:
+        """Say for each prompt whether the scores of its responses differ, `[prompts]`."""
+        return self.scores.amax(1) > self.scores.amin(1)
 
 
 class _NothingToLearnError(ValueError):
@@ -172,7 +166,7 @@ class Loop:
     def _say_if_equal(self, step: int, experience: _Experience) -> None:
         """Tell that all rewards are equal (in each group, if there are groups), once for steps in a row."""
         scores, grouped = experience.scores, self.options.rule.groups
-        equal = not bool(experience.spread.any()) if grouped else bool(scores.min() == scores.max())
+        equal = not bool(experience.differs.any()) if grouped else bool(scores.min() == scores.max())
         if equal and not self._said_equal:
             what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
             self.tell(
@@ -197,26 +191,23 @@ class Loop:
         Under dynamic sampling the returned responses answer only prompts whose responses differ in score; the metrics
         describe the discarded responses, too.
         """
-        options, drawn = self.options, list[_Experience]()
-        dynamic, wanted = options.rule.dynamic_sampling, options.prompts_per_step
-        kept = drawn if not dynamic else list[_Experience]()
-        for _ in range(_MOST_BATCHES if dynamic else 1):
+        options, wanted = self.options, self.options.prompts_per_step
+        if not options.rule.dynamic_sampling:
+            found = self._joined([self._draw(wanted)])
+            return found, self._describe(found)
+        drawn: list[_Experience] = []
+        kept: list[_Experience] = []
+        while wanted > 0 and len(drawn) < _MOST_BATCHES:
             drawn.append(self._draw(wanted))
-            if not dynamic:
-                break
             # Compare the scores without the length penalty, which would make equal responses differ.
             kept.append(_informative(drawn[-1]))
-            wanted -= len(kept[-1].batch) // options.samples
-            if wanted <= 0:
-                break
+            wanted -= len(kept[-1].scores)
         found = self._joined(kept)
         if not len(found.batch):
             raise _NothingToLearnError(
                 f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
                 f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
             )
-        if not dynamic:
-            return found, self._describe(found)
         of_kept = {"reward_kept": float(found.scores.mean()), "responses_kept": len(found.batch)}
         return found, self._describe(self._joined(drawn)) | of_kept
 
@@ -226,11 +217,11 @@ class Loop:
         batch, scores = Batch.concatenate([part.batch for part in parts]), torch.cat([part.scores for part in parts])
         if options.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
-            scores = scores + losses.overlong_penalty(
+            penalty = losses.overlong_penalty(
                 lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
             )
-        groups = torch.arange(len(batch) // options.samples).repeat_interleave(options.samples)
-        return _Experience(batch, scores, groups)
+            scores = scores + penalty.view_as(scores)
+        return _Experience(batch, scores)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
@@ -247,7 +238,7 @@ class Loop:
             "tokens": batch.num_tokens,
         }
         if self.options.rule.groups:
-            values["equal_rewards"] = float((drawn.spread == 0).float().mean())
+            values["equal_rewards"] = float((~drawn.differs).float().mean())
         return values
 
     def _draw(self, count: int) -> _Experience:
@@ -271,7 +262,7 @@ class Loop:
             self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
         with self._phase("scoring"):
             scores = self._score(options.prompts, asked, batch)
-        return _Experience(batch, scores, torch.arange(count).repeat_interleave(options.samples))
+        return _Experience(batch, scores.view(count, options.samples))
 
     def _next(self, count: int) -> list[int]:
         """Return the indices of the next prompts; each pass through the file has its own order."""
@@ -300,8 +291,7 @@ class Loop:
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read; the policy has not been updated since it drew the responses."""
         options, models = self.options, self.models
-        batch, scores = experience.batch, experience.scores
-        batch = models.estimate(batch, options)
+        batch = models.estimate(experience.batch, options)
         old = batch["old_log_probs"]
         # Log-probs of training against log-probs of generation.
         values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
@@ -309,7 +299,8 @@ class Loop:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        advantages = ADVANTAGES[options.rule.advantages](batch, scores, experience.groups, options)
+        groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
+        advantages = ADVANTAGES[options.rule.advantages](batch, experience.scores.flatten(), groups, options)
         return batch.with_fields(**advantages), values
 
     def _truncated(self, response: Tensor) -> bool:
@@ -369,5 +360,5 @@ def _text(codec: TextCodec, prompt: Prompt) -> str:
 
 def _informative(drawn: _Experience) -> _Experience:
     """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
-    keep = (drawn.spread[drawn.groups] > 0).nonzero().flatten()
-    return _Experience(drawn.batch.select(keep), drawn.scores[keep], drawn.groups[keep])
+    kept = drawn.differs.repeat_interleave(drawn.scores.shape[1]).nonzero().flatten()
+    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs])

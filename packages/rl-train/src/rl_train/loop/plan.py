@@ -22,7 +22,7 @@ from rl_train.data.prompts import Prompt, read_json, read_prompts, vocabulary_si
 from rl_train.loop.folder import check_folder
 from rl_train.options.derived import check, engine_options
 from rl_train.options.options import TrainOptions
-from rl_train.planner.preflight import check_native_model
+from rl_train.planner.plan import check_native_model
 from rl_train.report import summary_writer
 from rl_train.rewards.function import check_reward
 

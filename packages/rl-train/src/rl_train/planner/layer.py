@@ -19,20 +19,18 @@ class Division:
     """The sharding of a layer over a grid.
 
     Attributes:
-        tp: Tensor-parallel size.
-        sequence_parallel: Whether a rank has 1/tp of the tokens between blocks.
+        tp: Tensor-parallel size; a rank has 1/tp of the tokens between blocks.
         expert_tp: Number of tp ranks that shard each expert: tp or 1.
         size: Bytes of an element.
     """
 
     tp: int
-    sequence_parallel: bool
     expert_tp: int
     size: int
 
     def hidden(self, config: DecoderConfig) -> int:
         """Return the elements of H for each token between blocks."""
-        return -(-config.hidden_size // (self.tp if self.sequence_parallel else 1))
+        return -(-config.hidden_size // self.tp)
 
     def norm(self, width: int) -> int:
         """Return the bytes of a norm's input and normalised input (both fp32), and of its output."""
@@ -101,9 +99,8 @@ def _latent_attention(config: DecoderConfig, division: Division) -> int:
     # The assembled queries and keys, the projected keys and values, and the output.
     inside = heads * (2 * sizes.qk_head_dim + sizes.qk_nope_head_dim + 2 * sizes.v_head_dim)
     queries = sizes.q_lora_rank or 0
-    share = division.tp if division.sequence_parallel else 1
     latents = queries + sizes.kv_lora_rank + sizes.qk_rope_head_dim
-    norms = -(-division.norm(queries + sizes.kv_lora_rank) // share)
+    norms = -(-division.norm(queries + sizes.kv_lora_rank) // division.tp)
     return division.size * (inside + latents) + norms + _statistics(config, division)
 
 

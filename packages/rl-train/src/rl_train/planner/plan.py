@@ -1,4 +1,4 @@
-"""`rl-train plan`: plan the memory of every rank of a grid of the native backend, from a config alone.
+"""Plan the memory of every rank of a grid of the native backend, from a config alone, and check the checkpoint.
 
 Weights are exact: the layout states the part of every tensor that a rank holds. Activations come from
 `rl_train.planner.layer`.
@@ -10,7 +10,7 @@ import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +19,13 @@ import torch
 
 import ckpt
 from ckpt.layout.families import Role
+from ckpt.transfer.match import match
 from ckpt.transfer.memory_plan import config_dtype
 from parallel_layers import ParallelDims
 from parallel_layers.model import ModelConfig
-from rl_models.engines import OUTPUTS, PipelineOptions
+from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
+from rl_models.engines.parallel.load import require_fit
+from rl_models.grid import checkpoint_folder
 from rl_models.models.decoder import Recompute, require_layers
 from rl_train.planner.layer import Division, layer_bytes
 
@@ -75,7 +78,6 @@ class MemoryOptions:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
         dtype: The dtype of the weights; None: the dtype of the config.
-        sequence_parallel: Shard tokens over tp between blocks; None: where tp > 1.
         recompute: See `Actor.from_pretrained`.
         pipeline: The schedule, the virtual stages and the split of the layers.
         micro_batches: Number of micro-batches in an update, for a pipeline; None: two for each stage.
@@ -85,7 +87,6 @@ class MemoryOptions:
     dims: ParallelDims
     tokens: int
     dtype: torch.dtype | None = None
-    sequence_parallel: bool | None = None
     recompute: Recompute = None
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batches: int | None = None
@@ -158,8 +159,7 @@ def _on_rank(
     own = -(-(held - experts) // data) + -(-experts // copies)
     divided = max(data, copies) > 1
 
-    sequence_parallel = dims.tp > 1 and options.sequence_parallel is not False
-    division = Division(dims.tp, sequence_parallel, place.expert_tp[1], size)
+    division = Division(dims.tp, place.expert_tp[1], size)
     tokens = -(-options.tokens // dims.cp)
     per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
@@ -222,6 +222,22 @@ def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
     begun = (virtual_stages - 1) * size + 2 * (size - 1 - rank) + 1
     turns = Counter(n // size % virtual_stages for n in range(begun))
     return [turns[chunk] for chunk in range(virtual_stages)]
+
+
+def check_native_model(path: Path, role: Role, dims: ParallelDims, options: EngineOptions, max_tokens: int) -> None:
+    """Refuse a checkpoint that the ranks of the native backend would refuse; only headers are read.
+
+    Raises:
+        ValueError: There is no checkpoint folder; the family is unknown; an option has no effect on this grid; heads,
+            layers or experts do not divide over the grid; or a file is broken or has other tensors than the config
+            says. The error names the values and the fix.
+    """
+    folder = checkpoint_folder(path)
+    config = ModelConfig.from_hf(folder)
+    require_fit(config, dims, options)
+    memory = MemoryOptions(dims, max_tokens, recompute=options.recompute, pipeline=options.pipeline)
+    plan_memory(Path(folder), memory, role=role, trained=True)
+    match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
 
 
 @dataclass(frozen=True)
@@ -299,12 +315,10 @@ def plan_models(
     return Planned(options, models, offload)
 
 
-def fitting(
-    model: Path, options: MemoryOptions, limit: int, most_ranks: int = 1024, **models: bool
-) -> Iterator[Planned]:
-    """Yield the grids with the fewest ranks whose peak is at most `limit` bytes, the least traffic first."""
+def fitting(model: Path, options: MemoryOptions, limit: int, **models: bool) -> list[Planned]:
+    """Return the grids with the fewest ranks, up to 1024, whose peak is at most `limit` bytes; least traffic first."""
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(ModelConfig.from_hf(model).moe) else (1,)
-    for ranks in (2**power for power in range(most_ranks.bit_length())):
+    for ranks in (2**power for power in range(11)):
         found = []
         for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), expert_sizes):
             if ranks % (tp * pp):
@@ -317,8 +331,8 @@ def fitting(
             if planned.peak <= limit:
                 found.append(planned)
         if found:
-            yield from sorted(found, key=operator.attrgetter("options.dims.pp", "options.dims.tp", "options.dims.ep"))
-            return
+            return sorted(found, key=operator.attrgetter("options.dims.pp", "options.dims.tp", "options.dims.ep"))
+    return []
 
 
 def dims_text(dims: ParallelDims) -> str:

@@ -11,11 +11,10 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import Devices, prepare
-from rl_train.loop.folder import write_options
+from rl_train.loop.folder import check_foreign, check_output, write_options
 from rl_train.loop.plan import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
-from rl_train.planner.preflight import check_foreign, check_output
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
 from rl_train.report import read_metrics
 from rl_train.score import ScoreOptions, score
@@ -34,7 +33,7 @@ def quickstart(
         tell: Called with the metrics of every step and with messages (`rl_train.report.Display`).
 
     Returns:
-        The result, as JSON values; `summary` shows it.
+        The result, as JSON values.
 
     Raises:
         RankFailed: A rank failed.
@@ -114,21 +113,6 @@ def quickstart(
         "ranks": described,
         "steps": steps,
         "seed": seed,
-    }
-
-
-def summary(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names and texts of the table that ends a quickstart."""
-    return {
-        "ranks": result["ranks"],
-        "log-probs, actor against transformers": f"max |difference| {result['parity_max_abs']:.1e}",
-        "log-probs, saved actor reloaded by transformers": f"max |difference| {result['reload_max_abs']:.1e}",
-        "mean reward, first tenth -> last tenth": f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}",
-        "a response of the last step": result["sample"],
-        "tokens/s (generated and learned)": f"{result['tokens_per_second']:,.0f}",
-        "seconds in all": f"{result['seconds']:.1f}",
-        "actor's checkpoint": result["checkpoint"],
-        "reward curve": result["curve"],
     }
 
 
