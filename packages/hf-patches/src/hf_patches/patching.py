@@ -22,7 +22,7 @@ from hf_patches.report import ProbeResult, Report
 from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
-from parallel_layers.inference import KVCache
+from parallel_layers.inference import PagedKVCache
 
 __all__ = ["Patch", "patch"]
 
@@ -72,7 +72,7 @@ class Patch:
         self.state.proven = True
         return self.probe_result
 
-    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+    def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache of keys and values for N sequences of at most `max_length` tokens each.
 
         Under `torch.no_grad()`, `model(packed=PackedSequence, cache=cache)` continues the N sequences with their new
@@ -91,13 +91,14 @@ class Patch:
                 if self.probe_result is not None
                 else "a cache needs a proven packed patch: leave out packed=False, and call Patch.probe() first"
             )
-        return KVCache(
+        return PagedKVCache(
             self.config.num_hidden_layers,
             num_sequences,
             max_length,
             kind.heads,
             kind.key_dim,
             value_dim=kind.value_dim,
+            num_blocks=num_blocks,
             dtype=kind.dtype,
             device=compute_device(self.backbone),
         )

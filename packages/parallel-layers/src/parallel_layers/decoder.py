@@ -237,7 +237,7 @@ class DecoderLayer(nn.Module):
             rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
             max_seqlen: Upper bound of a segment's length.
-            cache: `KVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
+            cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
 
         Returns:

@@ -18,7 +18,7 @@ from parallel_layers.attention.backends import BACKENDS, why_not
 from parallel_layers.attention.kernel_interface import Scoring, Segments
 from parallel_layers.attention.reference import REFERENCE
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.inference import KVCache
+from parallel_layers.inference import DecodeSteps, PagedKVCache
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig
 from parallel_layers.norm.rms_norm import RMSNorm
@@ -311,23 +311,27 @@ def test_decoding_with_a_cache(name: str) -> None:
     layer, rotary = layer_of(LAYERS[name])
     sequences = [torch.randn(n, 256, device="cuda").bfloat16() for n in (40, 20)]
     whole = [layer(x, rotary(torch.arange(len(x), device="cuda")), boundaries([len(x)]), len(x)) for x in sequences]
-    cache = KVCache(1, 2, 64, *layer.self_attn.cache_shape, dtype=torch.bfloat16, device="cuda")
+    cache = PagedKVCache(1, 2, 64, *layer.self_attn.cache_shape, dtype=torch.bfloat16, device="cuda")
+    view = DecodeSteps(cache, 2, torch.ones(2, dtype=torch.int32, device="cuda"))
     starts = [0, 0]
     for step, new in enumerate([[31, 11], *[[1, 1]] * 9]):
         x = torch.cat([s[a : a + n] for s, a, n in zip(sequences, starts, new, strict=True)])
         positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, new, strict=True)]).cuda()
         bounds = boundaries(new)
 
-        def forward(x: Tensor, positions: Tensor, bounds: Tensor, longest: int) -> Tensor:
-            out = layer(x, rotary(positions), bounds, longest, cache=cache.layer(0))
+        def forward(cache: PagedKVCache | DecodeSteps, x: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
+            out = layer(x, rotary(positions), bounds, max(new), cache=cache.layer(0))  # noqa: B023
             cache.advance(bounds)
             return out
 
-        if step < 2:
-            out = forward(x, positions, bounds, max(new))
+        if step == 0:
+            out = forward(cache, x, positions, bounds)
+            cache.reserve([9, 9])
+        elif step == 1:
+            out = forward(view, x, positions, bounds)
         else:
             with no_host_sync():
-                out = forward(x, positions, bounds, max(new))
+                out = forward(view, x, positions, bounds)
         for part, full, a, n in zip(out.split(new), whole, starts, new, strict=True):
             torch.testing.assert_close(part, full[a : a + n], rtol=2e-2, atol=2e-2)
         starts = [a + n for a, n in zip(starts, new, strict=True)]

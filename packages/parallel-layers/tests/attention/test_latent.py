@@ -4,8 +4,6 @@ That attention is compared with transformers' in decoder/test_parity.py, at ever
 """
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +18,8 @@ from parallel_layers.attention import (
     latent,
     packed_attention,
 )
-from parallel_layers.inference import KVCache, PagedKVCache, SequenceCache, contiguous, paged_attention
+from parallel_layers.inference import PagedKVCache
+from parallel_layers.inference import cache as paged
 from parallel_layers.initialization import initialize_
 from parallel_layers.linear import Placement
 from parallel_layers.rotary import RotaryEmbedding
@@ -36,12 +35,9 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-CACHES: dict[str, Callable[..., SequenceCache]] = {"contiguous": KVCache, "paged": partial(PagedKVCache, block_size=4)}
-
-
 @torch.no_grad()
 def decode(
-    group: ProcessGroup | None, sequences: list[Tensor], window: int | None, kind: str
+    group: ProcessGroup | None, sequences: list[Tensor], window: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each sequence's outputs: in one forward without a cache, and step by step with one."""
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, placement=Placement(group))
@@ -50,7 +46,7 @@ def decode(
     lengths = [len(x) for x in sequences]
     positions = torch.cat([torch.arange(n) for n in lengths])
     whole = layer(torch.cat(sequences), rotary(positions), cu_seqlens_of(lengths), max(lengths))
-    cache = CACHES[kind](1, len(sequences), max(lengths), *layer.cache_shape)
+    cache = PagedKVCache(1, len(sequences), max(lengths), *layer.cache_shape, block_size=4)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in STEPS:
         starts = cache.lengths.tolist()
@@ -64,38 +60,35 @@ def decode(
     return list(whole.split(lengths)), [torch.cat(out) for out in outs]
 
 
-@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int | None, kind: str) -> None:
+def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int | None) -> None:
     torch.manual_seed(0)
     sequences = [torch.randn(sum(step[i] for step in STEPS), HIDDEN) for i in range(3)]
-    arguments = (sequences, window, kind)
+    arguments = (sequences, window)
     results = [decode(None, *arguments)] if tp == 1 else ranks.run(decode, *arguments, world=tp)
     for whole, stepwise in results:
         for ours, expected in zip(stepwise, whole, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_keeps_one_latent_a_token(kind: str) -> None:
-    """And nothing beside it for the values, also after sequences were selected, and one of them twice."""
+def test_a_cache_keeps_one_latent_a_token() -> None:
+    """And nothing beside it for the values, also for a second sample of a prompt."""
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
     assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
-    cache = CACHES[kind](1, 2, 6, *layer.cache_shape)
-    assert not cache.values
+    cache = PagedKVCache(1, 2, 6, *layer.cache_shape, block_size=4)
+    assert cache.values is None
     rotary, x = RotaryEmbedding(SIZES.qk_rope_head_dim), torch.randn(6, HIDDEN)
     with torch.no_grad():
         expected = layer(x, rotary(torch.arange(6)), cu_seqlens_of([6]), 6)
         layer(x[:5], rotary(torch.arange(5)), cu_seqlens_of([0, 5]), 5, cache=cache.layer(0))
         cache.advance(cu_seqlens_of([0, 5]))
-        cache.select([1, 1])
+        cache.share(1, [0], 5)
         ends = layer(x[[5, 5]], rotary(torch.tensor([5, 5])), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
     torch.testing.assert_close(ends, expected[[5, 5]], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first forward attends with expanded keys, in heads of a size that the fast kernels take."""
     sizes = []
 
@@ -103,10 +96,10 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch, kind:
         sizes.append(q.shape[-1])
         return packed_attention(q, *arguments, **options)
 
-    for module in (latent, contiguous, paged_attention):
+    for module in (latent, paged):
         monkeypatch.setattr(module, "packed_attention", spy)
     layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
-    cache = CACHES[kind](1, 2, 9, *layer.cache_shape)
+    cache = PagedKVCache(1, 2, 9, *layer.cache_shape, block_size=4)
     rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
 
     @torch.no_grad()
@@ -124,8 +117,7 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch, kind:
     bring([1, 1])
     expanded, latents = SIZES.qk_head_dim, layer.cache_shape.head_dim
     assert sizes == [expanded, latents, latents, expanded]
-    cache.reset()
-    with pytest.raises(ValueError, match=rf"a {type(cache).__name__} is for inference; run the model under torch.no"):
+    with pytest.raises(ValueError, match="a cache is for inference"):
         layer(torch.randn(2, HIDDEN), rotary(torch.arange(2)), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
 
 

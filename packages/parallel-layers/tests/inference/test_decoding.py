@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
-from parallel_layers.inference import KVCache, PagedKVCache
+from parallel_layers.inference import PagedKVCache
 from parallel_layers.linear import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
@@ -24,10 +24,8 @@ STEPS = [[5, 1, 0], [1, 1, 4], [1, 0, 1], [0, 3, 1], [1, 1, 1], [1, 1, 1]]
 Steps = Sequence[Sequence[int]]
 ROOM = 12
 CACHES = {
-    "contiguous": KVCache,
-    "paged": partial(PagedKVCache, block_size=4),
-    # Less than three sequences' room, and gathered a sequence at a time.
-    "small-pool": partial(PagedKVCache, block_size=2, num_blocks=14, max_gathered=1),
+    "ample": partial(PagedKVCache, block_size=4),
+    "small-pool": partial(PagedKVCache, block_size=2, num_blocks=14),  # less than three sequences' room
 }
 
 
@@ -105,8 +103,7 @@ CONFIGS = {
     "softcap": replace(CONFIG, attention_softcap=2.0),
     "qk norm, sinks, window, experts": replace(CONFIG, qk_norm="head", attention_sinks=True, window=4, moe=EXPERTS),
 }
-CASES = [("contiguous", case) for case in CONFIGS]
-CASES += [(cached, case) for cached in ("paged", "small-pool") for case in CONFIGS if case not in ("mha", "softcap")]
+CASES = [("ample", case) for case in CONFIGS] + [("small-pool", "gqa"), ("small-pool", "window")]
 
 
 def check(pool: RankPool | None, cached: str, case: str, tp: int, sp: bool) -> None:

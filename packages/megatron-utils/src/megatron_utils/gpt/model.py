@@ -30,7 +30,7 @@ from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_pr
 from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
-from parallel_layers.inference import KVCache, SequenceCache
+from parallel_layers.inference import PagedKVCache, SequenceCache
 
 Role = Literal["causal_lm", "value"]
 
@@ -143,20 +143,21 @@ class PackedGPTModel(GPTModel):
         )
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
 
-    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+    def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for N sequences, of this chunk's layers and key-value heads on this rank.
 
         For multi-head latent attention the cache holds the keys and values of the heads instead of the latent.
         """
         attention, config = self.decoder.layers[0].self_attention, self.config
         latent = isinstance(attention, LatentAttention)
-        return KVCache(
+        return PagedKVCache(
             len(self.decoder.layers),
             num_sequences,
             max_length,
             attention.num_query_groups_per_partition,
             config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
             config.v_head_dim if latent else config.kv_channels,
+            num_blocks=num_blocks,
             dtype=config.params_dtype,
             device=next(self.parameters()).device,
         )

@@ -196,11 +196,11 @@ class ParallelLatentAttention(ParallelModule):
         if cache is not None:
             latents = latent[:, None]
             stored = torch.cat((latents, k_rope), dim=-1)
-            if not cache.is_empty:
+            if not cache.starts(cu_seqlens):
                 return self.o_proj(
                     self._attend_to_latents(cache, q_nope, q_rope, stored, latents, cu_seqlens, max_seqlen)
                 )
-            cache.store(stored, latents, cu_seqlens, max_seqlen)
+            cache.store(stored, latents, cu_seqlens)
             attend = packed_attention
         k_nope, value = (
             self.kv_b_proj(latent)

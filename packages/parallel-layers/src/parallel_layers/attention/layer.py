@@ -28,14 +28,13 @@ CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attenti
 
 
 class AttentionCache(Protocol):
-    """The cache of one layer's keys and values, such as `parallel_layers.inference.KVCache.layer(i)`."""
+    """The cache of one layer's keys and values, such as `parallel_layers.inference.PagedKVCache.layer(i)`."""
 
-    @property
-    def is_empty(self) -> bool:
-        """True while all sequences are without tokens."""
+    def starts(self, cu_seqlens: Tensor) -> bool:
+        """Return whether these tokens begin their sequences."""
         ...
 
-    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:
         """Add the keys and values of these tokens."""
         ...
 

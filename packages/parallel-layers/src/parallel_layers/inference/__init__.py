@@ -1,7 +1,7 @@
-"""Inference: caches of keys and values for prefill and decoding, and linears that overlap communication."""
+"""Inference: paged caches of keys and values, and the draws of tokens."""
 
-from parallel_layers.inference.cache import SequenceCache
-from parallel_layers.inference.contiguous import KVCache
-from parallel_layers.inference.paged import PagedKVCache
+from parallel_layers.inference.block_tables import OutOfBlocks
+from parallel_layers.inference.cache import DecodeSteps, LayerCache, PagedKVCache, SequenceCache
+from parallel_layers.inference.sampling import sample
 
-__all__ = ["KVCache", "PagedKVCache", "SequenceCache"]
+__all__ = ["DecodeSteps", "LayerCache", "OutOfBlocks", "PagedKVCache", "SequenceCache", "sample"]

@@ -5,7 +5,11 @@ block (https://arxiv.org/abs/2309.06180, section 4.4).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+class OutOfBlocks(ValueError):
+    """The pool has too few free blocks; nothing has changed."""
 
 
 class BlockTables:
@@ -40,15 +44,15 @@ class BlockTables:
             `(source, copy)` of each shared block that was replaced; copy its content before any write.
 
         Raises:
-            ValueError: Too few blocks are free; nothing has changed then.
+            OutOfBlocks: Too few blocks are free.
         """
         needed = self._needed(new)
         if needed > self.num_free:
             enough = self.num_blocks + needed - self.num_free
-            raise ValueError(
+            raise OutOfBlocks(
                 f"{sum(new)} new tokens of {sum(n > 0 for n in new)} sequences need {needed} more blocks of "
-                f"{self.block_size} tokens, but {self.num_free} of num_blocks={self.num_blocks} are free; free() or "
-                f"select() away sequences that have stopped, or build the cache with num_blocks={enough}"
+                f"{self.block_size} tokens, but {self.num_free} of num_blocks={self.num_blocks} are free; free() "
+                f"sequences that have stopped, or build the cache with num_blocks={enough}"
             )
         copies = []
         for n, table in enumerate(self.tables):
@@ -65,16 +69,14 @@ class BlockTables:
         """Add `new` tokens, for which blocks were reserved, to the lengths."""
         self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
 
-    def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; copies of a repeated sequence share its blocks."""
-        kept = [(list(self.tables[n]), self.lengths[n]) for n in sequences]
-        for table, _ in kept:
-            for block in table:
-                self._owners[block] += 1
-        self.free(range(len(self.tables)))
-        self.tables, self.lengths = [table for table, _ in kept], [length for _, length in kept]
+    def share(self, source: int, sequence: int, length: int) -> None:
+        """Give an empty sequence the first `length` tokens of another one, in the same blocks."""
+        blocks = self.tables[source][: -(-length // self.block_size)]
+        for block in blocks:
+            self._owners[block] += 1
+        self.tables[sequence], self.lengths[sequence] = list(blocks), length
 
-    def free(self, sequences: Sequence[int]) -> None:
+    def free(self, sequences: Iterable[int]) -> None:
         """Empty these sequences; blocks without another owner become free."""
         for n in sequences:
             for block in reversed(self.tables[n]):

@@ -1,158 +1,69 @@
-"""The base class of caches of keys and values, and a layer's view of a cache.
+"""`PagedKVCache`: keys and values in a pool of blocks (PagedAttention, https://arxiv.org/abs/2309.06180).
 
 Shape legend: T tokens of this forward, N sequences of the cache, Q query heads and K key-value heads of this rank,
-D head size, D' size of a value head, S segments of this forward.
+D head size, D' size of a value head, S segments of this forward, P blocks of the pool, b tokens of a block, B most
+blocks of a sequence.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Self, Unpack
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.inference.block_tables import BlockTables
+from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_decode
 
 
-class Boundaries(NamedTuple):
-    """The `cu_seqlens` of a forward's plan, and their version at that time."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, cu_seqlens: Tensor) -> Self:
-        """Return the boundaries as they are now; later in-place writes invalidate the plan."""
-        return cls(cu_seqlens, _version(cu_seqlens))
-
-    def are(self, cu_seqlens: Tensor) -> bool:
-        """Return whether the plan is for `cu_seqlens`, without waiting for the device."""
-        return self.tensor is cu_seqlens and self.version == _version(cu_seqlens)
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor has been written to; torch.inference_mode does not count writes."""
-    return 0 if x.is_inference() else x._version
-
-
-class SequenceCache(ABC):
-    """Keys (after rotation) and values of N sequences.
-
-    Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
-    segments are padding. Call `advance` once after the last layer.
+class SequenceCache(Protocol):
+    """The cache that a model is given: a `PagedKVCache`, or its `DecodeSteps`.
 
         for i, layer in enumerate(layers):
             hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
         cache.advance(cu_seqlens)
 
-    Between two forwards `select` keeps, reorders or repeats sequences, and `free` empties sequences. All forwards may
-    write their `cu_seqlens` to one buffer; a buffer made under torch.inference_mode only after `advance`.
-
-    Keys and values have the dtype of the first stored keys, unless the cache is built with another. Queries are cast to
-    the dtype of the cache.
-
     Attributes:
-        num_sequences: N.
+        num_sequences: N; the first N segments of a forward continue the sequences, further segments are padding.
         max_length: The most tokens of a sequence.
-        dtype: The dtype of keys and values; None before the first keys are stored.
         lengths: `[N]` int32, the tokens of each sequence, on the cache's device.
     """
 
-    num_sequences: int
-    max_length: int
-    dtype: torch.dtype | None
-    lengths: Tensor
-
-    def layer(self, index: int) -> "LayerCache":
-        """Return the part of layer `index`, the argument `cache` of `DecoderLayer.forward`."""
-        return LayerCache(self, index)
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.free(range(self.num_sequences))
-
-    @abstractmethod
-    def advance(self, cu_seqlens: Tensor) -> None:
-        """Add the tokens of the finished forward to the lengths; `cu_seqlens` `[S+1]` as given to the layers."""
-
-    @abstractmethod
-    def select(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order; repeated sequences are samples of one prompt.
-
-        Raises:
-            ValueError: There is no such sequence.
-        """
-
-    @abstractmethod
-    def free(self, sequences: Sequence[int]) -> None:
-        """Empty these sequences; others can start in their places.
-
-        Raises:
-            ValueError: There is no such sequence.
-        """
+    @property
+    def num_sequences(self) -> int: ...  # noqa: D102
 
     @property
-    @abstractmethod
-    def is_empty(self) -> bool:
-        """Return whether all sequences are empty, by the host's own count."""
+    def max_length(self) -> int: ...  # noqa: D102
 
-    @abstractmethod
-    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        """See `LayerCache.store`."""
+    @property
+    def lengths(self) -> Tensor: ...  # noqa: D102
 
-    @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        q_TQD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """See `LayerCache.attend`."""
+    def layer(self, index: int) -> LayerCache:
+        """Return the part of layer `index`, the argument `cache` of `DecoderLayer.forward`."""
+        ...
 
-    def _check_sequences(self, sequences: Sequence[int]) -> None:
-        for n in sequences:
-            if not 0 <= n < self.num_sequences:
-                raise ValueError(f"there is no sequence {n} in a cache of {self.num_sequences}, numbered from 0")
-
-    def _check_segments(self, cu_seqlens: Tensor) -> int:
-        """Return the number of padding segments behind the sequences."""
-        padding = cu_seqlens.shape[0] - 1 - self.num_sequences
-        if padding < 0:
-            raise ValueError(
-                f"cu_seqlens has {cu_seqlens.shape[0] - 1} segments for a cache of {self.num_sequences} sequences; "
-                "give a sequence without new tokens a segment of length 0"
-            )
-        return padding
-
-    def _outgrown(self, length: int) -> ValueError:
-        return ValueError(
-            f"a sequence would have {length} tokens, but the cache has room for max_length={self.max_length}"
-        )
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """Add the tokens of the finished forward to the lengths; call it after the last layer."""
+        ...
 
 
 class LayerCache:
     """The part of a cache for one layer."""
 
-    def __init__(self, cache: SequenceCache, index: int) -> None:
+    def __init__(self, cache: PagedKVCache | DecodeSteps, index: int) -> None:
         self.cache, self.index = cache, index
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether all sequences are empty, so that new tokens attend to themselves alone."""
-        return self.cache.is_empty
+    def starts(self, cu_seqlens: Tensor) -> bool:
+        """Return whether this forward's tokens begin their sequences, and so attend to each other alone."""
+        return self.cache._starts(cu_seqlens)
 
-    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, max_seqlen: int, /) -> None:
-        """Write keys and values as `attend` does, for a layer that computes attention itself.
-
-        Raises:
-            ValueError: As for `attend`.
-        """
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:
+        """Write keys and values as `attend` does, for a layer that computes attention itself."""
         self._check_no_gradient(k_TKD, v_TKD)
-        self.cache.store(self.index, k_TKD, v_TKD, cu_seqlens, max_seqlen)
+        self.cache._store(self.index, k_TKD, v_TKD, cu_seqlens)
 
     def attend(
         self,
@@ -175,14 +86,358 @@ class LayerCache:
             **options: Options of `packed_attention`.
 
         Returns:
-            `[T, Q, D']`; zero for padding.
+            `[T, Q, D']`; arbitrary for padding.
 
         Raises:
             ValueError: There are fewer segments than sequences, there is no room, or an input requires a gradient.
         """
         self._check_no_gradient(q_TQD, k_TKD, v_TKD)
-        return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
+        return self.cache._attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
 
     def _check_no_gradient(self, *tensors: Tensor) -> None:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ValueError(f"a {type(self.cache).__name__} is for inference; run the model under torch.no_grad()")
+            raise ValueError("a cache is for inference; run the model under torch.no_grad()")
+
+
+class _Plan(NamedTuple):
+    """The places of the tokens of one forward; the same for all its layers.
+
+    Attributes:
+        cu_seqlens: The boundaries that the plan is for.
+        new: New tokens of each sequence.
+        blocks, offsets: `[T]` each, the block of each token and its place there; padding goes to an unused block.
+        starts: All tokens begin their sequences.
+        keys: The keys of the segments with tokens, where some continue.
+    """
+
+    cu_seqlens: Tensor
+    new: list[int]
+    blocks: Tensor
+    offsets: Tensor
+    starts: bool
+    keys: _Keys | None
+
+
+class _Keys(NamedTuple):
+    """The keys that segments of a forward attend to: their blocks `[S, B]`, their numbers `[S]`, and `cu_seqlens`."""
+
+    table: Tensor
+    used: Tensor
+    max_used: int
+    cu_seqlens: Tensor
+
+
+class PagedKVCache:
+    """Keys (after rotation) and values of N sequences in blocks of one pool.
+
+    Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
+    segments are padding. Call `advance` once after the last layer; see `SequenceCache`. Between two forwards `share`
+    starts a sequence with the first tokens of another one, `free` empties sequences, and `move` changes their places.
+
+    The host counts blocks, so it reads `cu_seqlens` once in each forward (on a GPU, a synchronisation).
+    `DecodeSteps` runs forwards of one token for each sequence, without the host.
+
+    Keys, values and queries are cast to the dtype of the cache.
+
+    Args:
+        num_layers: Number of layers.
+        num_sequences: N.
+        max_length: The most tokens of a sequence.
+        num_kv_heads: K of this rank.
+        head_dim: D.
+        value_dim: D'; default D.
+        values_in_keys: Values are the first D' dims of the keys and are not stored (multi-head latent attention).
+        block_size: b; the GPU kernel takes multiples of 64.
+        num_blocks: P; default: enough for N sequences of the maximum length.
+        dtype: The dtype of keys and values.
+        device: The device of keys and values.
+
+    Raises:
+        ValueError: `block_size` or `num_blocks` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_sequences: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        values_in_keys: bool = False,
+        *,
+        block_size: int = 64,
+        num_blocks: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if block_size < 1 or (num_blocks is not None and num_blocks < 1):
+            raise ValueError(f"block_size={block_size}, num_blocks={num_blocks}; both are at least 1")
+        self.num_sequences, self.max_length, self.block_size = num_sequences, max_length, block_size
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.values_in_keys = values_in_keys
+        most_blocks = max(1, -(-max_length // block_size))
+        self.num_blocks = max(1, num_sequences * most_blocks) if num_blocks is None else num_blocks
+        self.blocks = BlockTables(num_sequences, self.num_blocks, block_size)
+        # The last block takes padding and tokens of sequences that have stopped; it is in no sequence's table.
+        shape = (num_layers, self.num_blocks + 1, num_kv_heads, block_size)
+        with torch.inference_mode(False):  # later forwards may write outside of inference mode
+            self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            self.values = None if values_in_keys else torch.zeros(*shape, self.value_dim, dtype=dtype, device=device)
+            # A sequence that has stopped at the maximum length still has a block for its next token.
+            self.table = torch.full((num_sequences, most_blocks + 1), self.num_blocks, dtype=torch.int32, device=device)
+            self._lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+        self._plan: _Plan | None = None
+        # The tables and lengths on the device are older than those on the host.
+        self._stale = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return self.keys.dtype
+
+    @property
+    def lengths(self) -> Tensor:
+        """See `SequenceCache`."""
+        self._bring()
+        return self._lengths
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block, keys and values of all layers."""
+        return sum(pool[:, 0].nbytes for pool in (self.keys, self.values) if pool is not None)
+
+    def layer(self, index: int) -> LayerCache:
+        """See `SequenceCache`."""
+        return LayerCache(self, index)
+
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """See `SequenceCache`."""
+        self.advance_by(self._plan_for(cu_seqlens).new)
+        self._stale = True
+
+    def advance_by(self, new: Sequence[int]) -> None:
+        """Add `new` tokens to the host's count of each sequence; `DecodeSteps` counts on the device alone."""
+        self.blocks.advance(new)
+        self._plan = None
+
+    def reserve(self, new: Sequence[int]) -> None:
+        """Take blocks for `new` more tokens of each sequence.
+
+        Raises:
+            ValueError: A sequence would be longer than `max_length`.
+            OutOfBlocks: Too few blocks are free.
+        """
+        longest = max((have + more for have, more in zip(self.blocks.lengths, new, strict=True) if more), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"a sequence would have {longest} tokens, but the cache has room for max_length={self.max_length}"
+            )
+        if copies := self.blocks.reserve(new):
+            # Before anything is written: the last owner of a copied block may write to the block itself.
+            source, copy = self._numbers(copies).long().unbind(1)
+            for pool in (self.keys, self.values):
+                if pool is not None:
+                    pool[:, copy] = pool[:, source]
+        self._changed()
+        self._bring()
+
+    def share(self, source: int, sequences: Iterable[int], length: int) -> None:
+        """Start empty sequences with the first `length` tokens of another one, without copies.
+
+        Raises:
+            ValueError: There is no such sequence, the source is shorter, or a sequence is not empty.
+        """
+        sequences = list(sequences)
+        self._check([source, *sequences])
+        if length > self.blocks.lengths[source]:
+            raise ValueError(f"sequence {source} has {self.blocks.lengths[source]} tokens, fewer than length={length}")
+        if taken := [n for n in sequences if self.blocks.lengths[n]]:
+            raise ValueError(f"sequences {taken} are not empty; free them first")
+        for n in sequences:
+            self.blocks.share(source, n, length)
+        self._changed()
+
+    def move(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Give each sequence, the first of a pair, the place of an empty one.
+
+        Raises:
+            ValueError: There is no such sequence, or a target is not empty.
+        """
+        for source, target in pairs:
+            self.share(source, [target], self.blocks.lengths[source])
+            self.blocks.free([source])
+        self._changed()
+
+    def free(self, sequences: Iterable[int]) -> None:
+        """Empty these sequences and return their blocks; others can start in their places.
+
+        Raises:
+            ValueError: There is no such sequence.
+        """
+        sequences = list(sequences)
+        self._check(sequences)
+        self.blocks.free(sequences)
+        self._changed()
+
+    def _check(self, sequences: Sequence[int]) -> None:
+        for n in sequences:
+            if not 0 <= n < self.num_sequences:
+                raise ValueError(f"there is no sequence {n} in a cache of {self.num_sequences}, numbered from 0")
+
+    def _changed(self) -> None:
+        self._plan, self._stale = None, True
+
+    def _bring(self) -> None:
+        """Bring the tables and the lengths to the device."""
+        if self._stale:
+            width = self.table.shape[1]
+            rows = [blocks + [self.num_blocks] * (width - len(blocks)) for blocks in self.blocks.tables]
+            self.table.copy_(self._numbers(rows).view(self.num_sequences, width))
+            self._lengths.copy_(self._numbers(self.blocks.lengths))
+            self._stale = False
+
+    def _numbers(self, numbers: Sequence[object] | Tensor) -> Tensor:
+        return torch.as_tensor(numbers, dtype=torch.int32).to(self.table.device)
+
+    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys `[P+1, K, b, D]` and values `[P+1, K, b, D']` of a layer."""
+        keys = self.keys[layer]
+        return keys, keys[..., : self.value_dim] if self.values is None else self.values[layer]
+
+    def _starts(self, cu_seqlens: Tensor) -> bool:
+        return self._plan_for(cu_seqlens).starts
+
+    def _store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+        plan = self._plan_for(cu_seqlens)
+        self._write(layer, k_TKD, v_TKD, plan.blocks, plan.offsets)
+
+    def _write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        self.keys[layer][blocks, :, offsets] = k_TKD.to(self.dtype)
+        if self.values is not None:
+            self.values[layer][blocks, :, offsets] = v_TKD.to(self.dtype)
+
+    def _attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        self._store(layer, k, v, cu_seqlens)
+        plan = self._plan_for(cu_seqlens)
+        if plan.keys is None:
+            own = (x.to(self.dtype) for x in (q, k, v))
+            return packed_attention(*own, cu_seqlens, max_seqlen, **options).to(q.dtype)
+        return self._attend_to(layer, q, plan.keys, max_seqlen, options)
+
+    def _attend_to(self, layer: int, q: Tensor, keys: _Keys, max_seqlen: int, options: AttentionOptions) -> Tensor:
+        """Gather keys and values of the segments, and attend to them."""
+        room = keys.table.shape[1] * self.block_size
+        k, v = (pool[keys.table].transpose(2, 3).flatten(0, 2) for pool in self._pools(layer))
+        starts = torch.arange(0, len(keys.table) * room + 1, room, dtype=torch.int32, device=k.device)
+        options = {**options, "cu_seqlens_k": starts, "max_seqlen_k": keys.max_used, "used_k": keys.used}
+        out = packed_attention(q.to(self.dtype), k, v, keys.cu_seqlens, max_seqlen, **options)
+        return out.to(q.dtype)
+
+    def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
+        if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
+            return self._plan
+        counts = [end - start for start, end in pairwise(cu_seqlens.tolist())]
+        padding = len(counts) - self.num_sequences
+        if padding < 0:
+            raise ValueError(
+                f"cu_seqlens has {len(counts)} segments for a cache of {self.num_sequences} sequences; "
+                "give a sequence without new tokens a segment of length 0"
+            )
+        new = counts[: self.num_sequences]
+        self.reserve(new)
+        before = [*self.blocks.lengths, *[0] * padding]
+        tables = [*self.blocks.tables, *[[]] * padding]
+        bringing = [n for n, count in enumerate(counts) if count]
+        width = max([1, *(len(tables[n]) for n in bringing)])
+        table = torch.tensor([tables[n] + [self.num_blocks] * (width - len(tables[n])) for n in bringing])
+        table = table.view(len(bringing), width).long()
+        bounds = torch.tensor([0, *(counts[n] for n in bringing)]).cumsum(0)
+        segment = torch.repeat_interleave(bounds.diff())
+        place = (
+            torch.arange(len(segment)) - bounds[segment] + torch.tensor([before[n] for n in bringing]).long()[segment]
+        )
+        # Padding has one unused block, so its places wrap around.
+        blocks = table[segment, (place // self.block_size).clamp(max=width - 1)]
+        table, blocks, offsets = (self._numbers(x).long() for x in (table, blocks, place % self.block_size))
+        keys = None
+        if any(before[n] for n in bringing):
+            used = [before[n] + counts[n] if tables[n] else 0 for n in bringing]
+            keys = _Keys(table, self._numbers(used), max(used), self._numbers(bounds))
+        self._plan = _Plan(cu_seqlens, new, blocks, offsets, keys is None, keys)
+        return self._plan
+
+
+class DecodeSteps:
+    """A `SequenceCache` for forwards of one token for each of the first M sequences of a `PagedKVCache`.
+
+    The host reads nothing of the device, so a CUDA graph can capture a forward. Before the forwards the caller reserves
+    blocks for them (`PagedKVCache.reserve`), after them it counts their tokens (`PagedKVCache.advance_by`). A sequence
+    that is not active brings a token, too, which does not count.
+
+    Args:
+        cache: The cache.
+        num_sequences: M.
+        active: `[N]` int32, 1 for each sequence that goes on; the caller may change the numbers between two forwards.
+        exact: Attend by the kernels of `packed_attention` to gathered keys, instead of by `kernels.paged_decode`.
+    """
+
+    def __init__(self, cache: PagedKVCache, num_sequences: int, active: Tensor, *, exact: bool = False) -> None:
+        self.cache, self.num_sequences, self.max_length = cache, num_sequences, cache.max_length
+        self.exact, self.active = exact, active[:num_sequences]
+        self.table, self.lengths = cache.table[:num_sequences], cache.lengths[:num_sequences]
+        self._keys: _Keys | None = None
+
+    def layer(self, index: int) -> LayerCache:
+        """See `SequenceCache`."""
+        return LayerCache(self, index)
+
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """See `SequenceCache`."""
+        self.lengths += self.active
+        self._keys = None
+
+    def _starts(self, cu_seqlens: Tensor) -> bool:
+        return False
+
+    def _store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+        size = self.cache.block_size
+        blocks = self.table.gather(1, (self.lengths // size).long()[:, None])[:, 0].long()
+        self.cache._write(layer, k_TKD, v_TKD, blocks, (self.lengths % size).long())
+
+    def _attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        keys, values = self.cache._pools(layer)
+        if not self.exact and supports_paged_decode(q, keys):
+            scale = options.get("scale")
+            return paged_decode(
+                *(q, k.to(keys.dtype), v.to(keys.dtype), keys, values, self.table, self.lengths),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                softcap=options.get("softcap"),
+                window=options.get("window"),
+                sinks=options.get("sinks"),
+            )
+        self._store(layer, k, v, cu_seqlens)
+        if self._keys is None:
+            width = max(1, *(len(table) for table in self.cache.blocks.tables[: self.num_sequences]))
+            table = self.table[:, :width].long()
+            room = width * self.cache.block_size
+            self._keys = _Keys(table, (self.lengths + 1).clamp(max=room), room, cu_seqlens)
+        return self.cache._attend_to(layer, q, self._keys, 1, options)

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from rl_models.engines.engine import OUTPUTS, Engine, LoadEngine, Loss, NextLogits, Outputs, Role
+from rl_models.engines.engine import OUTPUTS, Engine, LoadEngine, Loss, Outputs, Role
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
@@ -20,7 +20,6 @@ __all__ = [
     "EngineOptions",
     "Loss",
     "MegatronOptions",
-    "NextLogits",
     "Outputs",
     "PipelineOptions",
     "Role",

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.engines.options import EngineOptions as EngineOptions
@@ -30,21 +31,6 @@ OUTPUTS: dict[Role, tuple[str, ...]] = {
 
 # (micro-batch, its outputs) -> scalar
 Loss = Callable[[MicroBatch, Outputs], Tensor]
-
-
-class NextLogits(Protocol):
-    """One step of decoding; see `Engine.decoding`."""
-
-    def __call__(self, tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-        """Return the logits `[N, V]` fp32 after the last token of each sequence.
-
-        Args:
-            tokens: The new tokens of each of the N sequences, `[L_i]` each. A sequence without new tokens gets an
-                arbitrary row.
-            keep: Before that, continue with these sequences only, in this order; a repeated sequence is copied. None:
-                all sequences.
-        """
-        ...
 
 
 class Engine(Protocol):
@@ -95,8 +81,8 @@ class Engine(Protocol):
         """Return the parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
         ...
 
-    def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode `num_sequences` sequences of at most `max_length` tokens, without gradients."""
+    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
+        """Generate without gradients; cp ranks may run different forward passes, unless they share experts."""
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -30,7 +30,8 @@ from parallel_layers.distributed.collectives import (
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
 )
-from parallel_layers.inference import KVCache, SequenceCache
+from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers.linear.products import wide_mm
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from rl_models.models.decoder import Chunk, Decoder, ModelOptions
@@ -208,19 +209,17 @@ class CausalLM(PackedModel):
         assert result.entropy is not None
         return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature)
 
-    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+    def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         shape = layers[0].self_attn.cache_shape
         weight = next(self.parameters())
-        return KVCache(
+        return PagedKVCache(
             len(layers),
             num_sequences,
             max_length,
-            shape.num_kv_heads,
-            shape.head_dim,
-            value_dim=shape.value_dim,
-            values_in_keys=shape.values_in_keys,
+            *shape,
+            num_blocks=num_blocks,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -233,18 +232,20 @@ class CausalLM(PackedModel):
         *,
         cache: SequenceCache,
         chunk: Chunk | None = None,
+        exact: bool = False,
     ) -> Tensor:
         """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
         Arguments are those of `log_probs`; `cache` holds the tokens before these. A sequence without tokens gets an
-        arbitrary row. Communication: one all-gather of the logits, and under sequence parallelism one of the hidden
-        states.
+        arbitrary row. With `exact` the operands of the head's GEMM are fp32 copies. Communication: one all-gather of
+        the logits, and under sequence parallelism one of the hidden states.
         """
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel(hidden, self.group)
         last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        local = hidden[last.clamp(min=0)].float() @ self.head_weight.float().T
+        hidden, weight = hidden[last.clamp(min=0)], self.head_weight
+        local = hidden.float() @ weight.float().T if exact else wide_mm(hidden, weight.T)
         logits: Tensor = gather_from_tensor_parallel(local, self.group)
         return logits[:, : self.config.vocab_size]
 

@@ -83,16 +83,27 @@ class Policy(Worker):
         top_p: float = 1.0,
         stop_ids: Iterable[int] = (),
         seed: int = 0,
+        exact: bool = False,
+        max_sequences: int = 512,
+        cache_gib: float | None = None,
     ) -> Batch:
-        """Continue every prompt, with a KV cache, on all ranks of the tensor-parallel group alike.
+        """Continue every prompt, by continuous batching over a paged KV cache.
+
+        Ranks that differ in tp or pp alone work on the same prompts; cp ranks on a part of them each.
 
         Args:
             prompts: The prompts of this data-parallel rank, each with at least one token.
             max_new_tokens: The largest number of tokens of a response.
             n: The number of responses for each prompt.
-            temperature, top_k, top_p: See `rl_models.workers.sampling.sample`; temperature 0 is greedy.
+            temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
             stop_ids: A response ends with the first of these tokens.
-            seed: The seed of the draws; data-parallel ranks with the same seed still draw differently.
+            seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's
+                draws depend neither on the other responses nor on `max_sequences`.
+            exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a
+                faster attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
+            max_sequences: The most responses that are drawn at a time; the others wait for a place.
+            cache_gib: The most memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
+                Responses without room wait.
 
         Returns:
             Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
@@ -110,8 +121,11 @@ class Policy(Worker):
         batch = generate(
             self.engine,
             prompts,
-            lambda: SamplingOptions(max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed),
+            lambda: SamplingOptions(
+                max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed, exact, max_sequences, cache_gib
+            ),
             call=f"{type(self).__name__}.generate",
+            max_tokens_per_pass=self.max_tokens_per_micro_batch,
             positions=self.positions,
         )
         self._warn_of_length(batch)

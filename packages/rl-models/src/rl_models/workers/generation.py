@@ -1,4 +1,4 @@
-"""Generation on an engine: one pass over the prompts, then one token at a time for each response until it stops."""
+"""Generation on an engine: checked prompts and options in, a batch of prompts and responses out."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from ckpt import agree
+from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.inference.sampling import MIN_TEMPERATURE
 from rl_models.batch import Batch, token_rows
 from rl_models.engines import Engine
+from rl_models.engines.decoding import CacheOptions
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
+from rl_models.workers.continuous_batching import ContinuousBatching, Draws, Responses
 from rl_models.workers.digests import described_lengths, digests
-from rl_models.workers.sampling import check_sampling, sample
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,29 @@ class SamplingOptions:
     top_p: float = 1.0
     stop_ids: Iterable[int] = ()
     seed: int = 0
+    exact: bool = False
+    max_sequences: int = 512
+    cache_gib: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "n"):
+        for name in ("max_new_tokens", "n", "max_sequences"):
             require_number(name, getattr(self, name), at_least=1, integer=True)
         require_number("seed", self.seed, integer=True)
-        check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        for name in ("temperature", "top_p"):
+            require_number(name, getattr(self, name))
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} is too small to divide logits by; use 0, which takes the most likely "
+                f"token, or at least {MIN_TEMPERATURE}"
+            )
+        if self.top_k is not None:
+            require_number("top_k", self.top_k, at_least=1, integer=True)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.cache_gib is not None:
+            require_number("cache_gib", self.cache_gib)
         if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
             raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
         ids = list(self.stop_ids)
@@ -55,6 +75,7 @@ def generate(
     make_options: Callable[[], SamplingOptions],
     *,
     call: str,
+    max_tokens_per_pass: int,
     positions: int | None = None,
 ) -> Batch:
     """Continue every prompt; see `Actor.generate`.
@@ -64,6 +85,7 @@ def generate(
         prompts: This data-parallel rank's prompts.
         make_options: Returns the options, or raises ValueError.
         call: What an error calls this call.
+        max_tokens_per_pass: The most tokens of prompts in one forward pass.
         positions: The longest sequence that the model was made for; None: not known.
 
     Raises:
@@ -83,7 +105,7 @@ def generate(
 
     agree_on_call(engine.grid, call, prepare)
     rows = [row.to(engine.grid.device) for row in rows]
-    return agree(lambda: _responses(engine, rows, options), engine.grid.group("dp"))
+    return _responses(engine, rows, options, max_tokens_per_pass)
 
 
 def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], positions: int | None) -> list[Tensor]:
@@ -108,88 +130,84 @@ def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], position
     return rows
 
 
-def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions) -> Batch:
-    """Return prompts and responses.
+def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions, max_tokens: int) -> Batch:
+    """Return prompts and responses; each context-parallel rank draws those of a part of the prompts.
 
     Raises:
-        ValueError: Logits are NaN or infinite.
+        ValueError: Logits are NaN or infinite, or the caches have no room.
     """
-    device = engine.grid.device
-    # Ranks that share experts run every forward pass together: idle ranks feed a dummy token.
-    together = engine.grid.group("dp") if engine.grid.dims.ep > 1 else None
-    inputs = rows
-    if together is not None and not rows:
-        inputs = [torch.zeros(1, dtype=torch.int64, device=device)]
-    rows = [row for row in rows for _ in range(options.n)]
-    generator = torch.Generator(device).manual_seed(_seed(options.seed, engine.grid.rank("dp")))
-    stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=device)
-    tokens = torch.zeros(len(rows), options.max_new_tokens, dtype=torch.int64, device=device)
-    log_probs = torch.zeros(len(rows), options.max_new_tokens, device=device)
-    lengths = [0] * len(rows)
-    # The responses of the engine's sequences, and whether each continues.
-    held, alive = list(range(len(rows))), [True] * len(rows)
-    nothing, broken = stop[:0], list[int]()
-    longest = max((len(row) for row in rows), default=0)
-    with engine.decoding(len(inputs), longest + options.max_new_tokens) as next_logits:
-        step, keep = 0, None
-        while _anyone(going := step < options.max_new_tokens and any(alive), together, device):
-            logits = next_logits(inputs, keep)
-            inputs, keep = [nothing] * len(logits), None
-            if not going:
-                continue
-            if step == 0:
-                # The n responses of a prompt share one pass over the prompt.
-                logits, keep = logits.repeat_interleave(options.n, dim=0), [number // options.n for number in held]
-            drawn, drawn_log_probs = sample(
-                logits,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                generator=generator,
-            )
-            tokens[held, step], log_probs[held, step] = drawn, drawn_log_probs
-            step += 1
-            stopping, undrawn = torch.stack([torch.isin(drawn, stop), drawn_log_probs.isnan()]).tolist()
-            if broken := [held[place] for place, bad in enumerate(undrawn) if bad and alive[place]]:
-                # Ranks that share experts still need this rank in their forward passes.
-                alive, inputs = [False] * len(alive), [nothing] * len(alive)
-                continue
-            for place, stops in enumerate(stopping):
-                lengths[held[place]] += alive[place]
-                alive[place] &= not stops
-            if 0 < 2 * sum(alive) <= len(alive):
-                # Remove stopped responses from the cache once half have stopped: a removal may copy the cache.
-                stay = [place for place, goes_on in enumerate(alive) if goes_on]
-                keep = stay if keep is None else [keep[place] for place in stay]
-                held, alive, drawn = [held[place] for place in stay], [True] * len(stay), drawn[stay]
-            inputs = [nothing] * len(held)
-            if step < options.max_new_tokens:
-                inputs = [drawn[i : i + 1] if goes_on else nothing for i, goes_on in enumerate(alive)]
-    if broken:
-        where = [(number // options.n, number % options.n) for number in broken]
+    grid, n = engine.grid, options.n
+    generator = torch.Generator(grid.device).manual_seed(_seed(options.seed, grid.rank("dp")))
+    shape = len(rows), n, options.max_new_tokens
+    uniforms = torch.rand(shape, generator=generator, device=grid.device)
+    part = -(-len(rows) // grid.dims.cp)
+    first = grid.rank("cp") * part
+    own = slice(first, first + part)
+    data = None if grid.data_mesh is None else grid.data_mesh.get_group()
+    responses = agree(lambda: _draw(engine, rows[own], uniforms[own].flatten(0, 1), options, max_tokens, first), data)
+    responses = _of_all_parts(responses, part * n, grid.group("cp"))
+    return _as_batch([row for row in rows for _ in range(n)], responses)
+
+
+def _as_batch(prompts: list[Tensor], responses: Responses) -> Batch:
+    """Return each prompt with its response."""
+    number, device = len(prompts), responses.tokens.device
+    lengths = torch.tensor(responses.lengths[:number], dtype=torch.int64)
+    pairs = torch.stack((torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
+    mask = torch.repeat_interleave(torch.tensor([False, True]).repeat(number), pairs.flatten()).to(device)
+    drawn = (torch.arange(responses.tokens.shape[1]) < lengths[:, None]).to(device)
+    tokens = torch.zeros(len(mask), dtype=torch.int64, device=device)
+    tokens[~mask] = torch.cat([tokens[:0], *prompts])
+    tokens[mask] = responses.tokens[:number][drawn]
+    log_probs = torch.zeros(len(mask), device=device)
+    log_probs[mask] = responses.log_probs[:number][drawn]
+    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, {"log_probs": log_probs})
+
+
+def _draw(
+    engine: Engine, rows: list[Tensor], uniforms: Tensor, options: SamplingOptions, max_tokens: int, first: int
+) -> Responses:
+    """Return the responses to these prompts, the first of which has the number `first`."""
+    grid, multiple_of = engine.grid, engine.tokens_multiple_of
+    # Ranks that share experts run every forward pass together: idle ranks feed padding.
+    together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
+    prompts = [row for row in rows for _ in range(options.n)]
+    wanted = min(len(prompts), options.max_sequences)
+    if together is not None:
+        wanted = max(wanted, 1)
+    places = -(-wanted // multiple_of) * multiple_of
+    longest = max((len(row) for row in rows), default=1) + options.max_new_tokens
+    sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
+    stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
+    draws = Draws(uniforms, options.temperature, options.top_k, options.top_p, stop)
+    with engine.decoding(sizes) as decoding:
+        batching = ContinuousBatching(
+            decoding, prompts, draws, max_tokens=max_tokens, multiple_of=multiple_of, together=together
+        )
+        responses = batching.run()
+    broken = responses.log_probs.isnan()
+    if broken.any():
+        step = int(broken.any(dim=0).nonzero()[0])
+        numbers = broken[:, step].nonzero()[:, 0].tolist()
+        where = [(first + number // options.n, number % options.n) for number in numbers]
         raise ValueError(
-            f"the model gives NaN or infinite logits after {step - 1} tokens of the responses (prompt, response) "
+            f"the model gives NaN or infinite logits after {step} tokens of the responses (prompt, response) "
             f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
             "an earlier checkpoint, and check the learning rate and the loss"
         )
-    responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    of_responses = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
-    of_prompts = [torch.zeros(len(row), device=device) for row in rows]
-    return Batch.from_sequences(
-        [torch.cat(pair) for pair in zip(rows, responses, strict=True)],
-        response_lengths=lengths,
-        device=device,
-        log_probs=[torch.cat(pair) for pair in zip(of_prompts, of_responses, strict=True)],
-    )
+    return responses
 
 
-def _anyone(going: bool, group: ProcessGroup | None, device: torch.device) -> bool:
-    """Return whether any rank of the group has a token to draw."""
+def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
+    """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
     if group is None:
-        return going
-    flag = torch.tensor(int(going), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return bool(flag)
+        return responses
+    lengths = responses.tokens.new_tensor(responses.lengths)
+    missing = rows - len(lengths)
+    tokens, log_probs = (F.pad(x, (0, 0, 0, missing)) for x in (responses.tokens, responses.log_probs))
+    together = (all_gather(x, group) for x in (tokens, log_probs, F.pad(lengths, (0, missing))))
+    tokens, log_probs, lengths = together
+    return Responses(tokens, log_probs, lengths.tolist())
 
 
 def _seed(seed: int, dp_rank: int) -> int:

@@ -9,43 +9,43 @@ import torch
 from torch import Tensor
 
 from megatron_utils.pipeline_parallel import run_schedule
+from parallel_layers import PackedSequence
 from parallel_layers.data.micro_batches import pack_micro_batches
-from rl_models.engines.continuation import Continuation, on_all_ranks
-from rl_models.engines.engine import NextLogits
+from parallel_layers.inference import SequenceCache
+from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.megatron.model import MegatronModel
 
 
 @contextmanager
 def decoding(
     model: MegatronModel,
-    num_sequences: int,
-    max_length: int,
+    options: CacheOptions,
     *,
     vocab_size: int,
     tokens_multiple_of: int,
     micro_batches_multiple_of: int,
-) -> Iterator[NextLogits]:
-    """Decode on every tp and cp rank, inside Megatron's global state; see `Engine.decoding`.
+) -> Iterator[Decoding]:
+    """Yield the model for generation, inside Megatron's global state; see `Engine.decoding`.
 
     Args:
         model: This rank's chunks.
-        num_sequences, max_length: See `Engine.decoding`.
+        options: The size of the caches.
         vocab_size, tokens_multiple_of, micro_batches_multiple_of: See `Engine`.
     """
     # The interleaved schedule needs as many micro-batches as stages.
     more = micro_batches_multiple_of - 1
     fillers = pack_micro_batches([], [[]] * more, multiple_of=tokens_multiple_of, device=model.grid.device)
     with model.entered() as megatron, torch.no_grad():
-        caches = [chunk.new_cache(num_sequences, max_length) for chunk in model.chunks]
-        continuation = Continuation(caches, num_sequences, tokens_multiple_of)
 
-        def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-            packed = continuation.pack(tokens, keep)
+        def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
             outputs = run_schedule(
                 model.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
             )
-            logits = outputs[0] if outputs else None
-            assert logits is None or isinstance(logits, Tensor)
-            return on_all_ranks(logits, (len(tokens), vocab_size), model.grid)
+            if not logits:
+                return packed.input_ids
+            result = outputs[0] if outputs else None
+            assert result is None or isinstance(result, Tensor)
+            return from_last_stage(result, (packed.num_sequences, vocab_size), model.grid)
 
-        yield next_logits
+        caches = options.build([chunk.new_cache for chunk in model.chunks], model.grid)
+        yield Decoding(caches, forward, options.exact)

@@ -16,7 +16,8 @@ from megatron_utils.gpt import PackedGPTModel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
 from parallel_layers import LogProbs, next_token_labels
-from rl_models.engines.engine import Loss, NextLogits, Outputs
+from rl_models.engines.decoding import CacheOptions, Decoding
+from rl_models.engines.engine import Loss, Outputs
 from rl_models.engines.megatron.chunks import stored_tensors
 from rl_models.engines.megatron.decoding import decoding
 from rl_models.engines.megatron.model import MegatronModel
@@ -104,12 +105,11 @@ class MegatronEngine:
         pairs = zip(self.chunks, self.places, strict=True)
         return Shards(self.layout, [(place, stored_tensors(chunk, place)) for chunk, place in pairs])
 
-    def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode with a KV cache, on every tp and cp rank."""
+    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
+        """See `Engine`."""
         return decoding(
             self.model,
-            num_sequences,
-            max_length,
+            options,
             vocab_size=self.vocab_size,
             tokens_multiple_of=self.tokens_multiple_of,
             micro_batches_multiple_of=self.micro_batches_multiple_of,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import ckpt
 from parallel_layers.moe import BatchTotals, MoE
 from rl_models.engines.accumulate import backward_each, forward_each
-from rl_models.engines.engine import OUTPUTS, Loss, NextLogits, Outputs
+from rl_models.engines.decoding import CacheOptions, Decoding
+from rl_models.engines.engine import OUTPUTS, Loss, Outputs
 from rl_models.engines.fsdp import drop_gradients, release, shard_over_dp
 from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
@@ -192,18 +193,11 @@ class ParallelEngine:
         """Return the tensors of one chunk."""
         return {name: tensors[name] for name in self.layout.at(place) if name in tensors}
 
-    def decoding(self, num_sequences: int, max_length: int) -> AbstractContextManager[NextLogits]:
-        """Decode with a KV cache, on every tp and cp rank, through one pipeline stage after another."""
+    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
+        """See `Engine`."""
         assert isinstance(self.model, CausalLM)
-        return decode(
-            self.model,
-            self.stages,
-            self.pipeline,
-            self.grid,
-            partial(self._hidden_shape, cached=True),
-            num_sequences=num_sequences,
-            max_length=max_length,
-        )
+        hidden_shape = partial(self._hidden_shape, cached=True)
+        return decode(self.model, self.stages, self.pipeline, self.grid, hidden_shape, options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the bytes of this rank, and copy config and tokenizer files from the loaded checkpoint."""

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from ckpt import FolderWriter, agree, copy_companions
 from ckpt.layout.config import classifies_sequences
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.inference import SequenceCache
 from rl_models.engines.accumulate import backward_each, forward_each
-from rl_models.engines.engine import EngineOptions, Loss, NextLogits, Outputs, Role
+from rl_models.engines.decoding import CacheOptions, Decoding
+from rl_models.engines.engine import EngineOptions, Loss, Outputs, Role
 from rl_models.engines.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
 from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
@@ -103,31 +103,15 @@ class TransformersEngine:
         return Shards(layout, [(ckpt.Place(), tensors)])
 
     @contextmanager
-    def decoding(self, num_sequences: int, max_length: int) -> Iterator[NextLogits]:
-        """Decode with a KV cache; the cp ranks decode a part of the sequences each and exchange the logits."""
-        group, rank, size = self.grid.group("cp"), self.grid.rank("cp"), self.grid.dims.cp
-        # The cp rank of each sequence, and the number of the sequence on that rank.
-        places = [(n % size, n // size) for n in range(num_sequences)]
+    def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
+        """See `Engine`."""
+
+        def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+            result: Tensor = self.model(packed=packed, cache=caches[0]).logits
+            return result
+
         with gathered(self.model), torch.no_grad():
-            cache = self.patch.new_cache(len(range(rank, num_sequences, size)), max_length)
-
-            def next_logits(tokens: Sequence[Tensor], keep: Sequence[int] | None = None) -> Tensor:
-                if keep is not None:
-                    kept = [places[n] for n in keep]
-                    cache.select([number for owner, number in kept if owner == rank])
-                    counters = [count() for _ in range(size)]
-                    places[:] = [(owner, next(counters[owner])) for owner, _ in kept]
-                own = [new for new, (owner, _) in zip(tokens, places, strict=True) if owner == rank]
-                most = max((number + 1 for _, number in places), default=0)
-                logits = torch.zeros(most, self.vocab_size, device=self.grid.device)
-                if any(len(new) for new in own):
-                    logits[: len(own)] = self.model(packed=PackedSequence.from_sequences(own), cache=cache).logits
-                if group is None:
-                    return logits
-                everyone = gather_from_sequence_parallel(logits, group)
-                return everyone[[owner * most + number for owner, number in places]]
-
-            yield next_logits
+            yield Decoding(options.build([self.patch.new_cache], self.grid), forward, options.exact)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Let the first rank write by `save_pretrained`, into a folder that appears when it is complete."""

@@ -5,34 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_models.numbers import require_number
+from parallel_layers.kernels import sample as kernel
+from parallel_layers.kernels.runtime import use_triton
 
 # Logits up to 3e8 divided by this temperature are finite in fp32.
 MIN_TEMPERATURE = 1e-30
-
-
-def check_sampling(*, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> None:
-    """Check the options of a draw.
-
-    Raises:
-        ValueError: The temperature is negative, not finite, or above 0 and too small to divide by; top_k is below 1,
-            or top_p outside (0, 1].
-    """
-    require_number("temperature", temperature)
-    require_number("top_p", top_p)
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative")
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(
-            f"temperature={temperature} is too small to divide logits by; use 0, which takes the most likely token, or "
-            f"at least {MIN_TEMPERATURE}"
-        )
-    if top_k is not None:
-        require_number("top_k", top_k, integer=True)
-        if top_k < 1:
-            raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must lie in (0, 1]")
 
 
 def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
@@ -44,7 +21,8 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
     Raises:
         ValueError: top_k is below 1, or top_p outside (0, 1].
     """
-    check_sampling(top_k=top_k, top_p=top_p)
+    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1:
+        raise ValueError(f"top_k={top_k} must be at least 1 (None keeps all tokens), and top_p={top_p} lie in (0, 1]")
     if top_k is not None and top_k < logits_NV.shape[-1]:
         kept = logits_NV.topk(top_k, dim=-1)
         logits_NV = torch.full_like(logits_NV, -torch.inf).scatter(-1, kept.indices, kept.values)
@@ -59,19 +37,19 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
 
 def sample(
     logits_NV: Tensor,
+    uniforms_N: Tensor,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row.
+    """Draw one token for each row, by the inverse of the cumulative distribution.
 
     Args:
         logits_NV: `[N, V]` fp32.
+        uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
         top_k, top_p: See `truncate`.
-        generator: Ranks with equal logits and equally seeded generators draw the same tokens.
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
@@ -79,14 +57,20 @@ def sample(
         with the log-prob NaN; a check here would stall the device at every token.
 
     Raises:
-        ValueError: `check_sampling` refuses an option.
+        ValueError: `truncate` refuses an option.
     """
-    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    truncated = top_k is not None or top_p < 1
+    if temperature and not truncated and use_triton(logits_NV):
+        return kernel.launch(logits_NV.contiguous(), uniforms_N, temperature)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
-        # A row with NaN or +inf is NaN throughout; torch would fail for all rows, on a GPU by a device assertion.
-        probabilities = truncate(log_probs_NV, top_k=top_k, top_p=top_p).softmax(dim=-1).nan_to_num_(nan=1.0)
-        tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        weights = truncate(log_probs_NV, top_k=top_k, top_p=top_p).exp() if truncated else log_probs_NV.exp()
+        # In fp64, so that a rare token keeps its probability in a large vocabulary.
+        passed = weights.double().cumsum(dim=-1)
+        target = uniforms_N.double()[:, None] * passed[:, -1:]
+        tokens = torch.searchsorted(passed, target, right=True)[:, 0]
+        # A broken row finds no place.
+        tokens = tokens.clamp(max=logits_NV.shape[-1] - 1)
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]

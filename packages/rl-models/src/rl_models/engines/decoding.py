@@ -1,0 +1,119 @@
+"""`Decoding`: a model that generates, with its caches. N sequences, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import agree
+from parallel_layers import PackedSequence
+from parallel_layers.inference import PagedKVCache, SequenceCache
+from rl_models.grid import Grid
+
+_SHARE_OF_FREE_MEMORY = 0.8
+
+
+class Continue(Protocol):
+    """A forward pass over the next tokens of the sequences of the caches."""
+
+    def __call__(self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+        """Add the tokens to the caches.
+
+        Args:
+            packed: New tokens of each of the N sequences, with their positions; a sequence may bring none.
+            caches: `Decoding.caches`, or the `DecodeSteps` of each.
+            logits: Return the logits `[N, V]` fp32 after the last token of each sequence, the same on every tp and pp
+                rank; the row of a sequence without tokens is arbitrary. False: return anything.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A model that continues sequences, while its parameters are gathered.
+
+    Attributes:
+        caches: The caches of this rank's chunks; all have the same sequences in the same blocks.
+        forward: The forward pass.
+        exact: See `CacheOptions`.
+        capturable: A CUDA graph can capture `forward` with logits: the host waits for nothing, and only collectives of
+            NCCL communicate.
+    """
+
+    caches: Sequence[PagedKVCache]
+    forward: Continue
+    exact: bool = False
+    capturable: bool = False
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The size of the caches of a generation.
+
+    Attributes:
+        sequences: The most sequences that are continued at a time.
+        max_length: The most tokens of a sequence.
+        gib: The most memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
+            as much as `sequences` of `max_length` take.
+        exact: Compute as `log_probs` does instead of by the faster kernels for one token.
+    """
+
+    sequences: int
+    max_length: int
+    gib: float | None = None
+    exact: bool = False
+
+    def build(self, new_cache: Sequence[Callable[[int, int, int], PagedKVCache]], grid: Grid) -> list[PagedKVCache]:
+        """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
+
+        Args:
+            new_cache: For each chunk: (number of sequences, longest sequence, number of blocks) -> cache.
+            grid: The grid of the model.
+
+        Raises:
+            ValueError: The memory does not suffice for one sequence.
+        """
+        samples = [make(1, 1, 1) for make in new_cache]
+        size = samples[0].block_size
+        longest = -(-self.max_length // size)
+        wanted = max(1, self.sequences * longest)
+        memory = _free_memory(grid.device) if self.gib is None else int(self.gib * 2**30)
+        block = sum(sample.block_bytes for sample in samples)
+        fits = wanted if memory is None else min(wanted, memory // block - 1)
+        blocks = torch.tensor(fits, device=grid.device)
+        for axis in ("tp", "pp"):
+            if (group := grid.group(axis)) is not None:
+                dist.all_reduce(blocks, dist.ReduceOp.MIN, group=group)
+
+        def check() -> None:
+            if self.sequences and int(blocks) < longest:
+                raise ValueError(
+                    f"a sequence of {self.max_length} tokens takes {longest} blocks of {block / 2**20:.1f} MiB of keys "
+                    f"and values, and {int(blocks)} fit into {(memory or 0) / 2**30:.2f} GiB; give more memory by "
+                    "cache_gib, or generate shorter responses"
+                )
+
+        # Ranks that share experts would wait for a rank that raises.
+        agree(check, grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None)
+        return [make(self.sequences, self.max_length, max(1, int(blocks))) for make in new_cache]
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the bytes that a cache may take by default; None: no limit."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(device)[0] + unused))
+
+
+def from_last_stage(logits: Tensor | None, shape: tuple[int, int], grid: Grid) -> Tensor:
+    """Return the logits `[N, V]` of the last pipeline stage on every stage; None elsewhere as input."""
+    result = torch.empty(shape, device=grid.device) if logits is None else logits.contiguous()
+    if (stages := grid.group("pp")) is not None:
+        dist.broadcast(result, group=stages, group_src=stages.size() - 1)
+    return result
