@@ -100,7 +100,7 @@ def test_what_a_cache_cannot_mean_is_refused():
         model(packed=packed, cache=cache, labels=packed.input_ids, entropy=True)
     with pytest.raises(ValueError, match="2 sequences for a cache of 3"):
         model(packed=packed, cache=patched.new_cache(3, 6))
-    with pytest.raises(ValueError, match="got SharedPrefixes and KVCache"):
+    with pytest.raises(ValueError, match="got SharedPrefixes and PagedKVCache"):
         model(packed=share_prefixes(sequences[:1], [sequences]), cache=cache)
     with pytest.raises(ValueError, match=r"run the model under torch\.no_grad"):
         model(packed=packed, cache=cache)

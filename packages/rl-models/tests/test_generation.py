@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from transformers import (
 )
 
 from megatron_utils.testing import cpu_stand_in
-from parallel_layers import ParallelDims
+from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
 from rl_models.engines import BACKENDS
+from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.positions import max_positions
 from rl_models.losses import LossTerms
+from rl_models.workers.continuous_batching import STEPS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 51,
@@ -161,41 +164,80 @@ def test_a_seed_decides_the_draws(ranks: RankPool, models: dict[str, Path], back
     assert not torch.equal(first, other)
 
 
-def watch_decoding(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, list[list[int]]]:
-    """Return what is generated, and how many new tokens each sequence of the engine brings in each of its calls."""
-    calls: list[list[int]] = []
+def watch_decoding(
+    group: ProcessGroup, path: Path, dims: ParallelDims, backend: str
+) -> tuple[Batch, list[int], list[int]]:
+    """Return what is generated, the tokens of each pass over prompts, and the places of each step."""
+    prefills, steps = list[int](), list[int]()
     with loaded(path, dims, backend) as actor:
         decoding = actor.engine.decoding
 
         @contextmanager
-        def watched(*args: Any) -> Iterator[Any]:
-            with decoding(*args) as next_logits:
+        def watched(options: CacheOptions) -> Iterator[Decoding]:
+            with decoding(options) as inner:
 
-                def call(tokens: Any, keep: Any = None) -> Tensor:
-                    calls.append([len(new) for new in tokens])
-                    return next_logits(tokens, keep)
+                def forward(packed: PackedSequence, caches: Any, *, logits: bool) -> Tensor:
+                    (steps if logits else prefills).append(packed.num_tokens - packed.padding)
+                    return inner.forward(packed, caches, logits=logits)
 
-                yield call
+                yield replace(inner, forward=forward)
 
         actor.engine.decoding = watched
-        return actor.generate(PROMPTS, max_new_tokens=12, n=4, seed=5, stop_ids=list(range(10))), calls
+        batch = actor.generate(PROMPTS, max_new_tokens=40, n=16, seed=5, stop_ids=list(range(10)))
+        return batch, prefills, steps
 
 
 @pytest.mark.parametrize(
     ("backend", "dims"),
-    [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims(cp=2)), ("megatron", ParallelDims(pp=2))],
-    ids=["tp2", "cp2", "megatron-pp2"],
+    [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims()), ("megatron", ParallelDims(pp=2))],
+    ids=["tp2", "transformers", "megatron-pp2"],
 )
 def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
     ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims
 ) -> None:
-    for batch, calls in ranks.run(watch_decoding, models["llama"], dims, backend, world=2):
-        lengths = [len(response) for response in batch.responses()]
-        assert min(lengths) < max(lengths) - 3
-        assert calls[0] == [len(prompt) for prompt in PROMPTS]
-        for step, new in enumerate(calls[1:], start=1):
-            assert sum(new) == sum(length > step for length in lengths)
-            assert sum(new) > len(new) // 2 or len(new) == 1
+    for batch, prefills, steps in ranks.run(watch_decoding, models["llama"], dims, backend, world=dims.world_size):
+        longest = max(len(response) for response in batch.responses())
+        assert prefills == [sum(len(prompt) - 1 for prompt in PROMPTS)]
+        assert longest <= len(steps) < longest + STEPS
+        assert steps == sorted(steps, reverse=True)
+        assert steps[-1] <= steps[0] // 4
+
+
+def generate_in_small_room(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> list[Batch]:
+    """Return the same draws with ample room, few places, few blocks, and short passes over prompts."""
+    prompts = [[1, 5, 7] * 30, [3], [9, 9, 9, 9, 2] * 9]
+    how = {"max_new_tokens": 70, "n": 3, "seed": 2, "stop_ids": [4, 8]}
+    with loaded(path, dims, backend) as actor:
+        whole = actor.generate(prompts, **how)
+        few_places = actor.generate(prompts, **how, max_sequences=2)
+        with actor.engine.decoding(CacheOptions(1, 1)) as decoding:
+            block = sum(cache.block_bytes for cache in decoding.caches)
+        few_blocks = actor.generate(prompts, **how, cache_gib=6.5 * block / 2**30)
+        actor.max_tokens_per_micro_batch = 16
+        return [whole, few_places, few_blocks, actor.generate(prompts, **how, exact=True)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims"),
+    [("parallel", ParallelDims(tp=2)), ("parallel", ParallelDims(cp=2)), ("megatron", ParallelDims())],
+    ids=["tp2", "cp2", "megatron"],
+)
+def test_draws_depend_neither_on_places_nor_on_memory(
+    ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims
+) -> None:
+    """Responses wait for places, share few blocks, are put off when the pool is full, and lose nothing."""
+    results = ranks.run(generate_in_small_room, models["llama"], dims, backend, world=dims.world_size)
+    for whole, *others in results:
+        assert len(whole) == 9
+        for other in others:
+            assert torch.equal(other.tokens, whole.tokens)
+            torch.testing.assert_close(other["log_probs"], whole["log_probs"], rtol=0, atol=1e-5)
+
+
+def test_too_little_memory_is_named(models: dict[str, Path]) -> None:
+    actor = Actor.from_pretrained(models["llama"], device="cpu")
+    with pytest.raises(ValueError, match=r"a sequence of 103 tokens takes 2 blocks of .* MiB .*; give more memory"):
+        actor.generate([[1, 2, 3]], max_new_tokens=100, cache_gib=1e-6)
 
 
 @pytest.fixture(scope="session")

@@ -330,8 +330,8 @@ class PagedKVCache:
         self._store(layer, k, v, cu_seqlens)
         plan = self._plan_for(cu_seqlens)
         if plan.keys is None:
-            own = (x.to(self.dtype) for x in (q, k, v))
-            return packed_attention(*own, cu_seqlens, max_seqlen, **options).to(q.dtype)
+            own_q, own_k, own_v = (x.to(self.dtype) for x in (q, k, v))
+            return packed_attention(own_q, own_k, own_v, cu_seqlens, max_seqlen, **options).to(q.dtype)
         return self._attend_to(layer, q, plan.keys, max_seqlen, options)
 
     def _attend_to(self, layer: int, q: Tensor, keys: _Keys, max_seqlen: int, options: AttentionOptions) -> Tensor:

@@ -31,7 +31,7 @@ from parallel_layers.distributed.collectives import (
     gather_from_tensor_parallel,
 )
 from parallel_layers.inference import PagedKVCache, SequenceCache
-from parallel_layers.linear.products import wide_mm
+from parallel_layers.linear.products import PLAIN
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from rl_models.models.decoder import Chunk, Decoder, ModelOptions
@@ -245,7 +245,7 @@ class CausalLM(PackedModel):
             hidden = gather_from_sequence_parallel(hidden, self.group)
         last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
         hidden, weight = hidden[last.clamp(min=0)], self.head_weight
-        local = hidden.float() @ weight.float().T if exact else wide_mm(hidden, weight.T)
+        local = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
         logits: Tensor = gather_from_tensor_parallel(local, self.group)
         return logits[:, : self.config.vocab_size]
 
