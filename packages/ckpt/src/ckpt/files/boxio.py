@@ -22,16 +22,6 @@ _CALL_BYTES = 1 << 30
 STAGING_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class BoxOf:
-    """A box of a named tensor of `shape`, and the memory that holds it; the memory has the box's extents."""
-
-    name: str
-    shape: Shape
-    box: Box
-    memory: Tensor
-
-
 @dataclass
 class IOCounter:
     """Counts the bytes and calls of reads and writes.

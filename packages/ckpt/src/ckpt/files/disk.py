@@ -39,8 +39,3 @@ def room_for(needed: int, folder: str | os.PathLike[str]) -> Iterator[None]:
             f"the disk of {where} is full: the save needs {needed:,} bytes, {free:,} are free; free some, or save "
             f"elsewhere ({error.strerror})"
         ) from None
-
-
-def bytes_in(folder: Path) -> int:
-    """Return the sizes of a folder's files."""
-    return sum(entry.stat().st_size for entry in folder.iterdir())
