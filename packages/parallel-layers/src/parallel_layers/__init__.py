@@ -1,6 +1,7 @@
 """Tensor-, sequence- and context-parallel transformer layers and collectives for PyTorch; nothing but torch."""
 
 from parallel_layers.attention import (
+    AttentionConfig,
     LatentConfig,
     ParallelAttention,
     ParallelLatentAttention,
@@ -42,6 +43,7 @@ from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 __all__ = [
+    "AttentionConfig",
     "ColumnParallelLinear",
     "DecoderConfig",
     "DecoderLayer",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
-from parallel_layers.attention.layer import AttentionCache, ContextParallel, ParallelAttention, QKNorm
+from parallel_layers.attention.config import AttentionConfig
+from parallel_layers.attention.latent import ParallelLatentAttention
+from parallel_layers.attention.layer import AttentionCache, ParallelAttention
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
@@ -42,29 +43,14 @@ NORM_PLACEMENTS: dict[str, _Norms] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(AttentionConfig):
     """The sizes and variants of a decoder layer. The defaults are Llama's.
 
     Attributes:
-        hidden_size: H.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides num_heads. Equal to num_heads with `latent`.
-        head_dim: Size of a head; None: hidden_size // num_heads, or the size that `latent` gives.
         intermediate_size: Intermediate size of the MLP.
         activation: See `ParallelMLP`.
         gated_mlp: True: act(gate) · up (SwiGLU, GeGLU). False: act(up).
         mlp_bias: The MLP's projections have biases.
-        latent: Sizes of multi-head latent attention (DeepSeek); None: ordinary attention.
-        attention_bias: The projections of queries, keys and values (Qwen2) or to the latents have biases.
-        output_bias: The attention's output projection has a bias.
-        qk_norm: "head" (Qwen3), "full" (OLMo-2) or None.
-        window: Sliding window in tokens; None: no window. Layers of one model can have different configs.
-        attention_scale: Factor of the scores; None: 1/sqrt(head_dim).
-        attention_softcap: Soft-cap of the scores (Gemma 2); None: no cap.
-        attention_sinks: Attention has learned sinks (gpt-oss).
-        rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
-        attention_backend: See `packed_attention`.
-        context_parallel: "ulysses" or "ring"; used with a context-parallel group.
         moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
         norm_eps: Epsilon of every RMSNorm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
@@ -72,67 +58,18 @@ class DecoderConfig:
             (OLMo-2). "sandwich": both (Gemma 2).
     """
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
     intermediate_size: int
-    head_dim: int | None = None
     activation: GatedActivation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
-    latent: LatentConfig | None = None
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: QKNorm | None = None
-    window: int | None = None
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    attention_sinks: bool = False
-    rotary_interleaved: bool = False
-    attention_backend: str = "auto"
-    context_parallel: ContextParallel = "ulysses"
     moe: MoEConfig | None = None
-    norm_eps: float = 1e-6
-    norm_unit_offset: bool = False
     norm_placement: NormPlacement = "pre"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for inconsistent sizes."""
-        if self.latent is not None:
-            self._check_latent(self.latent)
-            object.__setattr__(self, "head_dim", self.latent.qk_head_dim)
-        if self.head_dim is None:
-            if self.hidden_size % self.num_heads:
-                raise ValueError(
-                    f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; pass head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use a divisor of "
-                "num_heads"
-            )
+        super().__post_init__()
         if self.norm_placement not in NORM_PLACEMENTS:
             raise ValueError(
                 f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
-            )
-
-    def _check_latent(self, latent: LatentConfig) -> None:
-        """Raise ValueError for options that multi-head latent attention does not support."""
-        if self.num_kv_heads != self.num_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads}, but latent attention makes keys and values for each of "
-                f"num_heads={self.num_heads}; pass num_kv_heads={self.num_heads}"
-            )
-        if self.head_dim not in (None, latent.qk_head_dim):
-            raise ValueError(
-                f"head_dim={self.head_dim}, but the heads of latent attention have qk_nope_head_dim="
-                f"{latent.qk_nope_head_dim} + qk_rope_head_dim={latent.qk_rope_head_dim} dims; leave head_dim out"
-            )
-        if self.qk_norm is not None or self.attention_sinks:
-            raise ValueError(
-                f"qk_norm={self.qk_norm!r} and attention_sinks={self.attention_sinks} are of ordinary attention; leave "
-                "them out with latent=..."
             )
 
 
@@ -173,7 +110,6 @@ class DecoderLayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        assert config.head_dim is not None  # filled in by the config
         self.config = config
         self.norms = NORM_PLACEMENTS[config.norm_placement]
         how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
@@ -183,28 +119,8 @@ class DecoderLayer(nn.Module):
                 sequence_parallel=placement.sequence_parallel, dtype=dtype, device=device,
             )  # fmt: skip
             self.add_module(name, norm)
-        attention: dict[str, Any] = {
-            "bias": config.attention_bias,
-            "output_bias": config.output_bias,
-            "window": config.window,
-            "scale": config.attention_scale,
-            "softcap": config.attention_softcap,
-            "rotary_interleaved": config.rotary_interleaved,
-            "backend": config.attention_backend,
-            "context_parallel": config.context_parallel,
-            "context_group": context_group,
-        }
-        self.self_attn: ParallelAttention | ParallelLatentAttention
-        if config.latent is None:
-            self.self_attn = ParallelAttention(
-                config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-                qk_norm=config.qk_norm, norm_eps=config.norm_eps, norm_unit_offset=config.norm_unit_offset,
-                sinks=config.attention_sinks, **attention, **how,
-            )  # fmt: skip
-        else:
-            self.self_attn = ParallelLatentAttention(
-                config.hidden_size, config.num_heads, config.latent, **attention, **how
-            )
+        attention = ParallelAttention if config.latent is None else ParallelLatentAttention
+        self.self_attn = attention(config, context_group=context_group, **how)
         self.mlp: ParallelMLP | MoE
         if config.moe is None:
             self.mlp = ParallelMLP(

@@ -3,7 +3,7 @@
 That attention is compared with transformers' in decoder/test_parity.py, at every grid.
 """
 
-import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention import (
+    AttentionConfig,
     LatentConfig,
     ParallelAttention,
     ParallelLatentAttention,
@@ -27,6 +28,7 @@ from parallel_layers.testing import RankPool
 
 HIDDEN, HEADS = 24, 4
 SIZES = LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=14)
+CONFIG = AttentionConfig(hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=HEADS, latent=SIZES, rotary_interleaved=True)
 # Tokens that each of the three sequences brings, forward by forward.
 STEPS = [[5, 1, 0], [1, 1, 4], [1, 0, 1], [0, 3, 1], [1, 1, 1]]
 
@@ -40,7 +42,7 @@ def decode(
     group: ProcessGroup | None, sequences: list[Tensor], window: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each sequence's outputs: in one forward without a cache, and step by step with one."""
-    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES, window=window, placement=Placement(group))
+    layer = ParallelLatentAttention(replace(CONFIG, window=window), placement=Placement(group))
     initialize_(layer, 0)
     rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
     lengths = [len(x) for x in sequences]
@@ -74,7 +76,7 @@ def test_decoding_equals_the_full_forward(ranks: RankPool, tp: int, window: int 
 
 def test_a_cache_keeps_one_latent_a_token() -> None:
     """And nothing beside it for the values, also for a second sample of a prompt."""
-    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
+    layer = ParallelLatentAttention(CONFIG)
     assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
     cache = PagedKVCache(1, 2, 6, *layer.cache_shape, block_size=4)
     assert cache.values is None
@@ -98,7 +100,7 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> No
 
     for module in (latent, paged):
         monkeypatch.setattr(module, "packed_attention", spy)
-    layer = ParallelLatentAttention(HIDDEN, HEADS, SIZES)
+    layer = ParallelLatentAttention(CONFIG)
     cache = PagedKVCache(1, 2, 9, *layer.cache_shape, block_size=4)
     rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
 
@@ -121,16 +123,11 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> No
         layer(torch.randn(2, HIDDEN), rotary(torch.arange(2)), cu_seqlens_of([1, 1]), 1, cache=cache.layer(0))
 
 
-def test_ordinary_and_latent_attention_take_the_same_options() -> None:
-    """By the same names, of the same types and defaults; DeepSeek's checkpoints alone are interleaved."""
-    ordinary, latents = (
-        {p.name: p for p in inspect.signature(layer).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        for layer in (ParallelAttention, ParallelLatentAttention)
-    )
-    assert ordinary.keys() - latents.keys() == {"qk_norm", "norm_eps", "norm_unit_offset", "sinks"}
-    assert latents.keys() <= ordinary.keys()
-    different = {name for name in latents if latents[name] != ordinary[name]}
-    assert different == {"rotary_interleaved"}
+def test_a_config_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="the config describes multi-head latent attention; use ParallelLatent"):
+        ParallelAttention(CONFIG)
+    with pytest.raises(ValueError, match=r"latent=None; give the sizes as AttentionConfig\(latent=LatentConfig"):
+        ParallelLatentAttention(replace(CONFIG, latent=None, head_dim=6))
 
 
 def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:
@@ -145,7 +142,7 @@ def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> No
 
 def initial_weights(group: ProcessGroup | None) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    return dict(ParallelLatentAttention(HIDDEN, HEADS, SIZES, placement=Placement(group)).state_dict())
+    return dict(ParallelLatentAttention(CONFIG, placement=Placement(group)).state_dict())
 
 
 def test_heads_that_do_not_divide(ranks: RankPool) -> None:
@@ -154,4 +151,4 @@ def test_heads_that_do_not_divide(ranks: RankPool) -> None:
 
 
 def indivisible(group: ProcessGroup) -> None:
-    ParallelLatentAttention(HIDDEN, 3, SIZES, placement=Placement(group))
+    ParallelLatentAttention(replace(CONFIG, num_heads=3, num_kv_heads=3), placement=Placement(group))

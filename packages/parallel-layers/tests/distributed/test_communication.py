@@ -25,7 +25,8 @@ from parallel_layers.testing import RankPool
 
 PAGE = (Path(__file__).parents[4] / "docs/communication.md").read_text()
 TOKENS, HIDDEN, VOCAB = 8, 32, 12
-LATENT = pl.LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
+SIZES = pl.LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
+LATENT = pl.AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, latent=SIZES)
 DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
 EXPERTS = moe.MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
 
@@ -197,10 +198,10 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "RMSNorm": layer(lambda group, sp: pl.RMSNorm(HIDDEN, group=group, sequence_parallel=sp)),
     "ParallelAttention": layer(
-        lambda group, sp: pl.ParallelAttention(HIDDEN, 4, 2, 8, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
+        lambda group, sp: pl.ParallelAttention(DECODER, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
     ),
     "ParallelLatentAttention": layer(
-        lambda group, sp: pl.ParallelLatentAttention(HIDDEN, 4, LATENT, placement=pl.Placement(group, sp)),
+        lambda group, sp: pl.ParallelLatentAttention(LATENT, placement=pl.Placement(group, sp)),
         *ROTARY_AND_BOUNDS,
     ),
     "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, placement=pl.Placement(group, sp))),

@@ -22,8 +22,8 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
+from parallel_layers.attention.config import LatentConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
-from parallel_layers.attention.latent import LatentConfig
 from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.linear import Placement

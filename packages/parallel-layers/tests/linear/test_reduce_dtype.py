@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers.attention.latent import LatentConfig
+from parallel_layers.attention.config import LatentConfig
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed import collectives
 from parallel_layers.initialization import initialize_

@@ -2,11 +2,13 @@
 `ParallelLatentAttention`."""
 
 from parallel_layers.attention.backends import available_backends
-from parallel_layers.attention.latent import LatentConfig, ParallelLatentAttention
+from parallel_layers.attention.config import AttentionConfig, LatentConfig
+from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import CacheShape, ParallelAttention
 from parallel_layers.attention.packed import packed_attention
 
 __all__ = [
+    "AttentionConfig",
     "CacheShape",
     "LatentConfig",
     "ParallelAttention",

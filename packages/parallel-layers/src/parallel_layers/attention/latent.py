@@ -7,8 +7,6 @@ Q heads of this rank, A size of the query latent, C size of the key-value latent
 query or key head, V dims of a value head, S segments.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention.layer import AttentionCache, CacheShape, ContextParallel, attention_over
-from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.attention.config import AttentionConfig
+from parallel_layers.attention.layer import AttentionCache, CacheShape, attention_over
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ColumnParallelLinear, LinearOptions, ReplicatedLinear, RowParallelLinear
@@ -25,32 +24,6 @@ from parallel_layers.norm.rms_norm import RMSNorm
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys
 from parallel_layers.sharding import divide
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """The sizes of multi-head latent attention, with the names of Hugging Face configs.
-
-    Attributes:
-        kv_lora_rank: C, the size of the key-value latent.
-        qk_nope_head_dim: N, the unrotated dims of a query or key head.
-        qk_rope_head_dim: R, the rotated dims of a query or key head; all heads share the rotated part of the key.
-        v_head_dim: V, the size of a value head.
-        q_lora_rank: A, the size of the query latent; None: queries have one projection and no latent.
-        norm_eps: Epsilon of the latents' norms. transformers uses the modelling code's default, not the config's.
-    """
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    norm_eps: float = 1e-6
-
-    @property
-    def qk_head_dim(self) -> int:
-        """The size N + R of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class ParallelLatentAttention(ParallelModule):
@@ -76,56 +49,39 @@ class ParallelLatentAttention(ParallelModule):
     each latent once for all heads, with (2 C + R) / (N + R + V) times the FLOPs.
 
     Args:
-        hidden_size: H.
-        num_heads: Heads over all ranks.
-        sizes: A, C, N, R and V.
-        bias: Biases of the projections to the latents.
-        output_bias: Bias of the output projection.
-        window: Sliding window in tokens, including the token itself; None: no window.
-        scale: Factor of the scores; None: 1/sqrt(N + R). For YaRN see `parallel_layers.rotary.yarn_softmax_scale`.
-        softcap: Soft-cap of the scores; None: no cap.
-        rotary_interleaved: See `apply_rotary`. True for DeepSeek's checkpoints.
-        backend: See `packed_attention`.
-        context_parallel: See `ParallelAttention`.
-        context_group: See `ParallelAttention`.
-        placement: The groups of the layer and its tokens.
+        config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`.
+        placement: See `ParallelAttention`, also for the arguments below.
         execution: The execution of the linear layers.
+        context_group: Context-parallel group.
         dtype: dtype of the parameters.
         device: Device of the parameters.
 
     Raises:
-        ValueError: `num_heads` is not divisible by the group's size.
+        ValueError: The config has no `latent`, or `num_heads` is not divisible by the group's size.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        sizes: LatentConfig,
+        config: AttentionConfig,
         *,
-        bias: bool = False,
-        output_bias: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        rotary_interleaved: bool = True,
-        backend: str = "auto",
-        context_parallel: ContextParallel = "ulysses",
-        context_group: ProcessGroup | None = None,
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
+        context_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if config.latent is None:
+            raise ValueError("latent=None; give the sizes as AttentionConfig(latent=LatentConfig(...))")
         self.q_a_proj: ReplicatedLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
-        self.sizes, self.rotary_interleaved = sizes, rotary_interleaved
+        hidden_size, num_heads, bias = config.hidden_size, config.num_heads, config.attention_bias
+        self.sizes = sizes = config.latent
+        self.rotary_interleaved = config.rotary_interleaved
         self.placement, self.execution = placement, execution
         self.num_heads_local = divide(num_heads, placement.tp, "num_attention_heads")
-        self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
-        scale = sizes.qk_head_dim**-0.5 if scale is None else scale  # the head size of latents differs
-        self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
+        self.attend = attention_over(context_group, config)
+        self.options = config.attention_options
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         norm = partial(
             RMSNorm, eps=sizes.norm_eps, group=placement.group, sequence_parallel=placement.sequence_parallel,
@@ -146,7 +102,7 @@ class ParallelLatentAttention(ParallelModule):
         self.kv_b_proj = ColumnParallelLinear(
             sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), reduce_gradient=False, **heads
         )
-        self.o_proj = RowParallelLinear(num_heads * sizes.v_head_dim, hidden_size, bias=output_bias, **linear)
+        self.o_proj = RowParallelLinear(num_heads * sizes.v_head_dim, hidden_size, bias=config.output_bias, **linear)
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -6,24 +6,23 @@ Q query heads and K key-value heads of this rank, D head size, S segments.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
-from parallel_layers.linear.layers import LinearOptions, QKVParallelLinear, RowParallelLinear
+from parallel_layers.linear.layers import QKVParallelLinear, RowParallelLinear
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
-QKNorm = Literal["head", "full"]
-ContextParallel = Literal["ulysses", "ring"]
 CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attention, "ring": ring_attention}
 
 
@@ -68,17 +67,11 @@ class CacheShape(NamedTuple):
     values_in_keys: bool = False
 
 
-def attention_over(context_group: ProcessGroup | None, context_parallel: ContextParallel) -> Callable[..., Tensor]:
-    """Return the attention function: `packed_attention`, or its context-parallel form over `context_group`.
-
-    Raises:
-        ValueError: `context_parallel` is unknown.
-    """
-    if context_parallel not in CONTEXT_PARALLEL:
-        raise ValueError(f"context_parallel={context_parallel!r} is unknown; use one of {', '.join(CONTEXT_PARALLEL)}")
+def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) -> Callable[..., Tensor]:
+    """Return the attention function: `packed_attention`, or its context-parallel form over `context_group`."""
     if context_group is None:
         return packed_attention
-    return partial(CONTEXT_PARALLEL[context_parallel], group=context_group)
+    return partial(CONTEXT_PARALLEL[config.context_parallel], group=context_group)
 
 
 class ParallelAttention(ParallelModule):
@@ -94,92 +87,58 @@ class ParallelAttention(ParallelModule):
     way for queries and for keys.
 
     Args:
-        hidden_size: H.
-        num_heads: Query heads over all ranks.
-        num_kv_heads: Key-value heads over all ranks; divides num_heads.
-        head_dim: D; can differ from H / num_heads.
-        bias: Biases of the query, key and value projections.
-        output_bias: Bias of the output projection.
-        qk_norm: RMSNorm of queries and keys before the rotation: "head" over each head (Qwen3), "full" over all heads
-            together (OLMo-2), None: no norm.
-        norm_eps: Epsilon of these norms.
-        norm_unit_offset: Weights of these norms are stored as differences from one ("head" only).
-        window: Sliding window in tokens, including the token itself; None: no window.
-        scale: Factor of the scores; None: 1/sqrt(D).
-        softcap: Soft-cap of the scores; None: no cap.
-        sinks: Attention sinks, one learned score per head in the softmax's denominator: parameter `sinks [Q]`.
-        rotary_interleaved: See `apply_rotary`.
-        backend: See `packed_attention`.
-        context_parallel: The attention over tokens sharded over `context_group`: "ulysses" (contiguous layout) or
-            "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
-        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over the
-            group; sum their gradients over the group, as over data-parallel ranks.
+        config: The description of the layer, without `latent`.
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
+        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over the
+            group; sum their gradients over the group, as over data-parallel ranks.
         dtype: dtype of the parameters.
         device: Device of the parameters.
 
     Raises:
-        ValueError: The heads do not divide over the group.
+        ValueError: The config has `latent`, or the heads do not divide over the group.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: AttentionConfig,
         *,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: QKNorm | None = None,
-        norm_eps: float = 1e-6,
-        norm_unit_offset: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        rotary_interleaved: bool = False,
-        backend: str = "auto",
-        context_parallel: ContextParallel = "ulysses",
-        context_group: ProcessGroup | None = None,
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
+        context_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        group = placement.group
+        if config.latent is not None:
+            raise ValueError("the config describes multi-head latent attention; use ParallelLatentAttention")
+        assert config.head_dim is not None  # set by the config
+        heads, kv_heads, head_dim, group = config.num_heads, config.num_kv_heads, config.head_dim, placement.group
         self.q_norm: RMSNorm | HeadShardedRMSNorm | None
         self.k_norm: RMSNorm | HeadShardedRMSNorm | None
         self.sinks: nn.Parameter | None
-        self.head_dim, self.rotary_interleaved = head_dim, rotary_interleaved
-        self.attend: Callable[..., Tensor] = attention_over(context_group, context_parallel)
-        self.options: AttentionOptions = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
-        qkv: LinearOptions = {
-            "bias": bias, "placement": placement, "execution": execution, "dtype": dtype, "device": device,
-        }  # fmt: skip
-        self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, **qkv)
-        output: LinearOptions = {**qkv, "bias": output_bias}
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, **output)
+        self.head_dim, self.rotary_interleaved = head_dim, config.rotary_interleaved
+        self.attend = attention_over(context_group, config)
+        self.options = config.attention_options
+        linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, heads, kv_heads, head_dim, bias=config.attention_bias, **linear
+        )
+        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, bias=config.output_bias, **linear)
         self.num_heads_local = self.qkv_proj.num_heads_local
         self.num_kv_heads_local = self.qkv_proj.num_kv_heads_local
-        if qk_norm not in (None, "head", "full"):
-            raise ValueError(f"qk_norm={qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
         self.q_norm = self.k_norm = None
-        if qk_norm == "head":  # ranks norm different heads with the same weight, so its gradient is reduced
-            norm = partial(RMSNorm, head_dim, unit_offset=norm_unit_offset, sequence_parallel=True)
-            self.q_norm, self.k_norm = (norm(eps=norm_eps, group=group, dtype=dtype, device=device) for _ in range(2))
-        elif qk_norm == "full":
-            self.q_norm, self.k_norm = (
-                HeadShardedRMSNorm(heads, head_dim, eps=norm_eps, group=group, dtype=dtype, device=device)
-                for heads in (num_heads, num_kv_heads)
-            )
+        norm: dict[str, Any] = {"eps": config.norm_eps, "group": group, "dtype": dtype, "device": device}
+        if config.qk_norm == "head":  # ranks norm different heads with the same weight, so its gradient is reduced
+            norm |= {"unit_offset": config.norm_unit_offset, "sequence_parallel": True}
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, **norm) for _ in range(2))
+        elif config.qk_norm == "full":
+            self.q_norm, self.k_norm = (HeadShardedRMSNorm(count, head_dim, **norm) for count in (heads, kv_heads))
         self.sinks = None
-        if sinks:
+        if config.attention_sinks:
             self.sinks = nn.Parameter(torch.zeros(self.num_heads_local, dtype=dtype, device=device))
             if group is not None:
-                set_sharding(self, "sinks", shard_evenly([num_heads], group, 0, "num_heads"))
+                set_sharding(self, "sinks", shard_evenly([heads], group, 0, "num_heads"))
 
     def reset_parameters(self) -> None:
         """Set the sinks to 0; projections and norms have their own `reset_parameters`."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from parallel_layers.attention.latent import LatentConfig
+from parallel_layers.attention.config import LatentConfig
 from parallel_layers.decoder import DecoderConfig
 from parallel_layers.model.families import Family, family_of, values
 from parallel_layers.model.fields import Config, count, flag

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from parallel_layers.attention.layer import ContextParallel
+from parallel_layers.attention.config import ContextParallel
 from rl_models.models.decoder import Recompute
 
 Schedule = Literal["1f1b", "zero-bubble"]

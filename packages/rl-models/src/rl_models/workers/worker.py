@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
-from parallel_layers.attention.layer import ContextParallel
+from parallel_layers.attention.config import ContextParallel
 from rl_models.batch import Batch
 from rl_models.engines import (
     OUTPUTS,
