@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ckpt import Place, layout_for, load_hf, save_hf, stream_hf
+from ckpt import Place, layout_for, load_hf, load_training, save_hf, save_training, stream_hf
 
 Checkpoints = Callable[..., Path]
 # A collective's operator, and the type and the bytes of the largest tensor that it is given.
@@ -34,17 +34,20 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic_of(group: Any, source: str, target: str, tp: int) -> dict[str, tuple[list[Message], int]]:
-    """The messages of a load, a save and a stream, and the number of this rank's tensors."""
+    """The messages of a load, a save, a stream and a training checkpoint, and the number of this rank's tensors."""
     layout = layout_for(source)
     place = Place(tp=(group.rank() % tp, tp), pp=(group.rank() // tp, group.size() // tp))
     with Traffic() as loading:
         tensors = load_hf(source, layout, place, group=group)
     with Traffic() as saving:
-        save_hf(target, tensors, layout, place, group=group, max_shard_size="100KB")
+        save_hf(f"{target}/hf", tensors, layout, place, group=group, max_shard_size="100KB")
     with Traffic() as streaming:
         for _ in stream_hf(tensors, layout, group, place):
             pass
-    kinds = {"load": loading, "save": saving, "stream": streaming}
+    with Traffic() as training:
+        save_training(f"{target}/run", 1, tensors, layout, place, group=group)
+        load_training(f"{target}/run", layout, place, group=group)
+    kinds = {"load": loading, "save": saving, "stream": streaming, "training": training}
     return {name: (traffic.messages, len(tensors)) for name, traffic in kinds.items()}
 
 
@@ -67,11 +70,14 @@ def test_loading_and_saving_send_no_tensor(checkpoint: Checkpoints, tmp_path: Pa
             assert {name for name, _, _ in saving} == {"allgather_"}
             assert {(dtype, nbytes) for _, dtype, nbytes in saving[::2]} == {(torch.int64, 8)}
             assert {dtype for _, dtype, _ in saving[1::2]} == {torch.uint8}
-            for kind, messages in (("save", saving), ("stream", rank["stream"][0])):
+            training, _ = rank["training"]
+            assert {name for name, _, _ in training} == {"allgather_"}
+            for kind, messages in (("save", saving), ("stream", rank["stream"][0]), ("training", training)):
                 sent[kind, width, number] = sum(nbytes for _, _, nbytes in messages)
             assert sent["save", width, number] < 1000 + 100 * tensors
     for number in range(4):
         # Eight times as wide, a layer has some forty times as many elements; numbers have a digit more.
-        assert sent["save", 256, number] < 1.05 * sent["save", 32, number]
+        for kind in ("save", "training"):
+            assert sent[kind, 256, number] < 1.05 * sent[kind, 32, number]
         # Streaming sends tensors, and is seen to.
         assert sent["stream", 256, number] > 20 * sent["stream", 32, number] > 20 * 4096

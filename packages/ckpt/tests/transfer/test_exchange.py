@@ -45,8 +45,9 @@ def stream(group: Any, source: str, target: Any, to: list[int] | None, bucket_by
     return full
 
 
-@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
-@pytest.mark.parametrize(("name", "target"), [("llama-tied", "parallel"), ("qwen3-moe", "megatron")])
+@pytest.mark.parametrize(
+    ("name", "target", "bucket_bytes"), [("llama-tied", "parallel", 1000), ("qwen3-moe", "megatron", 1 << 20)]
+)
 def test_streaming_yields_every_whole_tensor_in_order(
     name: str,
     target: str,
@@ -102,7 +103,7 @@ def stream_over_experts(group: Any, source: str, bucket_bytes: int) -> tuple[dic
     return full, names, most, largest
 
 
-@pytest.mark.parametrize("bucket_bytes", [2000, 8000])
+@pytest.mark.parametrize("bucket_bytes", [pytest.param(2000, marks=pytest.mark.slow), 8000])
 def test_streaming_over_stages_and_experts_casts_in_bounded_memory(
     bucket_bytes: int, checkpoint: Checkpoints, read_all: ReadAll, ranks: Any
 ) -> None:
@@ -139,8 +140,10 @@ def move(group: Any, source: str, bucket_bytes: int) -> bool:
     return moved.keys() == expected.keys() and all(torch.equal(moved[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
-@pytest.mark.parametrize("name", ["llama-tied", "deepseek"])
+@pytest.mark.parametrize(
+    ("name", "bucket_bytes"),
+    [("llama-tied", 1000), ("deepseek", 1 << 20), pytest.param("deepseek", 64, marks=pytest.mark.slow)],
+)
 def test_a_live_model_moves_between_grids_bitwise(
     name: str, bucket_bytes: int, checkpoint: Checkpoints, ranks: Any
 ) -> None:
@@ -221,8 +224,9 @@ def save_in_buckets(
     return messages, opened
 
 
-@pytest.mark.parametrize("bucket_bytes", [100, 1000, 4096])
-@pytest.mark.parametrize("writers", [[1], [0, 2]])
+@pytest.mark.parametrize(
+    ("writers", "bucket_bytes"), [([1], 4096), ([0, 2], 1000), pytest.param([0, 2], 100, marks=pytest.mark.slow)]
+)
 def test_pieces_travel_in_bounded_buckets_and_each_file_has_one_writer(
     writers: list[int],
     bucket_bytes: int,

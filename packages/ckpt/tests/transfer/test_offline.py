@@ -23,13 +23,12 @@ ReadAll = Callable[[Path], dict[str, Tensor]]
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 
 
-@pytest.mark.parametrize("staging", [64, 16 << 20])
 @pytest.mark.parametrize(
-    ("name", "first", "second"),
+    ("name", "first", "second", "staging"),
     [
-        ("llama-tied", Grid(tp=2, pp=2), Grid(tp=4)),
-        ("deepseek", Grid(tp=2, ep=2, pp=3), Grid(tp=1, ep=4)),
-        ("qwen3-vl", Grid(tp=2), Grid(pp=2, vpp=1)),
+        ("llama-tied", Grid(tp=2, pp=2), Grid(tp=4), 64),
+        ("deepseek", Grid(tp=2, ep=2, pp=3), Grid(tp=1, ep=4), 1000),
+        ("qwen3-vl", Grid(tp=2), Grid(pp=2, vpp=1), 16 << 20),
     ],
     ids=["llama", "deepseek", "qwen3-vl"],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ from ckpt import (
 )
 
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+# A run with --slow draws more examples.
+MORE = 5 if "--slow" in sys.argv else 1
 MOMENTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
 TARGETS = ("parallel", "megatron", "megatron_te")
 ARCHITECTURES = {
@@ -102,7 +105,7 @@ def places_and_tensors(folder: Path, layout: Layout, grid: Grid) -> tuple[list[A
     return places, [load_hf(folder, layout, place) for place in places]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_load_and_save_are_inverse_on_any_grid(data: st.DataObject) -> None:
     config = data.draw(configs())
@@ -151,7 +154,7 @@ def layout_on(data: st.DataObject, config: dict[str, Any], role: Any, layers: An
     return layout_for(config, target, role, layers=layers, vocab_multiple=multiple)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_files_go_from_any_grid_to_any_other(assert_same: AssertSame, data: st.DataObject) -> None:
     config, role = data.draw(configs()), data.draw(st.sampled_from(["causal_lm", "value"]))
@@ -191,7 +194,7 @@ def move(group: Any, folder: str, layout: Layout, grid: Grid, to_layout: Layout,
     return [dict(zip(slots, chunk, strict=True)) for chunk in zip(*moved, strict=True)], expected
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_live_ranks_go_from_any_grid_to_any_other_with_their_moments(
     assert_same: AssertSame, ranks: Any, data: st.DataObject

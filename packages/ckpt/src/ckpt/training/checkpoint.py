@@ -125,8 +125,7 @@ def save_training(
 ) -> PendingSave:
     """Save a training run's state; one of the ranks that hold a box writes the box.
 
-    With `asynchronous`, this returns once the tensors are copied to CPU memory, and a thread does the rest. The
-    thread's
+    With `asynchronous`, this returns once the tensors are copied to CPU memory, and a thread does the rest. Its
     collectives need a group of their own: pass `torch.distributed.new_group(backend="gloo")`. Wait for a save before
     starting the next one, and before destroying the group.
 

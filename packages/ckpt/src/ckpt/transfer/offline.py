@@ -3,20 +3,18 @@
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, StagingPool, read_box, write_box
+from ckpt.files.boxio import IOCounter, Staging, read_box, write_box
 from ckpt.files.contents import CONFIG, LAYOUT
 from ckpt.files.disk import room_for
-from ckpt.files.dtypes import check_cast, refuse_overflow
+from ckpt.files.dtypes import check_cast
 from ckpt.files.header import TensorInfo
 from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
@@ -27,6 +25,7 @@ from ckpt.transfer.shards import layout_json, shard_name
 from ckpt.transfer.sources import Source, open_source
 
 Progress = Callable[[int, int], None]
+Blocks = dict[str, Block]
 _CPU = torch.device("cpu")
 
 
@@ -64,27 +63,22 @@ def reshard(
             differ, or the model does not fit the grid; or the destination is the source's own folder.
         OSError: The disk is full; what was at `destination` is intact.
     """
-    check_cast(dtype)
-    origin, out = _folders(source, destination)
-    opened = open_source(source, role, check=check)
-    refuse_differing_copies(opened)
+    origin, opened = _open(source, destination, role, dtype, check)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
     )
-    places = list(grid.places())
-    contents = [_contents(opened, layout.at(place), dtype) for place in places]
-    entries = [entry for held in contents for entry in held.values()]
-    needed = sum(entry.nbytes for entry in entries)
-    with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
-        filler = _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in entries))
-        for index, held in enumerate(contents):
-            file = shard_name(index, len(places))
-            plan = FilePlan({file: {key: (entry.dtype, entry.shape) for key, entry in held.items()}}, {})
-            filler.fill(plan, held)
+    parts: list[tuple[FilePlan, Blocks]] = []
+    for index, place in enumerate(grid.places()):
+        blocks, contents = _contents(opened, layout.at(place), dtype)
+        parts.append((FilePlan({shard_name(index, grid.size): contents}, {}), blocks))
+
+    def describe(folder: Path) -> None:
         copy_companions(origin, folder)
         write_json(folder / CONFIG, layout.config)
         write_json(folder / LAYOUT, layout_json(layout, grid))
         open_source(folder)
+
+    _write(opened, Path(destination), parts, describe, progress)
 
 
 def merge(
@@ -102,119 +96,118 @@ def merge(
     The folder appears at once; memory is bounded by two buffers of 16 MiB.
 
     Args:
-        source: A sharded checkpoint, or a Hugging Face folder.
-        destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
+        source: As in `reshard`.
+        destination: As in `reshard`.
         dtype: Cast floating-point weights.
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
-        check: Compare the source's bytes with its recorded checksums first, which reads all files once more.
-        progress: Called with bytes done and bytes in all.
+        check: As in `reshard`.
+        progress: As in `reshard`.
 
     Raises:
-        ValueError: The source is broken, damaged or was replaced meanwhile, or the copies of a tied embedding in it
-            differ; or the destination is the source's own folder.
-        OSError: The disk is full; what was at `destination` is intact.
+        ValueError: As `reshard`.
+        OSError: As `reshard`.
     """
-    check_cast(dtype)
-    origin, out = _folders(source, destination)
-    opened = open_source(source, check=check)
-    refuse_differing_copies(opened)
+    origin, opened = _open(source, destination, None, dtype, check)
     layout = opened.layout
-    blocks = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
-    contents = _contents(opened, blocks, dtype)
-    plan = plan_files({name: (entry.dtype, entry.shape) for name, entry in contents.items()}, max_shard_size, {})
-    with room_for(plan.nbytes, out.parent), FolderWriter(out) as folder, while_unchanged(opened.files):
-        _Filler(opened, folder, progress, sum(entry.filled_bytes for entry in contents.values())).fill(plan, contents)
+    whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
+    blocks, contents = _contents(opened, whole, dtype)
+    plan = plan_files(contents, max_shard_size, {})
+
+    def describe(folder: Path) -> None:
         write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
 
+    _write(opened, Path(destination), [(plan, blocks)], describe, progress)
 
-def _folders(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Return the source's folder and the destination.
+
+def _open(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    role: Role | None,
+    dtype: torch.dtype | None,
+    check: bool,
+) -> tuple[Path, Source]:
+    """Return the source's folder, and the opened source.
 
     Raises:
-        ValueError: Source and destination are one folder.
+        ValueError: The source cannot be converted, or source and destination are one folder.
     """
+    check_cast(dtype)
     path, out = Path(source), Path(destination)
     folder = path.parent if path.is_file() else path
     if folder.exists() and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
-    return folder, out
+    opened = open_source(source, role, check=check)
+    refuse_differing_copies(opened)
+    return folder, opened
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor to write: its pieces and its dtype."""
-
-    block: Block
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.block.shape
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def filled_bytes(self) -> int:
-        """The bytes of all elements except padding."""
-        pieces = (piece for piece in self.block.pieces if not piece.is_padding)
-        return sum(volume(piece.local_range) for piece in pieces) * self.dtype.itemsize
+def _contents(
+    source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None
+) -> tuple[Blocks, dict[str, tuple[torch.dtype, Shape]]]:
+    """Return the blocks that the source can fill, and the dtypes and shapes of their tensors."""
+    held = {name: block for name, block in blocks.items() if all(part in source.pieces for part in block.names)}
+    return held, {name: (source.dtype(block.names, name, dtype), block.shape) for name, block in held.items()}
 
 
-def _contents(source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None) -> dict[str, _Entry]:
-    """Return the tensors of a file of these blocks by local name, as far as the source has them."""
-    return {
-        local: _Entry(block, source.dtype(block.names, local, dtype))
-        for local, block in blocks.items()
-        if all(name in source.pieces for name in block.names)
-    }
+def _write(
+    source: Source,
+    out: Path,
+    parts: Sequence[tuple[FilePlan, Blocks]],
+    describe: Callable[[Path], None],
+    progress: Progress | None,
+) -> None:
+    """Write planned files, one part after another, and the files beside them, into a folder that appears at once.
 
+    Args:
+        source: The files to copy from.
+        out: The folder to write.
+        parts: The files, and the blocks of their tensors by name.
+        describe: Writes the other files into the folder that it is given.
+        progress: Called with bytes done and bytes in all, padding excepted.
+    """
+    done, total = 0, sum(_filled_bytes(plan, blocks) for plan, blocks in parts)
+    counter, staging, buffer = IOCounter(), Staging(_CPU), Staging(_CPU)
 
-class _Filler:
-    """Copies boxes from the source's files into laid-out files."""
+    def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
+        nonlocal done
+        for part in buffer.chunks(copy.source_range, max(info.dtype.itemsize, to.dtype.itemsize)):
+            values = buffer.view(extents(part), to.dtype)
+            read_box(source_fd, info, part, values, staging, counter, name)
+            write_box(fd, to, carried_over(part, copy), values, staging, counter)
+            done += volume(part) * to.dtype.itemsize
+            if progress is not None:
+                progress(done, total)
 
-    def __init__(self, source: Source, folder: Path, progress: Progress | None, total: int) -> None:
-        self._source = source
-        self._folder = folder
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._reading, self._writing = StagingPool().on(_CPU), StagingPool().on(_CPU)
-        self._counter = IOCounter()
-
-    def fill(self, plan: FilePlan, entries: Mapping[str, _Entry]) -> None:
-        """Create a plan's files and fill them; padding keeps the zeros of the new files."""
-        create_files(self._folder, plan)
-        copies: list[tuple[Path, TensorInfo, Copy, str]] = []
-        with contextlib.ExitStack() as stack:
-            opened = {
-                file: stack.enter_context(open(self._folder / file, "r+b", buffering=0)) for file in plan.contents
-            }
-            for name, entry in entries.items():
-                for key, copy in shared(entry.block, self._source.pieces):
-                    copies.append((*self._source.tensors[key], copy, name))
+    needed = sum(plan.nbytes for plan, _ in parts)
+    with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(source.files):
+        for plan, blocks in parts:
+            create_files(folder, plan)  # padding keeps the zeros of the new files
+            copies = [
+                (*source.tensors[key], copy, name)
+                for name, block in blocks.items()
+                for key, copy in shared(block, source.pieces)
+            ]
             copies.sort(key=lambda item: (item[0], item[1].offset, item[2].source_range))
-            for path, group in itertools.groupby(copies, key=lambda item: item[0]):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    for _, info, copy, name in group:
-                        file, to = plan.tensors[name]
-                        self._copy(fd, info, opened[file].fileno(), to, copy, name)
-                finally:
-                    os.close(fd)
-        plan.complete(self._folder)
+            with contextlib.ExitStack() as stack:
+                files = {
+                    file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno()
+                    for file in plan.contents
+                }
+                for path, group in itertools.groupby(copies, key=lambda item: item[0]):
+                    with open(path, "rb", buffering=0) as opened:
+                        for _, info, copy, name in group:
+                            file, to = plan.tensors[name]
+                            move(opened.fileno(), info, files[file], to, copy, name)
+            plan.complete(folder)
+        describe(folder)
 
-    def _copy(self, source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
-        for part in self._reading.chunks(copy.source_range, info.dtype.itemsize):
-            buffer = self._reading.view(extents(part), info.dtype)
-            read_box(source_fd, info, part, buffer, self._reading, self._counter)
-            refuse_overflow(name, buffer, to.dtype)
-            write_box(fd, to, carried_over(part, copy), buffer, self._writing, self._counter)
-            self._advance(volume(part) * to.dtype.itemsize)
 
-    def _advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+def _filled_bytes(plan: FilePlan, blocks: Blocks) -> int:
+    """Return the bytes of all elements except padding."""
+    return sum(
+        volume(piece.local_range) * plan.tensors[name][1].dtype.itemsize
+        for name, block in blocks.items()
+        for piece in block.pieces
+        if not piece.is_padding
+    )
