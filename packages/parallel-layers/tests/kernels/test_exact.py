@@ -55,8 +55,7 @@ FUNCTIONS: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], fl
     (elementary_functions.log, torch.log, 0.9, 1.1),
     (elementary_functions.tanh, torch.tanh, -12.0, 12.0),
     (elementary_functions.tanh, torch.tanh, -1e-3, 1e-3),
-    (elementary_functions.sigmoid, torch.sigmoid, -80.0, 80.0),
-    (elementary_functions.silu, torch.nn.functional.silu, -40.0, 40.0),
+    (elementary_functions.silu, torch.nn.functional.silu, -80.0, 80.0),
     (elementary_functions.gelu_tanh, lambda x: torch.nn.functional.gelu(x, approximate="tanh"), -3.0, 10.0),
     (elementary_functions.cos, torch.cos, -1e5, 1e5),
     (elementary_functions.sin, torch.sin, -1e5, 1e5),
@@ -78,10 +77,9 @@ def test_functions(
     assert torch.equal(ours(x[1:]), y[1:])
 
 
-def test_the_ends_of_exp_and_sigmoid() -> None:
+def test_the_ends_of_exp_and_tanh() -> None:
     x = torch.tensor([-float("inf"), -1e4, 0.0])
     assert elementary_functions.exp(x).tolist() == [0.0, 0.0, 1.0]
-    assert elementary_functions.sigmoid(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.5, 1.0]
     assert elementary_functions.tanh(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [-1.0, 0.0, 1.0]
     assert elementary_functions.exp(torch.tensor([float("nan")])).isnan().all()
 

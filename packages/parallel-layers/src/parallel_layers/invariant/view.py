@@ -1,20 +1,21 @@
 """`tp_invariant`: a model whose forward has the same bits at every tensor-parallel size and in every pack."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.backends import BACKENDS, why_not
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.invariant.attention import attend, check_attention_backend
-from parallel_layers.invariant.substitute import with_gradient_of
-from parallel_layers.kernels.elementary_functions import ACTIVATIONS, cos, sin, tree_sum
+from parallel_layers.kernels.elementary_functions import cos, gelu_tanh, silu, sin, tree_sum
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
@@ -26,6 +27,21 @@ from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES
 from parallel_layers.shared_weights import Model, view_of
 
+# "auto" prefers earlier names. The flash kernels are invariant: one program computes a block of queries of one segment
+# and head, and walks the keys in a fixed order. "sdpa" and "reference" pad segments and call BLAS, whose bits depend on
+# the shapes; "exact" replaces them on a CPU and for fp32.
+INVARIANT_BACKENDS = ("flash-attn-4", "flash-attn", "varlen", "exact")
+
+# Activations of a CPU by their names in `mlp.layer`; on CUDA all are invariant.
+_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": mlp.ACTIVATIONS["relu"],
+    "relu2": mlp.ACTIVATIONS["relu2"],
+}
+
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     """Return the model with a forward whose bits depend neither on the number of ranks nor on the rest of the batch.
@@ -36,8 +52,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Row-parallel GEMMs are cut into `blocks` parts of the contraction, which are summed in fp32 and added as a binary
     tree over the ranks. In column-parallel GEMMs, norms, rotary embedding, activations and attention each row (column,
-    head, segment) is computed independently; see `linear.invariant`, `kernels.elementary_functions` and
-    `invariant.attention`.
+    head, segment) is computed independently; see `linear.invariant` and `kernels.elementary_functions`.
 
     The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
     view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
@@ -77,7 +92,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
         elif isinstance(view, ParallelMLP):
             own["forward"] = partial(_mlp, view)
         elif isinstance(view, ParallelAttention | ParallelLatentAttention):
-            own["attend"] = partial(attend, view.attend)
+            own["attend"] = partial(_attend, view.attend)
 
     return view_of(model, change)
 
@@ -97,7 +112,11 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
     if isinstance(module, ParallelAttention | ParallelLatentAttention):
         if getattr(module.attend, "func", None) is ring_attention:
             raise ValueError(f"{name}: ring attention depends on where a sequence lies; use context_parallel='ulysses'")
-        check_attention_backend(module.options["backend"])
+        if (backend := module.options["backend"]) in BACKENDS and backend not in INVARIANT_BACKENDS:
+            raise ValueError(
+                f"attention backend={backend!r} depends on the rest of the pack; use 'auto' or one of "
+                f"{', '.join(INVARIANT_BACKENDS)}"
+            )
 
 
 def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
@@ -111,7 +130,7 @@ def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
         mean = tree_sum(wide * wide)[..., None] / layer.hidden_size
         return (wide / (mean + layer.eps).sqrt() * scale).to(x.dtype)
 
-    return with_gradient_of(ordinary, value, x, copy_to_tensor_parallel(layer.weight, layer.group))
+    return _with_gradient_of(ordinary, value, x, copy_to_tensor_parallel(layer.weight, layer.group))
 
 
 def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,19 +153,59 @@ def _mlp(layer: ParallelMLP, hidden: Tensor) -> Tensor:
     """Compute `ParallelMLP.forward`, on a CPU with the activations of `kernels.elementary_functions`."""
     if hidden.is_cuda:
         return ParallelMLP.forward(layer, hidden)
-    if layer.act_fn is not None or layer.activation not in ACTIVATIONS:
+    if layer.act_fn is not None or layer.activation not in _ON_CPU:
         raise ValueError(
-            f"activation={layer.activation!r} has no invariant form on a CPU; use a GPU or one of "
-            f"{', '.join(ACTIVATIONS)}"
+            f"activation={layer.activation!r} has no invariant form on a CPU; use a GPU or one of {', '.join(_ON_CPU)}"
         )
-    activation = ACTIVATIONS[layer.activation]
-    if not layer.gated:
-        ordinary = mlp.activation_named(layer.activation)
-        return cast(Tensor, layer.down_proj(with_gradient_of(ordinary, activation, layer.up_proj(hidden))))
+    activation = _ON_CPU[layer.activation]
 
-    def value(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (activation(gate) * up).to(gate_up.dtype)
+    def value(x: Tensor) -> Tensor:
+        if not layer.gated:
+            return activation(x)
+        gate, up = x.float().chunk(2, dim=-1)
+        return (activation(gate) * up).to(x.dtype)
 
-    ordinary = partial(mlp.gated, layer.activation)
-    return cast(Tensor, layer.down_proj(with_gradient_of(ordinary, value, layer.gate_up_proj(hidden))))
+    ordinary = partial(mlp.gated, layer.activation) if layer.gated else mlp.activation_named(layer.activation)
+    projection = layer.gate_up_proj if layer.gated else layer.up_proj
+    return cast(Tensor, layer.down_proj(_with_gradient_of(ordinary, value, projection(hidden))))
+
+
+def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Call `packed_attention` or its context-parallel form on an invariant backend."""
+    if options["backend"] == "auto":
+        case = q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])
+        needs = options.get("softcap") is not None, options.get("sinks") is not None
+        reasons = {name: why_not(name, *case, *needs) for name in INVARIANT_BACKENDS}
+        able = [name for name, reason in reasons.items() if reason is None]
+        if not able:
+            texts = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f"no invariant attention backend can do this case: {texts}")
+        options["backend"] = able[0]
+    return attend(q, k, v, *rest, **options)
+
+
+def _with_gradient_of(ordinary: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return `value(*tensors)` with the gradient of `ordinary(*tensors)`, which differs only by rounding.
+
+    The backward recomputes the ordinary function.
+    """
+    result: Tensor = _WithGradientOf.apply(ordinary, value, *tensors)
+    return result
+
+
+class _WithGradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ordinary: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.ordinary = ordinary
+        ctx.save_for_backward(*tensors)
+        return value(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            y = ctx.ordinary(*leaves)
+        gradients = iter(torch.autograd.grad(y, [x for x in leaves if x.requires_grad], gradient))
+        return None, None, *(next(gradients) if wanted else None for wanted in needed)

@@ -1,4 +1,4 @@
-"""Sums, exponentials, logarithms and sines whose bits do not depend on an element's place in the tensor.
+"""Sums, exponentials, logarithms, sines and activations whose bits do not depend on an element's place in the tensor.
 
 On a CPU torch computes most of a tensor with vector instructions and the rest with scalar code, which can differ in the
 last bit; the order of its sums depends on the shape. These functions use only additions, products, quotients and roots
@@ -7,12 +7,15 @@ in fp64, which IEEE 754 defines to the bit. On CUDA torch's own functions treat 
 Results have the argument's dtype and are within one ulp of the exact value in fp32.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Function = Callable[[Tensor], Tensor]
 
 _LN_2_HIGH = 0.693147180369123816490  # 32 bits, so that its products with small integers are exact (fdlibm's e_exp.c)
 _LN_2_LOW = 1.90821492927058770002e-10
@@ -36,93 +39,35 @@ def tree_sum(x: Tensor) -> Tensor:
     return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
+def _in_double(of_torch: Function) -> Callable[[Function], Function]:
+    """Decorate a function of fp64 tensors: it takes any dtype and returns it, and on CUDA it is torch's."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def elementary(x: Tensor) -> Tensor:
+            return of_torch(x) if x.is_cuda else function(x.double()).to(x.dtype)
+
+        return elementary
+
+    return decorate
+
+
+@_in_double(torch.exp)
 def exp(x: Tensor) -> Tensor:
     """Return e^x, for x up to 700."""
-    return x.exp() if x.is_cuda else _in_double(_exp, x)
-
-
-def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive numbers."""
-    return x.log() if x.is_cuda else _in_double(_log, x)
-
-
-def tanh(x: Tensor) -> Tensor:
-    """Return the hyperbolic tangent."""
-    return x.tanh() if x.is_cuda else _in_double(_tanh, x)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x)."""
-    return x.sigmoid() if x.is_cuda else _in_double(_sigmoid, x)
-
-
-def cos(x: Tensor) -> Tensor:
-    """Return the cosine of angles up to 2^20 quarter turns."""
-    return x.cos() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 1), x)
-
-
-def sin(x: Tensor) -> Tensor:
-    """Return the sine of angles up to 2^20 quarter turns."""
-    return x.sin() if x.is_cuda else _in_double(lambda wide: _sine_of_quarters(wide, 0), x)
-
-
-def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + e^-x)."""
-    wide = x.double()
-    return (wide * _sigmoid(wide)).to(x.dtype)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2."""
-    wide = x.double()
-    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
-    return (0.5 * wide * (1 + _tanh(inner))).to(x.dtype)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """Return max(x, 0)²."""
-    positive = F.relu(x)
-    return positive * positive
-
-
-# By the names of `parallel_layers.mlp.layer.ACTIVATIONS`, for a CPU.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "swish": silu,
-    "gelu_tanh": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": F.relu,
-    "relu2": relu_squared,
-}
-
-
-def _in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(x.double()).to(x.dtype)
-
-
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Evaluate a polynomial by Horner's rule."""
-    total = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + coefficient
-    return total
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^n as fp64 for integers n; 0 below the normal numbers."""
-    bits = (exponent.long() + 1023).clamp(min=0) << 52
-    return bits.view(torch.float64)
-
-
-def _exp(x: Tensor) -> Tensor:
     x = x.clamp(min=-1000.0)
     turns = (x * (1 / math.log(2))).round()
     rest = x - turns * _LN_2_HIGH - turns * _LN_2_LOW
-    return _polynomial(rest, _EXP_TERMS) * _power_of_two(turns.nan_to_num())
+    power = (turns.nan_to_num().long() + 1023).clamp(min=0) << 52  # the bits of 2^n; 0 below the normal numbers
+    return _polynomial(rest, _EXP_TERMS) * power.view(torch.float64)
 
 
-def _log(x: Tensor) -> Tensor:
-    """Return log(m 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), with m within a factor sqrt(2) of 1."""
+@_in_double(torch.log)
+def log(x: Tensor) -> Tensor:
+    """Return the natural logarithm of positive numbers.
+
+    log(m 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), with m within a factor sqrt(2) of 1.
+    """
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, 2 * mantissa, mantissa)
@@ -132,16 +77,49 @@ def _log(x: Tensor) -> Tensor:
     return power * _LN_2_HIGH + (power * _LN_2_LOW + series)
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + _exp((-x).clamp(max=700.0)))
+@_in_double(torch.tanh)
+def tanh(x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent.
 
-
-def _tanh(x: Tensor) -> Tensor:
-    """Return tanh: near 0 as the quotient of the series of sinh and cosh, because 1 - 2 / (e^2x + 1) cancels there."""
+    Near 0 it is the quotient of the series of sinh and cosh, because 1 - 2 / (e^2x + 1) cancels there.
+    """
     square = x * x
     sinh = x * _polynomial(square, [abs(c) for c in _SIN_TERMS])
     cosh = _polynomial(square, [abs(c) for c in _COS_TERMS])
-    return torch.where(x.abs() < 0.5, sinh / cosh, 1 - 2 / (1 + _exp((2 * x).clamp(max=700.0))))
+    return torch.where(x.abs() < 0.5, sinh / cosh, 1 - 2 / (1 + exp((2 * x).clamp(max=700.0))))
+
+
+@_in_double(torch.cos)
+def cos(x: Tensor) -> Tensor:
+    """Return the cosine of angles up to 2^20 quarter turns."""
+    return _sine_of_quarters(x, 1)
+
+
+@_in_double(torch.sin)
+def sin(x: Tensor) -> Tensor:
+    """Return the sine of angles up to 2^20 quarter turns."""
+    return _sine_of_quarters(x, 0)
+
+
+@_in_double(F.silu)
+def silu(x: Tensor) -> Tensor:
+    """Return x / (1 + e^-x)."""
+    return x * (1 / (1 + exp((-x).clamp(max=700.0))))
+
+
+@_in_double(functools.partial(F.gelu, approximate="tanh"))
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return 0.5 * x * (1 + tanh(inner))
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Evaluate a polynomial by Horner's rule."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
 
 
 def _sine_of_quarters(x: Tensor, ahead: int) -> Tensor:
