@@ -7,27 +7,18 @@ the values do not depend on the device.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from parallel_layers.sharding import blocks_of, full_shape, is_dtensor
 
-
-class _Drawn(TypedDict):
-    dtype: torch.dtype
-    device: str
-
-
 # Large enough to hide Python's overhead, small enough that a shard draws few unused numbers.
 _TILE = (128, 1024)
-_DRAWN: _Drawn = {"dtype": torch.float32, "device": "cpu"}
 
 Fill = Callable[[Tensor, torch.Generator], object]
 Range = tuple[int, int]
@@ -51,10 +42,9 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 continue
             seen.add(id(parameter))
             canonical = prefix + (f"{path}.{name}" if path else name)
-            if name.endswith("bias"):  # experts' biases are matrices, too
-                fill_parameter_(owner, name, seed, zeros, canonical=canonical)
-            elif parameter.dim() >= 2:
-                fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
+            is_bias = name.endswith("bias")  # experts' biases are matrices, too
+            if is_bias or parameter.dim() >= 2:
+                fill_parameter_(owner, name, seed, zeros if is_bias else normal(std), canonical=canonical)
 
 
 def _reset_the_rest(owner: nn.Module) -> None:
@@ -96,34 +86,31 @@ def draw(shape: Sequence[int], ranges: Sequence[Range], seed: int, name: str, fi
 
     The full tensor depends only on (seed, name, shape), so overlapping rectangles agree.
     """
-    if len(shape) < 2:
-        missing = 2 - len(shape)
-        matrix = draw([1] * missing + list(shape), [(0, 1)] * missing + list(ranges), seed, name, fill)
-        return matrix.reshape([stop - start for start, stop in ranges])
-    # Independent of torch's default dtype and device.
-    out = torch.empty([stop - start for start, stop in ranges], **_DRAWN)
+    missing = max(2 - len(shape), 0)
+    shape = [1] * missing + list(shape)
+    *leading, rows, columns = [(0, 1)] * missing + list(ranges)
+    out = _empty([stop - start for start, stop in (*leading, rows, columns)])
     generator = torch.Generator()
-    *leading, rows, columns = ranges
     for index in itertools.product(*(range(start, stop) for start, stop in leading)):
         matrix = out[tuple(i - start for i, (start, _) in zip(index, leading, strict=True))]
         for row, column in itertools.product(_tiles(rows, _TILE[0]), _tiles(columns, _TILE[1])):
             size = min(_TILE[0], shape[-2] - row * _TILE[0]), min(_TILE[1], shape[-1] - column * _TILE[1])
-            tile = torch.empty(size, **_DRAWN)
+            tile = _empty(size)
             fill(tile, generator.manual_seed(_hash(seed, name, *index, row, column)))
-            (inner_rows, outer_rows) = _overlap(rows, row * _TILE[0], tile.shape[0])
-            (inner_columns, outer_columns) = _overlap(columns, column * _TILE[1], tile.shape[1])
+            inner_rows, outer_rows = _overlap(rows, row * _TILE[0], tile.shape[0])
+            inner_columns, outer_columns = _overlap(columns, column * _TILE[1], tile.shape[1])
             matrix[outer_rows, outer_columns] = tile[inner_rows, inner_columns]
-    return out
+    return out.reshape([stop - start for start, stop in ranges])
 
 
 def normal(std: float) -> Fill:
     """Fill from N(0, std^2)."""
-    return functools.partial(_normal, std=std)
+    return lambda tile, generator: tile.normal_(0.0, std, generator=generator)
 
 
 def uniform(bound: float) -> Fill:
     """Fill from U(-bound, bound)."""
-    return functools.partial(_uniform, bound=bound)
+    return lambda tile, generator: tile.uniform_(-bound, bound, generator=generator)
 
 
 def zeros(tile: Tensor, generator: torch.Generator) -> None:
@@ -141,12 +128,9 @@ def linear_bound(in_features: int) -> float:
     return 1 / math.sqrt(max(in_features, 1))
 
 
-def _normal(tile: Tensor, generator: torch.Generator, *, std: float) -> None:
-    tile.normal_(0.0, std, generator=generator)
-
-
-def _uniform(tile: Tensor, generator: torch.Generator, *, bound: float) -> None:
-    tile.uniform_(-bound, bound, generator=generator)
+def _empty(size: Sequence[int]) -> Tensor:
+    """Return a tensor to draw into, independent of torch's default dtype and device."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _tiles(extent: Range, size: int) -> range:
