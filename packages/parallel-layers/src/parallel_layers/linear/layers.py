@@ -121,13 +121,7 @@ class ReplicatedLinear(_Linear):
 
 
 class ColumnLinear(_Linear):
-    """The layers whose weight's rows are divided.
-
-    Attributes:
-        shared_rows: The rows that several ranks hold; see `column_parallel_linear`.
-        gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
-        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
-    """
+    """The layers whose weight's rows are divided; the attributes are arguments of `column_parallel_linear`."""
 
     shared_rows: tuple[int, int] | None = None
     gather_output = False

@@ -17,13 +17,6 @@ _TIMEOUT = timedelta(minutes=10)
 class PeerMemory:
     """A buffer of the same size on every rank of a group, which all ranks map; every rank has to make it.
 
-    Args:
-        group: Ranks whose GPUs have peer access to each other.
-        num_bytes: Size of each buffer in bytes.
-        device: This rank's GPU.
-
-    Communication: exchanges handles, once.
-
     Raises:
         RuntimeError: torch cannot map the memory.
     """
@@ -59,9 +52,8 @@ _in_graphs: WeakKeyDictionary[ProcessGroup, set[PeerMemory]] = WeakKeyDictionary
 def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
     """Return the group's memory of at least `num_bytes`; every rank asks for the same size, in the same order.
 
-    The memory grows with the requests, and lives as long as the group.
-
-    Communication: that of `PeerMemory`, when it grows; the host then waits for the GPU.
+    The memory grows with the requests, and lives as long as the group. When it grows, the ranks exchange handles, and
+    the host waits for the GPU.
 
     Raises:
         RuntimeError: A CUDA graph is being captured, and the memory is smaller. Or torch cannot map the memory; when

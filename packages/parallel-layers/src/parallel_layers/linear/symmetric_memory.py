@@ -10,9 +10,7 @@ driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_D
 
 Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
 call, and has read what the last call brought. So the calls of a group belong on one stream, in the same order on every
-rank. The memory is as large as the largest call so far needs (an activation of all tokens; for a gather and a scatter
-at once, two). It stays allocated with the group, outside of torch's caching allocator, and so does smaller memory that
-captured CUDA graphs use.
+rank. The memory holds an activation of all tokens; for a gather and a scatter at once, two.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
@@ -79,9 +77,6 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group:
     """Return `reduce_scatter(x W^T) + b`: x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`.
 
     The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
-
-    Raises:
-        ValueError: `tp` does not divide T.
     """
     async_collectives.check_divisible(x, 0, group)
     parts = x.reshape(group.size(), -1, x.shape[-1])
@@ -107,11 +102,7 @@ def matmul_reduce_scatter_beside_gather(
 
     dy `[T, ..., O/tp]`, weight `[I, O/tp]`, x `[T/tp, ..., I]` -> `[T/tp, ..., I]`. The gathered tokens `[T, ..., I]`,
     which are good until `use` returns, arrive under the GEMM of dx; the ranks send each other dx under `use`.
-
-    Raises:
-        ValueError: `tp` does not divide T.
     """
-    async_collectives.check_divisible(dy, 0, group)
     size, rank = group.size(), group.rank()
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     parts = dy.reshape(size, -1, dy.shape[-1])
@@ -218,13 +209,9 @@ def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str 
 def why_not_peers(
     own: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
 ) -> str | None:
-    """Return why GPU `own` cannot reach all of `peers`, in words; None when it can.
+    """Return why this process's GPU `own` cannot reach all of `peers`, the ids of the ranks' GPUs; None when it can.
 
-    Args:
-        own: This process's GPU, as an index of `visible`.
-        visible: Ids of the GPUs that this process sees.
-        peers: Each rank's GPU's id.
-        can_access: Whether one GPU (first index) can map another's memory (second).
+    `visible` are the ids of the GPUs that this process sees; `can_access` says whether a GPU can map another's memory.
     """
     for rank, peer in enumerate(peers):
         if peer not in visible:

@@ -1,9 +1,5 @@
 """Transports send the tokens of a linear layer: before its product, after its product, or during its GEMMs.
 
-A column-parallel layer gathers tokens and multiplies (`gather_product`); its backward multiplies, sums over the ranks,
-and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and sums
-(`product_scatter`); its backward gathers dy and multiplies (`gather_product`). Each transport has these three:
-
     Transport                     Nothing is sent.
     WHOLE["serial"]               Every rank has all tokens: no gather; an all-reduce replaces the scatter.
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
@@ -57,6 +53,10 @@ MAX_SCATTERED = 4
 class Transport:
     """The exchanges of a linear layer where nothing is sent: the layer is whole, or its caller sums the parts.
 
+    A column-parallel layer gathers tokens and multiplies (`gather_product`); its backward multiplies, sums over the
+    ranks, and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and
+    sums (`product_scatter`); its backward gathers dy and multiplies (`gather_product`).
+
     Args:
         group: The tensor-parallel group; not read here.
         dtype: dtype of the product, and of its sum over the ranks; None: x's.
@@ -81,27 +81,16 @@ class Transport:
         return self.product(x, weight, bias, self.dtype), x
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the sum over the ranks of `x W^T + b`, with the bias of one rank alone.
-
-        Without sequence parallelism the result is `[T, ..., O]`, with it this rank's `[T/tp, ..., O]`.
-
-        Raises:
-            ValueError: `tp` does not divide T under sequence parallelism.
-        """
+        """Return the sum over the ranks of `x W^T`, plus b: `[T, ..., O]`; sequence parallel: `[T/tp, ..., O]`."""
         return self.product(x, weight, bias, self.dtype)
 
     def product_scatter_beside_gather(
         self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
-        """Return the `product_scatter` of dy, and what `use` makes of `gather(x)`.
+        """Return the `product_scatter` of dy, and what `use` makes of `gather(x)`, which is good until `use` returns.
 
-        The gather runs under the GEMM of dx, and the sum of dx under `use`, a GEMM with x.
-
-        Args:
-            dy: `[T, ..., O]`, the gradient of all tokens' products.
-            weight: `[I, O]`.
-            x: `[T/tp, ..., I]`, the layer's input.
-            use: Function of `gather(x)`, which is good until `use` returns.
+        The gather runs under the GEMM of dx, and the sum of dx under `use`, a GEMM with x. dy `[T, ..., O]`, weight
+        `[I, O]`, x `[T/tp, ..., I]`.
         """
         return self.product(dy, weight, None, self.dtype), use(x)
 
@@ -265,23 +254,16 @@ def check_overlap(name: str) -> None:
 def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
     """Return the values of `Execution.overlap` that layers of `group` can have on `device`, beside "auto".
 
-    Every rank of the group has to ask; all get the same answer. Communication: that of `why_not_symmetric_memory`, once
-    for each group and device.
+    Every rank of the group has to ask; all get the same answer. Communication: that of `why_not_symmetric_memory`.
     """
     names = ("collectives", "serial")
     return names if why_not_symmetric_memory(group, torch.device(device)) else ("symmetric-memory", *names)
 
 
 def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: torch.dtype | None = None) -> str:
-    """Return the transport for a call: `name`, or for "auto" the one that its size asks for.
+    """Return the transport for a call on `rows` tokens of each rank: `name`, or for "auto" by size.
 
-    Args:
-        name: A value of `Overlap`.
-        x: The layer's input.
-        rows: Tokens of each rank.
-        group: The group over which the tokens are divided.
-        dtype: dtype of the product or of its sum over the ranks; None: x's. Symmetric memory has no other; "auto" takes
-            its place then.
+    Symmetric memory has products and sums in x's dtype alone: with another `dtype` "auto" takes its place.
 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).
