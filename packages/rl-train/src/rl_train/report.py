@@ -55,11 +55,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl`, or an empty list without the file.
-
-    Raises:
-        ValueError: A line holds no metrics; the error names the file and the line.
-    """
+    """Return the lines of a `metrics.jsonl`, or an empty list without the file; a wrong line is a ValueError."""
     if not path.is_file():
         return []
     # A kill may cut the last line short; its step comes after the last checkpoint and runs again.
@@ -85,11 +81,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def summary_writer() -> Any:
-    """Return the class that writes TensorBoard's events, of the extra `rl-train[tensorboard]`.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Return TensorBoard's writer; raise ValueError where the extra `rl-train[tensorboard]` is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

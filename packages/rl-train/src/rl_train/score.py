@@ -59,7 +59,7 @@ def score(
 
     Raises:
         RankFailed: A rank failed.
-        ValueError: There are fewer devices than ranks, or a model does not fit the grid.
+        ValueError: There are fewer devices than ranks, or see `check_native_model`.
     """
     devices = Devices.find(options.device)
     models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]

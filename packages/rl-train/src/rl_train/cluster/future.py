@@ -74,8 +74,7 @@ class Future(Generic[T]):
             timeout: Seconds to wait; None: no limit. After a TimeoutError the call continues; call `result` again.
 
         Raises:
-            Exception: The exception of the lowest failing rank; notes hold the number, node and traceback of each
-                failing rank.
+            Exception: The exception of the lowest failing rank; notes hold each failing rank, its node and traceback.
             RankDied: A rank's process or node ended; the group needs a `restart`.
             TimeoutError: Some ranks have not answered; the error names them.
         """

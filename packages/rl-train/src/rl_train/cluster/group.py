@@ -43,12 +43,10 @@ class RayModelGroup:
         collective_timeout: Seconds after which a collective fails that some ranks have not reached.
         **options: Further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
 
-    Methods take the whole batch. The group splits the batch over dp into parts of about equal work; all ranks of a
-    part's tp, pp and cp groups get the same part. The joined results are returned on the CPU, in the order of the
-    batch. A method is `submit(name, ...).result()`; with `submit`, several groups work at the same time. A loss travels
-    by cloudpickle: it is a lambda, a nested function, or a function of a module that the nodes can import.
-
-    Use it as a context manager, or call `shutdown`.
+    Methods take the whole batch, which the group splits over dp into parts of about equal work; results are returned on
+    the CPU, in the order of the batch. A method is `submit(name, ...).result()`; with `submit`, several groups work at
+    the same time. A loss travels by cloudpickle: a lambda, a nested function, or a function that the nodes can import.
+    Use a group as a context manager, or call `shutdown`.
 
     Raises:
         ValueError: Ray is not installed, an option is wrong, or the cluster has no room.
@@ -104,12 +102,7 @@ class RayModelGroup:
         return self._running().seats
 
     def ready(self, timeout: float | None = None) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            Exception: The exception of `from_pretrained` on the ranks.
-            TimeoutError: Loading takes longer than `timeout` seconds.
-        """
+        """Wait until the model is loaded; raise its error, or TimeoutError after `timeout` seconds."""
         self._running()
         loaded = self._loading.result(timeout)
         devices = sorted({device.partition(":")[0] for _, device in loaded})
@@ -127,7 +120,7 @@ class RayModelGroup:
 
         Raises:
             ValueError: The kind has no such method, or the method refuses the batch.
-            RankFailed: After an earlier failure the ranks are dead, waiting or out of step; `restart` helps.
+            RankFailed: See `Ranks.send`; `restart` helps.
         """
         offered = methods_of(self.kind) | {"apply": OWN["apply"]}
         if method not in offered:
@@ -174,8 +167,7 @@ class RayModelGroup:
             The result of `load_training`; None without a checkpoint.
 
         Raises:
-            ValueError: The group has been updated and has no training checkpoint; or the cluster had no room for
-                `Resources.timeout` seconds.
+            ValueError: The group has been updated and has no training checkpoint; or see `Placement.wait`.
         """
         checkpoint = checkpoint or self._checkpoint
         if checkpoint is None and self._updated:

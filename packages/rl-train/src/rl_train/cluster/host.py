@@ -15,7 +15,7 @@ from rl_train.cluster.resources import import_ray
 
 @dataclass(frozen=True)
 class Seat:
-    """The node, address, device and port of a rank's process.
+    """The place of a rank's process.
 
     Attributes:
         node: Ray's id of the node.
@@ -69,7 +69,7 @@ class RankHost:
         self._listener = listen_on(self._address)
 
     def seat(self) -> Seat:
-        """Return the node, address, device and port of this process."""
+        """Return the place of this process."""
         context = import_ray().get_runtime_context()
         devices = context.get_accelerator_ids().get(self._accelerator, [])
         port = self._listener.getsockname()[1]
@@ -93,8 +93,8 @@ class RankHost:
                 and this call is refused: collectives of different calls would meet.
             method: The name of the method; "load" makes the worker, "apply" calls a function with it.
             payload: `(args, kwargs)`, pickled: unpickling may import torch, and its errors are reported.
-            part: This rank's part of the batch, passed as the first argument.
-            reply: Return the result; False returns None.
+            part: This rank's part of the batch, the first argument.
+            reply: Whether to return the result.
         """
         if self._failure is not None and self._failure.number > settled:
             return self._failure

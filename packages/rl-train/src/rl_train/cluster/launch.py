@@ -57,11 +57,7 @@ class Devices:
 
     @classmethod
     def find(cls, device: str | None = None) -> Devices:
-        """Return the devices of type `device`; None: an accelerator with collectives if torch finds one, else the CPU.
-
-        Raises:
-            ValueError: `device` is neither the CPU nor an accelerator of this machine.
-        """
+        """Return the devices of a type; None: an accelerator with collectives if torch finds one, else the CPU."""
         found = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count()
         name = found.type if found is not None and count else None
@@ -78,15 +74,7 @@ class Devices:
         return cls(name, backend, count)
 
     def take(self, device: str) -> torch.device:
-        """Make a device the current device of this process.
-
-        Args:
-            device: The id of the device among all devices of the machine. A process that sees only one device takes
-                that device.
-
-        Raises:
-            ValueError: Several devices are visible, and none has this id.
-        """
+        """Make the device with this id the current one; a process that sees only one device takes that device."""
         if self.type == "cpu":
             return torch.device("cpu")
         index = 0 if self.count == 1 else int(device) if device.isdecimal() else -1
@@ -273,7 +261,7 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _tells_the_user(error: BaseException) -> bool:
-    """Say whether a user needs only the message of an error: of a ValueError, or of a disk that refuses a file."""
+    """Say whether the message of an error is enough: of a ValueError, or of a disk that refuses a file."""
     # ckpt's own error for a full disk has no errno.
     if isinstance(error, OSError):
         return type(error) in (OSError, PermissionError) and error.errno in _OF_THE_DISK

@@ -28,8 +28,7 @@ class Placement:
     manager, or call `remove`.
 
     Raises:
-        ValueError: Ray is not installed, or the cluster has no room within `resources.timeout` seconds; the error lists
-            what the cluster has.
+        ValueError: Ray is not installed, or see `wait`.
     """
 
     def __init__(self, devices: int, resources: Resources | None = None) -> None:
@@ -60,18 +59,11 @@ class Placement:
         return len(self.free)
 
     def share(self, fraction: float) -> Share:
-        """Return a fraction of each device, for one group.
-
-        Raises:
-            ValueError: The fraction is not in (0, 1].
-        """
+        """Return a fraction in (0, 1] of each device, for one group."""
         return Share(self, fraction)
 
     def wait(self) -> list[str]:
-        """Wait until Ray has placed every bundle; Ray replaces a lost node by itself.
-
-        Returns:
-            The id of each bundle's node.
+        """Wait until Ray has placed every bundle, and return the id of each bundle's node; Ray replaces a lost node.
 
         Raises:
             ValueError: The cluster had no room for `resources.timeout` seconds; the error lists what the cluster has.

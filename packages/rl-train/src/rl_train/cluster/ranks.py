@@ -80,13 +80,13 @@ class Ranks:
         replies: Collection[int],
         join: Callable[[list[Any]], Any],
     ) -> Future[Any]:
-        """Start a call on every rank.
+        """Start a call on every rank; see `RankHost.call`.
 
         Args:
-            method, payload: See `RankHost.call`.
+            method, payload: The call.
             parts: Each rank's part of the batch, or Ray's reference to it.
-            replies: The ranks that return their results.
-            join: Joins the answers of all ranks into the result; ranks without a reply answer None.
+            replies: The ranks that return their results; the others answer None.
+            join: Joins the answers of all ranks into the result.
 
         Raises:
             RankFailed: After an earlier failure the ranks are dead, waiting or out of step.

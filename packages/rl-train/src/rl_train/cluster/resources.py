@@ -59,11 +59,7 @@ class Resources:
 
 
 def import_ray() -> ModuleType:
-    """Import and return Ray, which the extra `rl-train[ray]` installs.
-
-    Raises:
-        ValueError: Ray is not installed.
-    """
+    """Import and return Ray; raise ValueError where the extra `rl-train[ray]` is not installed."""
     try:
         import ray
     except ImportError:

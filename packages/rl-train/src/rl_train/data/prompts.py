@@ -12,13 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a file.
-
-    Attributes:
-        tokens: Token ids, at least one.
-        row: The whole object of the line.
-        line: The number of the line, from 1.
-    """
+    """One line of a file: at least one token id, the whole JSON object, and the number of the line, from 1."""
 
     tokens: list[int]
     row: Mapping[str, Any]
@@ -41,9 +35,6 @@ class TextCodec:
         """Return token ids, with the tokenizer's special tokens around the text unless the text has them already.
 
         A rendered chat template, for example, already begins with the beginning-of-text token.
-
-        Raises:
-            ValueError: There is no tokenizer, its file is broken, or the text is not valid Unicode.
         """
         tokenizer = self._loaded()
         try:
@@ -120,11 +111,7 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
 
 
 def read_json(file: Path) -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        ValueError: The file is not valid JSON; the error names the file.
-    """
+    """Return the value of a JSON file; the error of `parse_json` names the file."""
     try:
         return parse_json(file.read_bytes())
     except ValueError as error:
@@ -148,11 +135,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Return the vocabulary size of a checkpoint of any family.
-
-    Raises:
-        ValueError: The folder has no `config.json`, or the config states no vocabulary size.
-    """
+    """Return the vocabulary size of a checkpoint of any family, from its `config.json`."""
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")

@@ -22,11 +22,7 @@ MARKS = {"model", "algorithm"}
 
 
 def check_folder(options: TrainOptions) -> None:
-    """Refuse a folder that cannot take the results, holds another run or other files, or would replace an input.
-
-    Raises:
-        ValueError: A path is in the way; the error names it.
-    """
+    """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
     check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
@@ -99,24 +95,15 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
     """Return the newest step at which all of these models have a training checkpoint; 0 without one.
 
     Checkpoints after the step that `latest` names are ignored: the run has been set back behind them.
-
-    Raises:
-        ValueError: The `latest` of a model is damaged; the error names the file.
     """
     common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
     return max(common, default=0)
 
 
 def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
-    """Refuse an unusable folder for results before the computation; nothing is created.
+    """Raise ValueError where these files and checkpoint folders cannot be written, or replace something else.
 
-    Args:
-        folder: The folder of the results, which may not exist yet.
-        files: Names of the files to write into the folder.
-        checkpoints: Names of the checkpoint folders to write; only a checkpoint folder is replaced.
-
-    Raises:
-        ValueError: Something cannot be written, or something else is in its place; the error names the path.
+    Nothing is created; the folder of the results may not exist yet.
     """
     check_writable(folder)
     for file in (folder / name for name in files):

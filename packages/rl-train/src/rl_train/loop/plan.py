@@ -121,11 +121,7 @@ def _check_models(options: TrainOptions, folder: Path) -> None:
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
-    """Return the model's own end-of-text ids, from its generation config or its config.
-
-    Raises:
-        ValueError: A file is broken, or its eos_token_id holds no ids; the error names the file.
-    """
+    """Return the model's own end-of-text ids, from its generation config or its config."""
     for file in (folder / name for name in ("generation_config.json", "config.json")):
         values = read_json(file) if file.is_file() else {}
         if not isinstance(values, dict):

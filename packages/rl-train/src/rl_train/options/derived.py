@@ -53,11 +53,7 @@ def check(options: TrainOptions) -> None:
 
 
 def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
-    """Return the engine options of a model on the policy's grid, or on the critic's own grid.
-
-    Raises:
-        ValueError: An engine refuses a value.
-    """
+    """Return the engine options of a model on the policy's grid, or on the critic's own grid."""
     if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
     pipeline = PipelineOptions(
@@ -84,11 +80,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:
-    """Return the optimizer of the policy or the critic; its schedule counts optimizer steps, the options count steps.
-
-    Raises:
-        ValueError: A value outside its range.
-    """
+    """Return the optimizer of the policy or the critic; its schedule counts optimizer steps, not steps of the run."""
     every = options.updates_per_step
     schedule = Schedule(
         options.schedule,

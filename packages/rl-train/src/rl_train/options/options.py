@@ -290,22 +290,14 @@ class TrainOptions(BaseModel):
 
 
 def parse_recompute(text: str | None) -> Recompute:
-    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`.
-
-    Raises:
-        ValueError: The text is none of these.
-    """
+    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`."""
     if text is None or text in ("full", "selective"):
         return cast("Recompute", text)
     return numbers("recompute", text, "full, selective, or ")
 
 
 def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
-    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values.
-
-    Raises:
-        ValueError: The text holds something other than numbers.
-    """
+    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

@@ -295,9 +295,6 @@ def plan_models(
     """Plan an actor, and on request a critic and a reference of the same size; see `plan_memory`.
 
     With `share_backbone`, actor and critic are one model, an `ActorCritic`.
-
-    Raises:
-        ValueError: `critic` and `share_backbone` are both given; or see `plan_memory`.
     """
     if critic and share_backbone:
         raise ValueError(
@@ -342,11 +339,7 @@ def dims_text(dims: ParallelDims) -> str:
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name on the command line.
-
-    Raises:
-        ValueError: It is neither float32 nor bfloat16.
-    """
+    """Return the dtype of a name on the command line."""
     known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in known:
         raise ValueError(f"dtype={name!r} must be float32 or bfloat16")

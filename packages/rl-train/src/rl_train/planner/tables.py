@@ -19,13 +19,7 @@ HEADINGS = {
 
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
-    """Yield the tables of memory: each model on each stage, the peak of all, and with a limit the grids that fit.
-
-    Args:
-        planned: The grid that was asked for.
-        limit: The memory of a device, in bytes; None: unknown.
-        fits: The grids of the fewest ranks that fit the limit.
-    """
+    """Yield the tables of memory: each model on each stage, the peak, and with a limit (bytes) the grids that fit."""
     columns = [entry.name for entry in fields(Memory)]
     title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
     table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)

@@ -24,20 +24,12 @@ Reward = Callable[[Any, Any, Mapping[str, Any]], float]
 
 
 def check_reward(name: str) -> None:
-    """Look for the module of `module:function` without importing it: only the rank that calls the reward imports it.
-
-    Raises:
-        ValueError: There is no such module.
-    """
+    """Raise ValueError unless the module of `module:function` exists; only the rank that calls it imports it."""
     _ask(name, _find)
 
 
 def load_reward(name: str) -> Reward:
-    """Import and return `module:function`; like `python -m`, this finds modules of the working directory.
-
-    Raises:
-        ValueError: There is no such module or function.
-    """
+    """Import and return `module:function`, or raise ValueError; modules of the working directory are found, too."""
     found = _ask(name, importlib.import_module)
     reward = getattr(found, name.partition(":")[2], None)
     if not callable(reward):
