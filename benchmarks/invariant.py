@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    # As `rl_models.workers.determinism` has it: what deterministic products ask for, and fresh memory as it is.
+    # As `rl_models.workers.worker.be_deterministic`: what deterministic GEMMs need, and fresh memory as it is.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()

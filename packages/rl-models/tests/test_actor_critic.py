@@ -391,11 +391,11 @@ def route(group: ProcessGroup, path: Path) -> None:
     """Routing recorded by one forward pass is replayed by another, values included."""
     worker = load(group, path, ActorCritic, ParallelDims(tp=2, ep=2))
     batch = make_batch(ParallelDims(), 0)
-    found = worker.estimate(batch, record_routing=True)
-    again = worker.estimate(batch.with_fields(routing=found.routing))
-    assert all(map(torch.equal, again, found[:3]))
-    shuffled = worker.estimate(batch.with_fields(routing=(found.routing + 1) % 4))
-    assert not torch.equal(shuffled.values, found.values)
+    found = worker.predict(batch, record_routing=True)
+    again = worker.estimate(batch.with_fields(routing=found["routing"]))
+    assert all(torch.equal(value, found[name]) for name, value in again._asdict().items())
+    shuffled = worker.estimate(batch.with_fields(routing=(found["routing"] + 1) % 4))
+    assert not torch.equal(shuffled.values, found["values"])
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ CALLS: dict[str, Call] = {
     "aggregation": lambda actor, rank: actor.update(LONG, push_up, aggregation=("token-mean", "sequence-mean")[rank]),
     "no aggregation": lambda actor, rank: actor.update(LONG, push_up, aggregation=("token-mean", "mean")[rank]),
     "routing": lambda actor, rank: actor.log_probs((ROUTED, LONG)[rank]),
-    "recording": lambda actor, rank: actor.log_probs(LONG, record_routing=bool(rank)),
+    "recording": lambda actor, rank: actor.predict(LONG, record_routing=bool(rank)),
     "prompts": lambda actor, rank: actor.generate([[1, 2], [3]][: 1 + rank], max_new_tokens=2),
     "length": lambda actor, rank: actor.generate([[1, 2]], max_new_tokens=2 + rank),
     "no length": lambda actor, rank: actor.generate([[1, 2]], max_new_tokens=rank),

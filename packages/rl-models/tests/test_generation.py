@@ -29,8 +29,8 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
 from rl_models.engines import BACKENDS
+from rl_models.engines.checkpoint import max_positions
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.positions import max_positions
 from rl_models.losses import LossTerms
 from rl_models.workers.continuous_batching import STEPS
 

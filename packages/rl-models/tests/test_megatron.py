@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_utils import megatron_grid
 from megatron_utils.testing import cpu_stand_in, tiny_config
-from parallel_layers import ParallelDims
+from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
-from rl_models.engines.micro_batch import MicroBatch
+from rl_models.engines.engine import MicroBatch
 from rl_models.engines.options import EngineOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.losses import LossTerms
@@ -99,7 +99,9 @@ def test_actors_learn_side_by_side_on_any_ranks(ranks: RankPool, model: Path) ->
 def accumulation_on(group: ProcessGroup, path: Path) -> None:
     with cpu_stand_in():
         engine = actor_on(path, ParallelDims(tp=2)).engine
-        micro_batches = [MicroBatch(make_batch().select([i]).packed(multiple_of=2)) for i in range(4)]
+        micro_batches = [
+            MicroBatch(PackedSequence.from_sequences(make_batch().select([i]).split(), multiple_of=2)) for i in range(4)
+        ]
 
         def gradients(*calls: range) -> list[Tensor]:
             engine.drop_gradients()
@@ -133,7 +135,7 @@ def test_an_error_of_the_loss_is_raised_on_every_stage(ranks: RankPool, model: P
 
 
 def routing_on(group: ProcessGroup, path: Path) -> None:
-    packed = make_batch().packed(multiple_of=2)
+    packed = PackedSequence.from_sequences(make_batch().split(), multiple_of=2)
     with cpu_stand_in():
         one, other = (actor_on(path, dims).engine for dims in (ParallelDims(pp=2), ParallelDims(tp=2)))
         recording = RouterReplay()
@@ -210,7 +212,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
 
 
 def refused_on(group: ProcessGroup, path: Path, olmo2: Path) -> list[str]:
-    from rl_models.engines.megatron import load
+    from rl_models.engines.megatron.load import load
 
     grid = Grid.build(ParallelDims(), device="cpu")
     messages = []

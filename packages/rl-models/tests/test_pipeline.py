@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.engines import PipelineOptions
-from rl_models.engines.micro_batch import MicroBatch
-from rl_models.engines.options import Schedule
-from rl_models.engines.padding import pad_to
+from rl_models.engines.engine import MicroBatch
 from rl_models.engines.parallel.pipeline import why_no_zero_bubble
 from rl_models.losses import LossTerms
 
@@ -148,7 +147,7 @@ def schedules_run(group: ProcessGroup, path: Path, options: PipelineOptions) -> 
     ],
 )
 def test_the_schedule_that_runs_is_the_one_asked_for(
-    ranks: RankPool, models: dict[str, Path], schedule: Schedule, virtual_stages: int, expected: str
+    ranks: RankPool, models: dict[str, Path], schedule: Any, virtual_stages: int, expected: str
 ) -> None:
     """All schedules give the same numbers, so that numbers do not tell which one ran."""
     options = PipelineOptions(schedule, virtual_stages=virtual_stages)
@@ -311,7 +310,7 @@ def test_two_models_of_different_dims_in_one_job(ranks: RankPool, models: dict[s
 
 
 def bf16_gradients(
-    group: ProcessGroup, path: Path, dims: ParallelDims, together: bool, schedule: Schedule = "1f1b"
+    group: ProcessGroup, path: Path, dims: ParallelDims, together: bool, schedule: Any = "1f1b"
 ) -> dict[str, list[Tensor]]:
     """By parameter of this rank, the gradient of one call over many micro-batches, or of each of them alone."""
     actor = load(group, path, dims, dtype=torch.bfloat16, pipeline=PipelineOptions(schedule))
@@ -353,7 +352,7 @@ def test_bf16_gradients_add_up_in_fp32(
     models: dict[str, Path],
     of_each_micro_batch: dict[str, list[Tensor]],
     dims: ParallelDims,
-    schedule: Schedule,
+    schedule: Any,
 ) -> None:
     alone = of_each_micro_batch
     ours: dict[str, list[Tensor]] = {}

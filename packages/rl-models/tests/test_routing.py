@@ -76,11 +76,11 @@ def replay(
     with cpu_stand_in() if backend == "megatron" else nullcontext():
         actor = load(group, path, backend, dims)
         indices = list(range(actor.grid.rank("dp"), len(LENGTHS), dims.dp))
-        own = actor.log_probs(make_batch().select(indices), record_routing=True)
+        own = actor.predict(make_batch().select(indices), record_routing=True)
         part = make_batch(routing).select(indices)
         before = actor.log_probs(part).log_probs
         actor.update(part, loss)
-        return indices, own.routing, before, actor.log_probs(part).log_probs
+        return indices, own["routing"], before, actor.log_probs(part).log_probs
 
 
 def whole(results: list[Any], column: int) -> Tensor:
@@ -126,13 +126,13 @@ def test_routing_replays_on_every_backend_and_grid(ranks: RankPool, models: dict
 def mistakes(group: ProcessGroup, models: dict[str, Path]) -> None:
     mixture, dense = (load(group, models[name], "transformers", ParallelDims()) for name in ("mixture", "dense"))
     with pytest.raises(ValueError, match="no mixture of experts"):
-        dense.log_probs(make_batch(), record_routing=True)
+        dense.predict(make_batch(), record_routing=True)
     with pytest.raises(ValueError, match=r"routing must be \[T, 2, k\] integers for the layers \[0, 2\]"):
         mixture.log_probs(make_batch(torch.zeros(25, 3, 2, dtype=torch.int16)))
     with pytest.raises(ValueError, match=r"layer 0, token 0: experts \[4, 0\] name an expert outside 0\.\.3"):
         mixture.update(make_batch(torch.tensor([4, 0], dtype=torch.int16).expand(25, 2, 2)), loss)
     with pytest.raises(ValueError, match="leave one of them out"):
-        mixture.log_probs(make_batch(torch.zeros(25, 2, 2, dtype=torch.int16)), record_routing=True)
+        mixture.predict(make_batch(torch.zeros(25, 2, 2, dtype=torch.int16)), record_routing=True)
 
 
 def test_mistakes_are_named(ranks: RankPool, models: dict[str, Path]) -> None:

@@ -53,7 +53,7 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     found = {"predict": whole.predict(batch, temperature=0.7), "surprise": whole.surprise(batch)}
     if dp > 1:
         assert worker.seen < len(batch)
-    found["step"] = whole.step(batch, push_up, aggregation="token-mean")
+    found["step"] = whole.update(batch, push_up)
     found["after"] = whole.estimate(batch)._asdict()
     assert len(dict(whole.stream_weights())) == len(dict(worker.stream_weights()))
     assert (whole.steps, whole.role) == (1, "causal_lm_with_value")
@@ -62,7 +62,7 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     return found
 
 
-def test_predict_step_and_a_subclasss_methods_are_divided(ranks: RankPool, tmp_path: Path) -> None:
+def test_predictions_updates_and_a_subclasss_methods_are_divided(ranks: RankPool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.5, **sizes)).save_pretrained(tmp_path)
     (expected,) = ranks.run(use, tmp_path, 1, world=1)

@@ -24,11 +24,11 @@ from transformers import (
 
 import ckpt
 from megatron_utils.testing import cpu_stand_in
-from parallel_layers import LogProbs, ParallelDims, linear_log_probs
+from parallel_layers import LogProbs, PackedSequence, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.engines import BACKENDS
-from rl_models.engines.micro_batch import MicroBatch
+from rl_models.engines.engine import MicroBatch
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
 SIZES: dict[str, Any] = {
@@ -202,7 +202,8 @@ def look_at(worker: Actor, batch: Batch, sequences: list[int]) -> dict[str, Any]
         return seen[-1].sum()
 
     worker.optimizer.zero_grad()
-    worker.engine.forward_backward([MicroBatch(batch.packed(multiple_of=worker.engine.tokens_multiple_of))], loss)
+    packed = PackedSequence.from_sequences(batch.split(), multiple_of=worker.engine.tokens_multiple_of)
+    worker.engine.forward_backward([MicroBatch(packed)], loss)
     gradients = {name: parameter.grad for name, parameter in worker.engine.module.named_parameters()}
     return {"numbers": seen[0].detach(), "gradients": gradients}
 

@@ -226,10 +226,12 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
 
     for _ in range(2):
         step()  # the host's buffers are there from the second on
-    offloads = [offload for worker in workers for offload in (worker._memory._weights, worker._memory._optimizer)]
+    offloads = [offload for worker in workers for offload in (worker._weights_away, worker._optimizer_away)]
     with LiveBytes(ignored=[offload._buffer.data for offload in offloads]) as live:
         for worker in workers:
-            live.hold(*worker.engine.module.parameters(), *worker._optimizer_state())
+            live.hold(*worker.engine.module.parameters())
+            if "optimizer" in vars(worker):
+                live.hold(*worker.optimizer.tensors())
         step()
     options = MemoryOptions(ParallelDims(), 512, torch.float32, device="cpu")
     planned = plan_models(model, options, critic=True, reference=True, offload=offload)

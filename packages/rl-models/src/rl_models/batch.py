@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
-
-from parallel_layers import PackedSequence
-from rl_models.losses.sequences import sequence_ids
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Batch:
         mask: `[T]` bool, the tokens that the policy chose and a loss averages over. The first token of a sequence has
             no probability and cannot be in the mask.
         fields: Further `[T]` or `[T, ...]` tensors by name; `batch["advantages"]` reads one. The field `routing`
-            `[T, M, k]` holds the experts to replay, see `Actor.log_probs`.
+            `[T, M, k]` holds the experts to replay, see `Worker.predict`.
     """
 
     tokens: Tensor
@@ -49,12 +47,11 @@ class Batch:
         for name, tensor in {"mask": self.mask, **self.fields}.items():
             if tensor.shape[:1] != self.tokens.shape or (name == "mask" and tensor.dim() > 1):
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
-        starts = list(self._starts())
-        first = self.mask[[start for _, start in starts]]
-        if bool(first.any()):  # one wait for the device, for all sequences
-            chosen = [n for (n, _), masked in zip(starts, first.tolist(), strict=True) if masked]
+        wrong = self.mask & self.first
+        if bool(wrong.any()):  # one wait for the device, for all sequences
             raise ValueError(
-                f"the first token of sequences {chosen} is in the mask and has no token before it; leave it out"
+                f"the first token of sequences {self.sequence_ids[wrong].tolist()} is in the mask and has no token "
+                "before it; leave it out"
             )
         object.__setattr__(self, "fields", dict(self.fields))
 
@@ -138,7 +135,7 @@ class Batch:
     def first(self) -> Tensor:
         """`[T]` bool: the first token of each sequence."""
         first = torch.zeros(len(self.tokens), dtype=torch.bool)
-        first[[start for _, start in self._starts()]] = True
+        first[[start for start, length in zip(self._starts, self.lengths, strict=True) if length]] = True
         return first.to(self.device)
 
     @property
@@ -150,6 +147,11 @@ class Batch:
     def sequence_ids(self) -> Tensor:
         """`[T]` int64: the number of each token's sequence."""
         return sequence_ids(self.lengths, self.mask)
+
+    @property
+    def _starts(self) -> list[int]:
+        """The first place of each sequence."""
+        return list(accumulate(self.lengths, initial=0))[:-1]
 
     def with_fields(self, **fields: Tensor) -> Batch:
         """Return the batch with these `[T]` tensors; they replace fields of the same name."""
@@ -163,19 +165,18 @@ class Batch:
         """
         numbers = self._numbers(indices)
         where = self.positions(numbers)
-        fields = {name: tensor[where] for name, tensor in self.fields.items()}
-        return Batch(self.tokens[where], tuple(self.lengths[i] for i in numbers), self.mask[where], fields)
+        return self._each(lambda tensor: tensor[where], tuple(self.lengths[i] for i in numbers))
 
     def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return the places of the tokens of these sequences in the batch, int64; raises as `select`."""
-        starts = dict(self._starts(empty=True))
+        starts = self._starts
         parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
         return _cat(parts, torch.int64, "cpu").to(self.device)
 
     def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
         """Return indices, which may be a tensor or an array, as checked integers."""
         given = torch.as_tensor(indices)
-        if given.dim() != 1 or (len(given) and (given.is_floating_point() or given.dtype == torch.bool)):
+        if not _are_integers(given):
             raise ValueError(
                 f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; turn a bool "
                 "mask into numbers by mask.nonzero().flatten()"
@@ -206,20 +207,24 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
-        fields = {name: tensor.to(device) for name, tensor in self.fields.items()}
-        return Batch(self.tokens.to(device), self.lengths, self.mask.to(device), fields)
+        return self._each(lambda tensor: tensor.to(device), self.lengths)
 
-    def packed(self, *, multiple_of: int = 1) -> PackedSequence:
-        """Return the tokens as a model takes them, padded at the end to a multiple of `multiple_of`."""
-        return PackedSequence.from_sequences(self.split(), multiple_of=multiple_of)
+    def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...]) -> Batch:
+        """Return the batch with every tensor changed."""
+        fields = {name: change(tensor) for name, tensor in self.fields.items()}
+        return Batch(change(self.tokens), lengths, change(self.mask), fields)
 
-    def _starts(self, *, empty: bool = False) -> Iterator[tuple[int, int]]:
-        """Yield the number and the first place of each sequence; with `empty` also of sequences without tokens."""
-        start = 0
-        for n, length in enumerate(self.lengths):
-            if length or empty:
-                yield n, start
-            start += length
+
+def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
+    """Return the number of each token's sequence, `[T]` int64, on the device of `mask` `[T]`.
+
+    Raises:
+        ValueError: The lengths are negative or do not add up to T.
+    """
+    if sum(lengths) != len(mask) or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {len(mask)} tokens given")
+    # Computed on the CPU, which knows the size of the result. Without sequences torch would infer float.
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(mask.device)
 
 
 def require_batch(batch: object) -> None:
@@ -237,34 +242,32 @@ def token_rows(sequences: Iterable[Tensor | Sequence[int]], name: str) -> list[T
     """Return sequences of token ids as int64 tensors `[L]`, each on its device; `name` names a sequence in errors.
 
     Raises:
-        ValueError: `sequences` is a text or a number, or one of them is no row of integers.
+        ValueError: `sequences` is a text or a number, or a sequence is a text, a number, rows of numbers, or fractions.
     """
+    encode = "encode texts first: [tokenizer.encode(text) for text in texts]"
     if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
         raise ValueError(
             f"expected one list of token ids for each {name}, got {type(sequences).__name__} {sequences!r:.60}; "
-            f"{_ENCODE}"
+            f"{encode}"
         )
-    return [token_ids(sequence, f"{name} {n}") for n, sequence in enumerate(sequences)]
+    rows = []
+    for n, sequence in enumerate(sequences):
+        if isinstance(sequence, str | bytes):
+            raise ValueError(f"{name} {n} must be [L] token ids, got the text {sequence!r:.60}; {encode}")
+        try:
+            ids = torch.as_tensor(sequence)
+        except (TypeError, ValueError, RuntimeError) as error:
+            given = type(sequence).__name__
+            raise ValueError(f"{name} {n} must be [L] token ids, got {given}: {error}; {encode}") from None
+        if not _are_integers(ids):
+            raise ValueError(f"{name} {n} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
+        rows.append(ids.long())
+    return rows
 
 
-_ENCODE = "encode texts first: [tokenizer.encode(text) for text in texts]"
-
-
-def token_ids(sequence: Tensor | Sequence[int], name: str) -> Tensor:
-    """Return a sequence of token ids, a tensor `[L]` or a list, as int64 on its device; `name` names it in errors.
-
-    Raises:
-        ValueError: The sequence is a text, a number, rows of numbers, or fractions.
-    """
-    if isinstance(sequence, str | bytes):
-        raise ValueError(f"{name} must be [L] token ids, got the text {sequence!r:.60}; {_ENCODE}")
-    try:
-        ids = torch.as_tensor(sequence)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be [L] token ids, got {type(sequence).__name__}: {error}; {_ENCODE}") from None
-    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        raise ValueError(f"{name} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
-    return ids.long()
+def _are_integers(row: Tensor) -> bool:
+    """Return whether a tensor is one row of integers; an empty list becomes a row of floats."""
+    return row.dim() == 1 and not (len(row) and (row.is_floating_point() or row.dtype == torch.bool))
 
 
 def _cat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -132,17 +131,3 @@ def _group_of_all(dims: ParallelDims, mesh: DeviceMesh) -> ProcessGroup | None:
         return dist.group.WORLD
     # A one-axis grid on the same ranks: `build_mesh` can form a group of some of the ranks.
     return _regrouped(ParallelDims(dp=dims.world_size), mesh).get_group("dp")
-
-
-def checkpoint_folder(path: str | os.PathLike[str]) -> str:
-    """Return the path of a local checkpoint folder.
-
-    Raises:
-        ValueError: The folder has no `config.json`, such as the name of a model on a hub.
-    """
-    folder = os.fspath(path)
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise ValueError(
-            f"{folder!r} is no checkpoint folder (it has no config.json); download the model first and pass its folder"
-        )
-    return folder

@@ -10,7 +10,7 @@ def require_number(
     name: str,
     value: object,
     *,
-    above: float | None = None,
+    positive: bool = False,
     at_least: float | None = None,
     integer: bool = False,
     finite: bool = True,
@@ -20,7 +20,8 @@ def require_number(
     Args:
         name: The name of the argument in the error.
         value: The value of the argument.
-        above, at_least: Bounds; None skips the check.
+        positive: Refuse 0 and below.
+        at_least: The lower bound; None: no bound.
         integer: Refuse numbers other than integers.
         finite: Refuse NaN and infinities.
     """
@@ -31,7 +32,7 @@ def require_number(
     number = float(value)
     if finite and not math.isfinite(number):
         raise ValueError(f"{name}={value!r} must be {text}")
-    if above is not None and not number > above:
-        raise ValueError(f"{name}={value!r} must be positive" if above == 0 else f"{name}={value!r} must be > {above}")
+    if positive and not number > 0:
+        raise ValueError(f"{name}={value!r} must be positive")
     if at_least is not None and not number >= at_least:
         raise ValueError(f"{name}={value!r} must be at least {at_least}")

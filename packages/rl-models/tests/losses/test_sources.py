@@ -18,9 +18,3 @@ PUBLIC = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, 
 def test_a_public_loss_names_its_source(name: str) -> None:
     docstring = inspect.getdoc(getattr(losses, name)) or ""
     assert re.search(IN_PRINT.get(name, r"arXiv:\d{4}\.\d{5}|https?://\S+"), docstring)
-
-
-def test_the_kl_estimators_name_theirs() -> None:
-    for docstring in (losses.kl.__doc__, losses.kl_penalty.__doc__):
-        assert docstring is not None
-        assert "http://joschu.net/blog/kl-approx.html" in docstring

@@ -102,17 +102,18 @@ def test_a_mixture_of_experts_replays_its_routing(ray_cluster: Any, mixture: Pat
         Actor, ParallelDims(dp=2, ep=2), mixture, resources=ON_CPUS, optimizer=OPTIMIZER, max_tokens_per_micro_batch=17
     ) as group:
         assert group.apply(lambda worker: (worker.grid.group("ep").size(), worker.grid.rank("ep"))) == [(2, 0), (2, 1)]
-        own, expected = (worker.log_probs(batch, record_routing=True) for worker in (group, one))
-        close(own[:2], expected[:2])
-        assert own.routing.shape == (sum(LENGTHS), 2, 2)  # layer 1 is dense
-        assert own.routing.dtype == torch.int16
-        assert torch.equal(own.routing.sort(-1).values, expected.routing.sort(-1).values)
+        own, expected = (worker.predict(batch, record_routing=True) for worker in (group, one))
+        names = ("log_probs", "entropy")
+        close([own[name] for name in names], [expected[name] for name in names])
+        assert own["routing"].shape == (sum(LENGTHS), 2, 2)  # layer 1 is dense
+        assert own["routing"].dtype == torch.int16
+        assert torch.equal(own["routing"].sort(-1).values, expected["routing"].sort(-1).values)
 
-        close(group.log_probs(batch.with_fields(routing=own.routing)), own[:2])
-        other = (own.routing + 1) % 4
+        close(group.log_probs(batch.with_fields(routing=own["routing"])), [own[name] for name in names])
+        other = (own["routing"] + 1) % 4
         other[3] = -1  # an engine that does not know
         replayed = batch.with_fields(routing=other)
-        assert (one.log_probs(replayed).log_probs - own.log_probs).abs().max() > 1e-3
+        assert (one.log_probs(replayed).log_probs - own["log_probs"]).abs().max() > 1e-3
         close(group.log_probs(replayed), one.log_probs(replayed))
         learn_the_same(group, one, replayed, policy_loss(), tmp_path)
         close(group.log_probs(replayed), one.log_probs(replayed))

@@ -15,7 +15,8 @@ from rl_train.loop.turns import Turns
 def held(worker: Worker) -> tuple[bool, bool]:
     """Whether weights, and whether optimizer state, take memory on the device."""
     weights = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.module.parameters())
-    state = sum(tensor.untyped_storage().nbytes() for tensor in worker._optimizer_state())
+    held = worker.optimizer.tensors() if "optimizer" in vars(worker) else ()
+    state = sum(tensor.untyped_storage().nbytes() for tensor in held)
     return weights > 0, state > 0
 
 

@@ -1,14 +1,13 @@
-"""The backends of actors and critics; each implements the protocol `Engine`."""
+"""The backends of actors and critics; each implements `Engine`."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from rl_models.engines.engine import OUTPUTS, Engine, LoadEngine, Loss, Outputs, Role
+from rl_models.engines.engine import OUTPUTS, Engine, Outputs, Role
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
@@ -18,7 +17,6 @@ __all__ = [
     "Backend",
     "Engine",
     "EngineOptions",
-    "Loss",
     "MegatronOptions",
     "Outputs",
     "PipelineOptions",
@@ -56,7 +54,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.parallel.load", ("dp", "pp", "cp", "tp", "ep"), tuple(OUTPUTS), ("megatron",)
     ),
     "megatron": Backend(
-        "rl_models.engines.megatron",
+        "rl_models.engines.megatron.load",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
         ("recompute", "keep_probabilities", "tp_invariant"),
@@ -121,4 +119,5 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
         raise ImportError(
             f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
         ) from error
-    return cast(LoadEngine, module.load)(path, role, grid, options)
+    engine: Engine = module.load(path, role, grid, options)
+    return engine

@@ -1,19 +1,22 @@
-"""`Engine`: the interface of a backend to `Actor`, `Critic` and `ActorCritic`."""
+"""`Engine`: the interface of a backend to `Actor`, `Critic` and `ActorCritic`, and what passes through it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
+import ckpt
+from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
+from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
-from rl_models.engines.options import EngineOptions as EngineOptions
-from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
@@ -29,11 +32,55 @@ OUTPUTS: dict[Role, tuple[str, ...]] = {
     "causal_lm_with_value": ("log_probs", "entropy", "values"),
 }
 
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences, and everything beside the weights that a pass over them depends on.
+
+    Attributes:
+        packed: The tokens, padding included.
+        temperature: The logits are divided by this number.
+        replay: Records where routers send the tokens of `packed`, or says where they go. None: the routers choose.
+        batch: The sequences with their fields, which a loss reads; engines do not.
+        masked: The number of tokens in the mask of `batch`.
+    """
+
+    packed: PackedSequence
+    temperature: float = 1.0
+    replay: RouterReplay | None = None
+    batch: Batch | None = None
+    masked: int = 0
+
+
 # (micro-batch, its outputs) -> scalar
 Loss = Callable[[MicroBatch, Outputs], Tensor]
 
 
-class Engine(Protocol):
+@dataclass(frozen=True)
+class Shards:
+    """The parameters of this rank, and the parts of the checkpoint's tensors that they hold.
+
+    Attributes:
+        layout: The layout of the model.
+        chunks: The place of each pipeline chunk of the rank, and its parameters by the layout's local names, which
+            differ between chunks. Parameters sharded by FSDP2 are DTensors.
+    """
+
+    layout: ckpt.Layout
+    chunks: Sequence[tuple[ckpt.Place, Mapping[str, Tensor]]]
+
+    @property
+    def places(self) -> list[ckpt.Place]:
+        """The places of all chunks."""
+        return [place for place, _ in self.chunks]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters of all chunks, by local name."""
+        return {name: parameter for _, part in self.chunks for name, parameter in part.items()}
+
+
+class Engine(ABC):
     """A loaded model on a grid. Every rank of the grid calls each method, in the same order.
 
     Ranks that differ in tp, cp or pp alone pass the same micro-batches; data-parallel ranks pass each their own, in
@@ -42,6 +89,7 @@ class Engine(Protocol):
     Attributes:
         module: The parameters of this rank.
         grid: The grid of the model.
+        source: The folder of the loaded checkpoint.
         vocab_size: The size of the vocabulary without padding.
         tokens_multiple_of: The tokens of a packed batch must be a multiple of this number.
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
@@ -51,48 +99,43 @@ class Engine(Protocol):
 
     module: nn.Module
     grid: Grid
+    source: str
     vocab_size: int
-    tokens_multiple_of: int
-    micro_batches_multiple_of: int
+    tokens_multiple_of: int = 1
+    micro_batches_multiple_of: int = 1
     routed_layers: Sequence[int]
     num_experts: int
 
+    @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch, on every rank, without a graph."""
-        ...
 
+    @abstractmethod
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the sum of the losses over all micro-batches and all data-parallel ranks.
 
         Every rank of the last pipeline stage calls the loss once for each micro-batch, with whole inputs `[T]`. When
         this method returns, every gradient is complete. The loss must not raise, which would leave other ranks waiting.
         """
-        ...
 
+    @abstractmethod
     def drop_gradients(self) -> None:
         """Drop this rank's gradients, also after a call that raised or was interrupted."""
-        ...
 
+    @abstractmethod
     def build_optimizer(self, options: OptimizerOptions) -> Optimizer:
         """Return an optimizer of the parameters."""
-        ...
 
+    @abstractmethod
     def shards(self) -> Shards:
         """Return the parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
-        ...
 
+    @abstractmethod
     def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
         """Generate without gradients; cp ranks may run different forward passes, unless they share experts."""
-        ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face checkpoint, atomically."""
-        ...
-
-
-class LoadEngine(Protocol):
-    """The signature of each backend's `load`."""
-
-    def __call__(self, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
-        """Load the checkpoint at `path`; every rank of the grid calls it."""
-        ...
+        """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of `source`."""
+        shards = self.shards()
+        tensors = [{name: tensor.detach() for name, tensor in part.items()} for _, part in shards.chunks]
+        ckpt.save_hf(path, tensors, shards.layout, shards.places, group=self.grid.everyone, copy_from=self.source)

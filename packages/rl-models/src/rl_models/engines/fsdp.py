@@ -1,4 +1,4 @@
-"""Data parallelism by torch's FSDP2, with gradients summed over the ranks.
+"""Data parallelism by torch's FSDP2, with gradients summed over the ranks; forward and backward without a pipeline.
 
 FSDP2 takes over a second to import; it is imported where a module is sharded over several ranks.
 """
@@ -6,7 +6,7 @@ FSDP2 takes over a second to import; it is imported where a module is sharded ov
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_layers.sharding import is_dtensor
+from rl_models.engines.engine import Loss, MicroBatch, Outputs
 from rl_models.grid import Grid
 
 if TYPE_CHECKING:
@@ -70,13 +71,6 @@ def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def sync_gradients(module: nn.Module, last: bool) -> None:
-    """Sum gradients over dp in the next backward only if it is the last backward of an update."""
-    if _is_sharded(module):
-        module.set_requires_gradient_sync(last)
-        module.set_is_last_backward(last)
-
-
 @contextmanager
 def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
     """Keep all parameters gathered, so that ranks may run different numbers of forward passes inside.
@@ -100,6 +94,27 @@ def release(module: nn.Module) -> None:
     """Release parameters that a forward without a backward left gathered."""
     for part in _parts(module):
         part.reshard()
+
+
+Model = Callable[[MicroBatch], Outputs]
+
+
+def forward_each(model: Model, module: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+    """Return the outputs of every micro-batch, without a graph; `module` holds the parameters of `model`."""
+    with torch.no_grad():
+        outputs = [model(micro_batch) for micro_batch in micro_batches]
+    release(module)
+    return outputs
+
+
+def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+    """Sum the gradients of the losses; data-parallel ranks exchange gradients in the last backward."""
+    for number, micro_batch in enumerate(micro_batches):
+        if _is_sharded(module):
+            last = number == len(micro_batches) - 1
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
+        loss(micro_batch, model(micro_batch)).backward()
 
 
 def drop_gradients(module: nn.Module) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,26 +40,21 @@ class OptimizerOptions:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "weight_decay", "max_grad_norm"):
-            require_number(name, getattr(self, name), finite=False)
+        require_number("learning_rate", self.learning_rate, at_least=0)
+        require_number("weight_decay", self.weight_decay, at_least=0)
+        require_number("eps", self.eps, positive=True)
+        require_number("max_grad_norm", self.max_grad_norm, positive=True, finite=False)
         for beta in self.betas:
             require_number("betas", beta, finite=False)
-        for name, fits, needs in (
-            ("learning_rate", 0 <= self.learning_rate < math.inf, "be finite and not negative"),
-            ("betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "be two numbers in [0, 1)"),
-            ("eps", 0 < self.eps < math.inf, "be finite and above 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "be finite and not negative"),
-            ("max_grad_norm", self.max_grad_norm > 0, "be above 0; infinity never scales gradients down"),
-        ):
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name)} must {needs}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed ones."""
         return self.learning_rate * self.schedule.factor(step)
 
 
-class Optimizer(Protocol):
+class Optimizer(ABC):
     """The optimizer of an engine.
 
     Attributes:
@@ -67,7 +62,7 @@ class Optimizer(Protocol):
             that adapts.
     """
 
-    loss_scale_state: Mapping[str, float] | None
+    loss_scale_state: Mapping[str, float] | None = None
 
     @property
     def loss_scale(self) -> float | None:
@@ -76,8 +71,9 @@ class Optimizer(Protocol):
         `step` divides the gradients by the scale and adapts the scale. A gradient that is not finite lowers the scale
         and skips the step; without a scale it is an error.
         """
-        ...
+        return None
 
+    @abstractmethod
     def step(self, learning_rate: float) -> float:
         """Clip the gradient of the whole model, take a step, and drop the gradients; every rank calls it.
 
@@ -85,29 +81,29 @@ class Optimizer(Protocol):
             The norm of the whole model's gradient before clipping, the same on every rank. If it is not finite, no
             parameter and no state has changed.
         """
-        ...
 
+    @abstractmethod
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
 
+    @abstractmethod
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of one parameter by slot, empty before the first step.
 
-        Each tensor has the shape of the parameter's part on this rank, or one element.
+        The slots are `step`, `exp_avg`, `exp_avg_sq`, and for a parameter in low precision `master`. Each tensor has
+        the shape of the parameter's part on this rank, or one element.
         """
-        ...
 
+    @abstractmethod
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a parameter that already has its new weights."""
-        ...
+        """Set the state of a parameter that has its new weights; without `master` these become the master weights."""
 
+    @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that the optimizer holds beside the parameters and their gradients."""
-        ...
 
 
-class AdamW:
+class AdamW(Optimizer):
     """torch's fused AdamW over a module's parameters on this rank, with fp32 state.
 
     AdamW changes fp32 master weights; a bf16 parameter is its master, rounded after each step, so that small updates
@@ -124,9 +120,6 @@ class AdamW:
         ValueError: A parameter is fp16, whose small gradients vanish without a loss scale.
     """
 
-    loss_scale = None
-    loss_scale_state: Mapping[str, float] | None = None
-
     def __init__(
         self,
         module: nn.Module,
@@ -136,22 +129,18 @@ class AdamW:
         pipeline_group: ProcessGroup | None = None,
     ) -> None:
         self.module, self.options, self.groups, self.pipeline_group = module, options, groups, pipeline_group
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        if any(parameter.dtype == torch.float16 for _, parameter in named):
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if any(parameter.dtype == torch.float16 for parameter in trained.values()):
             raise ValueError(
                 "a model in fp16 needs a loss scale, which only backend='megatron' has: small gradients vanish without "
                 "one; load the model with dtype=torch.bfloat16 or torch.float32"
             )
-        self._masters = [(parameter, _master(parameter)) for _, parameter in named]
-        self._index = {id(parameter): number for number, (parameter, _) in enumerate(self._masters)}
+        self._masters: dict[Tensor, Tensor] = {parameter: _master(parameter) for parameter in trained.values()}
         # The stacked biases of experts are vectors, too.
-        matrices = [parameter.dim() > 1 and not name.endswith("bias") for name, parameter in named]
+        vectors = {p for name, p in trained.items() if p.dim() <= 1 or name.endswith("bias")}
         decayed = [
-            {
-                "params": [m for (_, m), matrix in zip(self._masters, matrices, strict=True) if matrix is decays],
-                "weight_decay": options.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
+            {"params": [m for p, m in self._masters.items() if (p in vectors) is vector], "weight_decay": decay}
+            for vector, decay in ((False, options.weight_decay), (True, 0.0))
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in decayed if group["params"]],
@@ -175,35 +164,35 @@ class AdamW:
         return norm
 
     def _step(self, learning_rate: float) -> None:
-        for parameter, master in self._masters:
+        for parameter, master in self._masters.items():
             master.grad = None if parameter.grad is None else _local(parameter.grad).to(master.dtype)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        for parameter, master in self._masters:
+        for parameter, master in self._masters.items():
             if parameter.dtype != master.dtype:
                 _local(parameter).copy_(master)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        for parameter, _ in self._masters:
+        for parameter in self._masters:
             parameter.grad = None
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return `step`, `exp_avg`, `exp_avg_sq`, and for a bf16 parameter `master`."""
-        master = self._master(parameter)
-        if master is None:
+        """Return the state of a parameter; a frozen parameter has none."""
+        if not parameter.requires_grad:
             return {}
+        master = self._masters[parameter]  # a KeyError if FSDP2 has gathered the parameters
         slots: dict[str, Tensor] = dict(self.adamw.state.get(master, {}))
         return slots if parameter.dtype == master.dtype else {**slots, "master": master}
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a parameter; without `master` the parameter's value becomes the master."""
-        master = self._master(parameter)
-        if master is None:
+        """Set the state of a parameter; a frozen parameter has none."""
+        if not parameter.requires_grad:
             return
+        master = self._masters[parameter]
         if parameter.dtype != master.dtype or "master" in state:
             # fp32 parameters are their own master weights, also in a run that was saved in bf16.
             master.copy_(state.get("master", _local(parameter)))
@@ -215,15 +204,9 @@ class AdamW:
                 name: value.detach().to(master.device, torch.float32, copy=True) for name, value in slots.items()
             }
 
-    def _master(self, parameter: Tensor) -> Tensor | None:
-        """Return the master weight; None for a frozen parameter."""
-        number = self._index.get(id(parameter))
-        assert number is not None or not parameter.requires_grad, "the parameters are gathered"
-        return None if number is None else self._masters[number][1]
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield the moments, and the master weights that are not parameters."""
-        for parameter, master in self._masters:
+        for parameter, master in self._masters.items():
             if parameter.dtype != master.dtype:
                 yield master
             yield from self.adamw.state.get(master, {}).values()

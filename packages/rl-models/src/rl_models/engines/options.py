@@ -11,8 +11,6 @@ import torch
 from parallel_layers.attention.config import ContextParallel
 from rl_models.models.decoder import Recompute
 
-Schedule = Literal["1f1b", "zero-bubble"]
-
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -27,12 +25,9 @@ class PipelineOptions:
             pipeline's bubbles (arXiv:2401.10241).
         virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
         split: The number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
-
-    Raises:
-        ValueError: The schedule is unknown, there is no virtual stage, or a chunk has no layers.
     """
 
-    schedule: Schedule = "1f1b"
+    schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     virtual_stages: int = 1
     split: Sequence[int] | None = None
 
@@ -80,9 +75,6 @@ class MegatronOptions:
             and grouped experts.
         distributed_optimizer: Divide the optimizer's masters and moments over dp x cp (ZeRO stage 1,
             arXiv:1910.02054). Loading a training checkpoint then holds them whole in host memory for a while.
-
-    Raises:
-        ValueError: The layers are unknown.
     """
 
     layers: Literal["local", "transformer_engine"] = "local"
@@ -98,7 +90,7 @@ class EngineOptions:
     """The options of loading and running a model.
 
     Attributes:
-        dtype: The dtype of the parameters; None: as stored in the checkpoint.
+        dtype: The dtype of the parameters; None: as stored in the checkpoint. "megatron" alone trains fp16.
         sequence_parallel: Keep `[T/tp, H]` between blocks; None: if the backend has tensor parallelism and tp > 1.
         pipeline: The schedule and the split of the layers, for pp > 1.
         context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
@@ -108,12 +100,10 @@ class EngineOptions:
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
-            (`parallel_layers.invariant`).
-        deterministic: Give the same bits at every run, see `rl_models.workers.determinism`.
+            (`parallel_layers.invariant`; dense models). Generation is ordinary.
+        deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see
+            `rl_models.workers.worker.be_deterministic`.
         megatron: The options of that backend.
-
-    Raises:
-        ValueError: No model computes in `dtype`, `recompute` is unknown, or options exclude each other.
     """
 
     dtype: torch.dtype | None = None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_models.losses.sequences import sequence_ids
+from rl_models.batch import sequence_ids
 from rl_models.losses.terms import same_shape
 
 
@@ -47,8 +47,7 @@ def gae(
     Args:
         rewards: `[T]`, received for each token.
         values: `[T]`, the value of the state before each token (`Critic.values`).
-        mask: `[T]` bool, the actions.
-        lengths: The lengths of the sequences.
+        mask, lengths: The actions, `[T]` bool, and the lengths of the sequences.
         gamma: The discount of a step.
         lam: The weight of longer returns (1: Monte Carlo, 0: one step).
 
@@ -87,8 +86,7 @@ def token_rewards(
 
     Args:
         scores: `[N]`.
-        mask: `[T]` bool, the actions.
-        lengths: The lengths of the N sequences.
+        mask, lengths: The actions, `[T]` bool, and the lengths of the sequences.
         penalty: `[T]`, usually `kl_penalty(log_probs, reference_log_probs, "k1")`.
         coefficient: The factor of the penalty.
 

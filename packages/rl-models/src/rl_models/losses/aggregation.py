@@ -14,9 +14,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean")
 def total_weight(counts: Sequence[int], aggregation: str) -> int:
     """Count the masked tokens of a batch, or its sequences with masked tokens, for `token_weights`.
 
-    Args:
-        counts: Masked tokens of each sequence.
-        aggregation: One of `AGGREGATIONS`.
+    `counts` are the masked tokens of each sequence.
 
     Raises:
         ValueError: The aggregation is unknown.
@@ -33,13 +31,8 @@ def token_weights(batch: Batch, aggregation: str, total: int) -> Tensor:
         sequence-mean   1 / (masked tokens of its sequence) / (sequences that have any): all sequences weigh the same
                         (GRPO, arXiv:2402.03300, equation 3)
 
-    Args:
-        batch: This rank's part.
-        aggregation: One of `AGGREGATIONS`.
-        total: The sum of `total_weight` over all data-parallel ranks.
-
-    Returns:
-        `[T]` fp32, zero outside the mask; the sum over all ranks is 1.
+    `total` is the sum of `total_weight` over all data-parallel ranks. The result is `[T]` fp32, zero outside the mask;
+    its sum over all ranks is 1.
 
     Raises:
         ValueError: No token of any rank is in the mask.

@@ -29,8 +29,7 @@ def grpo_advantages(scores: Tensor, groups: Tensor, *, scale: bool = True, eps: 
     The deviation is the unbiased one. A group of one response, or of equal scores, has advantage 0.
 
     Args:
-        scores: `[N]`.
-        groups: `[N]`.
+        scores, groups: `[N]`.
         scale: Divide by the deviation. False: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
         eps: Added to the deviation.
 
@@ -51,12 +50,7 @@ def rloo_advantages(scores: Tensor, groups: Tensor) -> Tensor:
 
         A_i = score_i - mean of the other scores of its group
 
-    Args:
-        scores: `[N]`.
-        groups: `[N]`.
-
-    Returns:
-        `[N]` fp32 without gradient; `advantages[batch.sequence_ids]` is per token.
+    Scores and groups are `[N]`; the result is as for `grpo_advantages`.
 
     Raises:
         ValueError: A group has only one response.
@@ -74,14 +68,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Sequence[int], *,
     REINFORCE++ (Hu 2025, arXiv:2501.03262) is `whiten(discounted_returns(rewards, ...), mask, group=dp)` with rewards
     from `token_rewards(scores, ..., penalty=kl_penalty(..., "k1"))`, in the clipped surrogate of PPO.
 
-    Args:
-        rewards: `[T]`.
-        mask: `[T]` bool, the actions.
-        lengths: The lengths of the sequences.
-        gamma: The discount of a step.
-
-    Returns:
-        `[T]` fp32 without gradient, zero outside the mask.
+    The arguments are those of `gae`. The result is `[T]` fp32 without gradient, zero outside the mask.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, lengths, gamma=gamma, lam=1.0).returns
 
@@ -93,13 +80,7 @@ def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) 
         (max_length - buffer - length) / buffer  inside the buffer, down to -1
         -1                                       beyond max_length
 
-    Args:
-        response_lengths: `[N]`.
-        max_length: The largest allowed length.
-        buffer: The number of tokens before `max_length` in which the penalty grows.
-
-    Returns:
-        `[N]` fp32, to add to the scores.
+    The penalty grows in the `buffer` tokens before `max_length`. It is `[N]` fp32, to add to the scores.
 
     Raises:
         ValueError: The buffer is not in (0, max_length].

@@ -1,7 +1,4 @@
-"""Estimators of the KL divergence between the policy and a reference, from the chosen tokens.
-
-k1, k2 and k3: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
-"""
+"""Estimators of the KL divergence between the policy and a reference, from the chosen tokens."""
 
 from __future__ import annotations
 
@@ -10,24 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_models.losses.ratio import held
 from rl_models.losses.terms import same_shape
 
-
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-def _k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
+# e^20 = 4.9e8 leaves room in fp32 for the factors of a ratio.
+MAX_LOG_RATIO = 20.0
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
+def held(log_ratio: Tensor) -> Tensor:
+    """Cap a log-ratio at 20; a capped log-ratio is a constant without gradient.
+
+    The exponential overflows fp32 beyond 88.7, and infinity times the zero gradient of a clip is NaN.
+    """
+    return log_ratio.clamp(max=MAX_LOG_RATIO)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Compute exp(-l) - 1 + l, constant below l = -20."""
     against = held(-log_ratio)
     return torch.expm1(against) - against
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": k3,
+}
 
 
 def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_models.losses.ratio import MAX_LOG_RATIO, held
-from rl_models.losses.sequences import sequence_ids
+from rl_models.batch import sequence_ids
+from rl_models.losses.kl import MAX_LOG_RATIO, held, k3
 from rl_models.losses.terms import LossTerms, same_shape
 
 
@@ -33,8 +33,8 @@ def ppo_clip(
         log_probs: `[T]` under the policy that learns; receives the gradient.
         old_log_probs: `[T]` under the policy that chose the tokens.
         advantages: `[T]`.
-        clip_low: The lower width of the trust interval.
-        clip_high: The upper width. PPO takes equal widths, DAPO 0.2 and 0.28 (Yu et al. 2025, arXiv:2503.14476).
+        clip_low, clip_high: The widths of the trust interval. PPO takes equal widths, DAPO 0.2 and 0.28 (Yu et al.
+            2025, arXiv:2503.14476).
         dual_clip: c > 1: where A_t < 0, cap the term at -c A_t, so that a large ratio cannot dominate the gradient (Ye
             et al. 2020, arXiv:1912.09729, equation 5). None: the cap of the ratio alone.
 
@@ -91,15 +91,11 @@ def gspo_clip(
     of_sequence = (sums[0] / sums[1].clamp(min=1))[sequence]
     # The value is the sequence's ratio, to the bit; the gradient is that of the token's own log-prob.
     with_gradient = of_sequence + (log_ratio - log_ratio.detach())
-    return _clipped_surrogate(with_gradient, advantages.detach(), clip_low, clip_high, None)
+    return _clipped_surrogate(with_gradient, advantages.detach(), clip_low, clip_high)
 
 
 def _clipped_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> LossTerms:
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
@@ -113,7 +109,7 @@ def _clipped_surrogate(
         constant = (log_ratio > MAX_LOG_RATIO) & (advantages != 0)
         metrics = {
             "clip_fraction": ((terms != free) | constant).float(),
-            "approx_kl": torch.expm1(held(log_ratio)) - held(log_ratio),
+            "approx_kl": k3(-log_ratio),
         }
     return LossTerms(terms, metrics)
 

@@ -42,6 +42,5 @@ def same_shape(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one shape: broadcasting `[T]` against `[T, 1]` is a silent mistake."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        raise ValueError(
-            "per-token tensors must have one shape, got " + ", ".join(f"{k}{v}" for k, v in shapes.items())
-        )
+        given = ", ".join(f"{name}{shape}" for name, shape in shapes.items())
+        raise ValueError(f"per-token tensors must have one shape, got {given}")

@@ -52,10 +52,7 @@ class ModelOptions(TypedDict, total=False):
         expert_group: The ranks that share the experts of a mixture of experts.
         expert_tensor_parallel: Divide each expert over `group` (default: True). See `parallel_layers.moe.MoE`.
         chunks: This rank's chunks of a pipeline (default: the whole model).
-        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
-            MLP or mixture of experts; or numbers of layers. None: save everything.
-        keep_probabilities: Keep the head's probabilities, see `parallel_layers.linear_log_probs`.
-        tp_invariant: Replace the layers by those of `parallel_layers.invariant.tp_invariant`.
+        recompute, keep_probabilities, tp_invariant: See `rl_models.engines.EngineOptions`.
         dtype, device: The dtype and the device of the parameters.
     """
 

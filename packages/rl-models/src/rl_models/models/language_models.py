@@ -56,26 +56,17 @@ class PackedModel(nn.Module):
         self.tp_invariant = options.get("tp_invariant", False)
         self.keep_probabilities = options.get("keep_probabilities", False)
         self.model = Decoder(config, **options)
-        self.tokens_multiple_of = self._tokens_multiple_of(options.get("expert_tensor_parallel", True))
-        if any(chunk.last for chunk in self.chunks):
-            self._add_head(options.get("dtype"), options.get("device"))
-
-    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        """Add the parameters of the head, which belong to the last chunk."""
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """The pipeline chunks of this rank."""
-        return self.model.chunks
-
-    def _tokens_multiple_of(self, expert_tensor_parallel: bool) -> int:
-        """Return the number that the tokens of a packed batch must be a multiple of."""
-        tp = 1 if self.group is None else self.group.size()
-        context = self.model.context_group
-        cp = 1 if context is None else context.size()
+        self.chunks: Sequence[Chunk] = self.model.chunks
+        self._tp, self._cp = (1 if group is None else group.size() for group in (self.group, self.model.context_group))
         # Without expert tensor parallelism the ranks of a group divide their tokens before these go to the experts.
-        per_rank = tp if self.sequence_parallel or not expert_tensor_parallel else 1
-        return math.lcm(cp * per_rank, 2 * cp if cp > 1 and self.model.context_layout == "zigzag" else 1)
+        per_rank = self._tp if self.sequence_parallel or not options.get("expert_tensor_parallel", True) else 1
+        zigzag = 2 * self._cp if self._cp > 1 and self.model.context_layout == "zigzag" else 1
+        self.tokens_multiple_of = math.lcm(self._cp * per_rank, zigzag)
+
+    def hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
+        """Return the shape of a chunk's result for T tokens; with a cache every cp rank works on all tokens."""
+        parts = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
+        return num_tokens // parts, self.config.decoder.hidden_size
 
     def forward(
         self,
@@ -111,7 +102,13 @@ class PackedModel(nn.Module):
         """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
 
         A language model returns the log-probs of the next tokens and their entropies, a value model the values.
-        Arguments are those of `CausalLM.log_probs`.
+
+        Args:
+            packed, hidden, chunk, routing: See `Decoder.forward`; in a pipeline for the last chunk.
+            temperature: Divide the logits by this number or `[T]`.
+
+        Raises:
+            ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         return self._outputs(states, packed, temperature)
@@ -133,17 +130,17 @@ class CausalLM(PackedModel):
     A tied head has no tensor of its own, except on the last of several pipeline stages.
     """
 
-    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        super()._add_head(dtype, device)
-        tied = self.config.tie_word_embeddings
-        if not (tied and hasattr(self.model, "embed_tokens")):
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__(config, **options)
+        tied = config.tie_word_embeddings
+        if self.chunks[-1].last and not (tied and hasattr(self.model, "embed_tokens")):
             self.lm_head = VocabParallelHead(
-                self.config.decoder.hidden_size,
-                self.config.vocab_size,
+                config.decoder.hidden_size,
+                config.vocab_size,
                 group=self.group,
                 counted=not tied,
-                dtype=dtype,
-                device=device,
+                dtype=options.get("dtype"),
+                device=options.get("device"),
             )
 
     @property
@@ -157,9 +154,7 @@ class CausalLM(PackedModel):
     def log_probs(
         self,
         packed: PackedSequence,
-        hidden: Tensor | None = None,
         *,
-        chunk: Chunk | None = None,
         labels: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
@@ -168,19 +163,15 @@ class CausalLM(PackedModel):
         """Compute the log-prob of each token's label, and the entropy of its prediction, both `[T]` fp32.
 
         Args:
-            packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
-            hidden, chunk: The result of the chunk before and the last chunk of a pipeline; see `Decoder.forward`.
+            packed, temperature, routing: See `outputs`.
             labels: `[T]` (default: the next token of each sequence, and at its end -100, which gives 0).
-            temperature: Divide the logits by this number or `[T]`.
             entropy: Compute the entropy.
-            routing: The context of the routers of a mixture of experts.
 
         Raises:
             ValueError: A label or an id is outside the vocabulary; on every rank alike.
         """
-        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
         labels = next_token_labels(packed) if labels is None else labels
-        return self._log_probs(states, labels, temperature, entropy)
+        return self._log_probs(self(packed, routing=routing), labels, temperature, entropy)
 
     def _log_probs(self, states: Tensor, labels: Tensor, temperature: float | Tensor, entropy: bool = True) -> LogProbs:
         if isinstance(temperature, Tensor) and temperature.dim():
@@ -236,9 +227,9 @@ class CausalLM(PackedModel):
     ) -> Tensor:
         """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
-        Arguments are those of `log_probs`; `cache` holds the tokens before these. A sequence without tokens gets an
-        arbitrary row. With `exact` the operands of the head's GEMM are fp32 copies. Communication: one all-gather of
-        the logits, and under sequence parallelism one of the hidden states.
+        `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row. With `exact` the
+        operands of the head's GEMM are fp32 copies. Communication: one all-gather of the logits, and under sequence
+        parallelism one of the hidden states.
         """
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
@@ -259,21 +250,15 @@ class ValueModel(PackedModel):
     gradients are summed over the group.
     """
 
-    def _add_head(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        super()._add_head(dtype, device)
-        bias = not classifies_sequences(self.config.hf)
-        self.score = nn.Linear(self.config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=device)
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__(config, **options)
+        if self.chunks[-1].last:
+            bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
+            self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
 
-    def values(
-        self,
-        packed: PackedSequence,
-        hidden: Tensor | None = None,
-        *,
-        chunk: Chunk | None = None,
-        routing: RoutingContext | None = None,
-    ) -> Tensor:
-        """Compute the value `[T]` fp32 after each token, the same on every rank; see `CausalLM.log_probs`."""
-        return self._values(self(packed, hidden, chunk=chunk, routing=routing))
+    def values(self, packed: PackedSequence, *, routing: RoutingContext | None = None) -> Tensor:
+        """Compute the value `[T]` fp32 after each token, the same on every rank; see `outputs`."""
+        return self._values(self(packed, routing=routing))
 
     def _values(self, states: Tensor) -> Tensor:
         states = states.float()

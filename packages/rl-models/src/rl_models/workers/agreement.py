@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,15 +66,13 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
             last calls.
         Exception: The error of `prepare` on the first rank where it failed, as in `ckpt.agree`.
     """
+    if grid.everyone is None:
+        return [Told(0, 0, prepare().told)]
     error, given = None, Given()
     try:
         given = prepare()
     except Exception as caught:  # any error: the other ranks must not wait for this rank
-        if grid.everyone is None:
-            raise
         error = caught
-    if grid.everyone is None:
-        return [Told(0, 0, given.told)]
     own = {
         "call": call,
         "options": _message(everywhere),
@@ -91,38 +89,34 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
                 f"rank 0 calls {messages[0]['call']} and rank {rank} calls {message['call']}; make the same calls in "
                 "the same order on every rank"
             )
-    _require_same([message["options"] for message in messages])
+    _require_same(messages, "options")
     raise_first(error, [message["failure"] for message in messages])
-    _require_same([message["everywhere"] for message in messages])
-    first: dict[int, int] = {}
-    for rank, message in enumerate(messages):
-        other = first.setdefault(message["place"], rank)
-        if (difference := _difference(messages[other]["alike"], message["alike"], other, rank)) is not None:
-            raise ValueError(
-                f"ranks {other} and {rank} differ in tp, cp or pp alone and work on the same sequences, but "
-                f"{difference}; give them the same, and divide data by the place in dp, not by the rank"
-            )
+    _require_same(messages, "everywhere")
+    _require_same(messages, "alike")
     return [Told(rank, message["place"], message["told"]) for rank, message in enumerate(messages)]
-
-
-def _require_same(values: Sequence[Mapping[str, Any]]) -> None:
-    for rank, other in enumerate(values):
-        if (difference := _difference(values[0], other, 0, rank)) is not None:
-            raise ValueError(f"{difference}; give every rank the same")
 
 
 def _message(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value if isinstance(value, Digest) else repr(value) for name, value in values.items()}
 
 
-def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], our_rank: int, their_rank: int) -> str | None:
-    """Describe the first value in which two ranks' messages differ."""
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        one, other = (_read(values.get(name)) for values in (ours, theirs))
-        same = one.same(other) if isinstance(one, Digest) and isinstance(other, Digest) else one == other
-        if not same:
-            return f"rank {our_rank} was given {name}: {one!s:.300} and rank {their_rank} {name}: {other!s:.300}"
-    return None
+def _require_same(messages: Sequence[Mapping[str, Any]], part: str) -> None:
+    """Raise ValueError if a part of the messages differs between ranks; "alike" between ranks of one place in dp."""
+    places = [message["place"] if part == "alike" else 0 for message in messages]
+    for rank, message in enumerate(messages):
+        first = places.index(places[rank])
+        ours, theirs = messages[first][part], message[part]
+        for name in ours | theirs:
+            one, other = _read(ours.get(name)), _read(theirs.get(name))
+            if one.same(other) if isinstance(one, Digest) and isinstance(other, Digest) else one == other:
+                continue
+            text = f"rank {first} was given {name}: {one!s:.300} and rank {rank} {name}: {other!s:.300}"
+            if part != "alike":
+                raise ValueError(f"{text}; give every rank the same")
+            raise ValueError(
+                f"ranks {first} and {rank} differ in tp, cp or pp alone and work on the same sequences, but {text}; "
+                "give them the same, and divide data by the place in dp, not by the rank"
+            )
 
 
 def _read(value: Any) -> Digest | str:
@@ -145,7 +139,7 @@ def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
         return all_gather_json(message, group)
     except RuntimeError as error:
         try:
-            absent = _absent(group, number)
+            absent = list(_absent(group, number))
         except RuntimeError:
             absent = ["rank 0 of the job, which keeps the list of calls, has ended"]
         if not absent:
@@ -160,18 +154,13 @@ def _key(rank: int) -> str:
     return f"rl_models.call.{rank}"
 
 
-def _absent(group: ProcessGroup, number: int) -> list[str]:
+def _absent(group: ProcessGroup, number: int) -> Iterator[str]:
     """Describe the ranks that have not sent message `number`, with their last calls."""
     store = _get_process_group_store(group)
-    absent = []
     for rank in range(group.size()):
-        if not store.check([_key(rank)]):
-            absent.append(f"rank {rank} has made no call yet")
-            continue
-        sent, last = store.get(_key(rank)).decode().split(" ", 1)
+        sent, _, last = store.get(_key(rank)).decode().partition(" ") if store.check([_key(rank)]) else ("0", "", "")
         if int(sent) < number:
-            absent.append(f"rank {rank} was last in {last}")
-    return absent
+            yield f"rank {rank} was last in {last}" if last else f"rank {rank} has made no call yet"
 
 
 def _caller() -> str:

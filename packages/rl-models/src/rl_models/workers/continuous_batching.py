@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
+from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import DecodeSteps, OutOfBlocks
 from parallel_layers.inference.sampling import sample
 from rl_models.engines.decoding import Decoding
-from rl_models.engines.padding import pad_to
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""

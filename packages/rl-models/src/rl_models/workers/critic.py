@@ -1,8 +1,7 @@
-"""`Valuing` computes values and rewards; `Critic` also learns."""
+"""`Critic`: a value function or a reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -11,16 +10,17 @@ from torch.nn import functional as F
 
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Role
-from rl_models.losses import LossTerms
-from rl_models.workers.dispatch import dispatched, for_all, per_sequence, per_token
+from rl_models.workers.dispatch import dispatched, per_sequence, per_token
 from rl_models.workers.worker import Worker
 
-# (values [T], batch) -> terms [T]
-ValueLoss = Callable[[Tensor, Batch], LossTerms]
 
+class Critic(Worker):
+    """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it.
 
-class Valuing(Worker):
-    """A worker whose model has a value head."""
+    The loss of `update` takes `(values [T], batch)`.
+    """
+
+    role: ClassVar[Role] = "value"
 
     @dispatched(per_token)
     def values(self, batch: Batch) -> Tensor:
@@ -39,14 +39,3 @@ class Valuing(Worker):
         longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
         ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
         return self.values(longer)[ends.to(self.device)]
-
-
-class Critic(Valuing):
-    """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it."""
-
-    role: ClassVar[Role] = "value"
-
-    @dispatched(for_all, changes=True, needs="optimizer")
-    def update(self, batch: Batch, loss: ValueLoss, *, aggregation: str = "token-mean") -> dict[str, float]:
-        """Take one optimizer step on the batch; arguments, results and errors as for `Actor.update`."""
-        return self.step(batch, loss, aggregation=aggregation)

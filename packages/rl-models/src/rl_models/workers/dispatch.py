@@ -8,7 +8,7 @@ N sequences of T tokens in all, dp data-parallel ranks. A division is, for each 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -23,12 +23,14 @@ Division = list[list[int]]
 Join = Callable[[list[Any]], Any]
 # (first argument, dp, vocabulary) -> each dp rank's part, and the function that joins their results.
 Split = Callable[[Any, int, int], tuple[list[Any], Join]]
-Needs = Literal["nothing", "weights", "optimizer"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """The division of one method over ranks.
+    """The division of one method over ranks, and a decorator that declares it, under the name `dispatched`.
+
+    `WholeBatches` and `rl_train.RayModelGroup` call the method accordingly. A method that overrides a declared one
+    inherits the declaration.
 
     Attributes:
         split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
@@ -41,29 +43,18 @@ class Method:
     """
 
     split: Split | None = None
+    _: KW_ONLY
     gather: Join | None = None
     changes: bool = False
-    needs: Needs = "weights"
+    needs: Literal["nothing", "weights", "optimizer"] = "weights"
 
-
-def dispatched(
-    split: Split | None = None,
-    *,
-    gather: Join | None = None,
-    changes: bool = False,
-    needs: Needs = "weights",
-) -> Callable[[F], F]:
-    """Declare how a method of a worker is spread over ranks; see `Method` for the arguments.
-
-    `WholeBatches` and `rl_train.RayModelGroup` call it accordingly. A method that overrides a declared one inherits
-    the declaration.
-    """
-
-    def declare(function: F) -> F:
-        function.dispatch = Method(split, gather, changes, needs)  # type: ignore[attr-defined]  # read by `methods_of`
+    def __call__(self, function: F) -> F:
+        """Declare a method."""
+        function.dispatch = self  # type: ignore[attr-defined]  # read by `methods_of`
         return function
 
-    return declare
+
+dispatched = Method
 
 
 def methods_of(kind: type) -> dict[str, Method]:

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from parallel_layers.data.micro_batches import pack_micro_batches, split_micro_batches
 from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Engine, Outputs
-from rl_models.engines.micro_batch import MicroBatch
+from rl_models.engines.engine import MicroBatch
 from rl_models.losses import LossTerms
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
-from rl_models.workers.division import Division, shift_to_own_token
-from rl_models.workers.routing import ROUTING, recorded, require_routing
+from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
 
 # (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
-
-
-@dataclass(frozen=True)
-class _Entered:
-    """A batch that all ranks have agreed on.
-
-    Attributes:
-        batch: On the engine's device.
-        counts: The masked tokens of each sequence.
-        micro_batches: Their number.
-        total: The sum of `total_weight` over all data-parallel ranks.
-    """
-
-    batch: Batch
-    counts: list[int]
-    micro_batches: int
-    total: int
-
-    def divide(self, engine: Engine, max_tokens: int, temperature: float, *, record: bool = False) -> Division:
-        """Return the micro-batches of this rank."""
-        return Division.of(
-            self.batch, self.counts, engine, max_tokens, self.micro_batches, temperature=temperature, record=record
-        )
 
 
 def predict(
@@ -54,17 +32,16 @@ def predict(
 
     With `record_routing` the last result is the routing `[T, M, k]`.
     """
-    entered = _enter(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
-    division = entered.divide(engine, max_tokens, temperature, record=record_routing)
-    micro_batches, num_tokens = division.micro_batches, entered.batch.num_tokens
-    outputs = engine.forward(micro_batches)
-    results = tuple(torch.zeros(num_tokens, device=engine.grid.device) for _ in outputs[0])
-    for where, micro_batch, output in zip(division.positions, micro_batches, outputs, strict=True):
+    divided = _divide(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
+    outputs = engine.forward(divided.micro_batches)
+    results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
+    for where, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         assert micro_batch.batch is not None
         for result, column in zip(results, output, strict=True):
-            result[where] = shift_to_own_token(column, micro_batch.batch)
+            result[where] = _shift_to_own_token(column, micro_batch.batch)
     if record_routing:
-        return *results, recorded([each.replay for each in micro_batches], division.positions, num_tokens)
+        found = [micro_batch.replay for micro_batch in divided.micro_batches]
+        return *results, recorded(found, divided.positions, batch.num_tokens)
     return results
 
 
@@ -83,47 +60,98 @@ def accumulate(
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
     """
-    entered = _enter(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
-    batch = entered.batch.with_fields(_weight=token_weights(entered.batch, aggregation, entered.total))
-    division = replace(entered, batch=batch).divide(engine, max_tokens, temperature)
+    divided = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
     total = _Total(loss)
-    engine.forward_backward(division.micro_batches, total)
+    engine.forward_backward(divided.micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
 
-def _enter(engine: Engine, batch: Batch, max_tokens: int, call: str, temperature: float, **options: object) -> _Entered:
-    """Check a call on every rank; see `agree_on_call`.
+@dataclass(frozen=True)
+class _Divided:
+    """The micro-batches of this rank, in equal number on all dp ranks.
+
+    Attributes:
+        micro_batches: The micro-batches; an empty one holds padding alone, so that ranks run in step.
+        positions: Where in the batch the tokens of each micro-batch stand.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    positions: Sequence[Tensor]
+
+
+def _divide(
+    engine: Engine,
+    batch: Batch,
+    max_tokens: int,
+    call: str,
+    temperature: float,
+    *,
+    aggregation: str | None = None,
+    record_routing: bool = False,
+) -> _Divided:
+    """Check a call on every rank, see `agree_on_call`, and divide the batch into micro-batches of about equal work.
+
+    With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`.
 
     Raises:
         ValueError: On some rank the temperature is no number above 0, a token on the CPU is outside the vocabulary,
             `batch` is no `Batch`, a sequence is too long for a micro-batch, or ranks that differ in tp, cp or pp alone
             were given other sequences or fields.
     """
-    aggregation = str(options.get("aggregation", "token-mean"))
     placed, counts = batch, list[int]()
     shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
+    multiple = engine.micro_batches_multiple_of
 
     def prepare() -> Given:
         nonlocal placed, counts
         require_batch(batch)
-        require_number("temperature", temperature, above=0)
+        require_number("temperature", temperature, positive=True)
         check_token_ids(batch.tokens, engine.vocab_size)
-        require_routing(engine, batch, record=bool(options.get("record_routing")))
+        require_routing(engine, batch, record=record_routing)
         placed = batch.to(engine.grid.device)
         tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
         found, (counts,) = digests(tensors, placed.masked_counts)
         told = {
-            "micro_batches": Division.least(batch.lengths, engine, max_tokens),
-            "weight": total_weight(counts, aggregation),
+            "micro_batches": len(split_micro_batches(batch.lengths, max_tokens, count_multiple_of=multiple)),
+            "weight": total_weight(counts, aggregation or "token-mean"),
         }
         return Given({"batch": described_lengths(batch.lengths), **found, "temperature": temperature}, told=told)
 
-    options["routing"] = ROUTING in getattr(batch, "fields", ())
-    told = agree_on_call(engine.grid, call, prepare, **options)
+    options = {"aggregation": aggregation, "record_routing": record_routing}
+    told = agree_on_call(engine.grid, call, prepare, **options, routing=ROUTING in getattr(batch, "fields", ()))
     by_place = {one.place: one.value for one in told}.values()
-    return _Entered(
-        placed, counts, max(value["micro_batches"] for value in by_place), sum(value["weight"] for value in by_place)
+    if aggregation is not None:
+        weights = token_weights(placed, aggregation, sum(value["weight"] for value in by_place))
+        placed = placed.with_fields(_weight=weights)
+    most = max(value["micro_batches"] for value in by_place)
+    divided = split_micro_batches(placed.lengths, max_tokens, count_multiple_of=multiple, min_count=most)
+    # Megatron's layers refuse an input without tokens.
+    indices = [[i for i in chosen if placed.lengths[i]] for chosen in divided]
+    positions = [placed.positions(chosen) for chosen in indices]
+    packs = pack_micro_batches(
+        placed.split(), indices, multiple_of=engine.tokens_multiple_of, device=engine.grid.device
     )
+    routes: Sequence[RouterReplay | None] = [RouterReplay() if record_routing else None for _ in packs]
+    if ROUTING in placed.fields:
+        routes = replays(placed, positions, packs, engine)
+    return _Divided(
+        [
+            MicroBatch(pack, temperature, route, placed.select(chosen), sum(counts[i] for i in chosen))
+            for pack, route, chosen in zip(packs, routes, indices, strict=True)
+        ],
+        positions,
+    )
+
+
+def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
+    """Return `result[t] = per_token[t - 1]`, and 0 for the first token of each sequence.
+
+    A model's output at a token belongs to the next token. Padding at the end of `per_token` is dropped.
+    """
+    if not batch.num_tokens:
+        return per_token[:0]
+    moved = torch.cat([per_token.new_zeros(1), per_token[: batch.num_tokens - 1]])
+    return torch.where(batch.first, 0, moved)
 
 
 class _Total:
@@ -151,7 +179,7 @@ class _Total:
         part = micro_batch.batch
         assert part is not None
         # Tokens outside the mask are constants and give no gradient, for any loss.
-        own = tuple(torch.where(part.mask, shift_to_own_token(output, part), 0) for output in outputs)
+        own = tuple(torch.where(part.mask, _shift_to_own_token(output, part), 0) for output in outputs)
         terms = self.loss(*own, part)
         reported = _reported(terms, part)
         if self.sums and self.sums.keys() != reported.keys():

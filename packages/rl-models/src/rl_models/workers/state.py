@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import ckpt
 from parallel_layers.distributed.parallel_dims import form_group
+from parallel_layers.memory import HostOffload
+from parallel_layers.sharding import is_dtensor
 from rl_models.engines import Engine
+from rl_models.engines.engine import Shards
 from rl_models.engines.fsdp import release
-from rl_models.engines.offload import Offload
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
-from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
@@ -55,7 +56,7 @@ class WorkerState:
         self.options = options or OptimizerOptions()
         self.steps = 0
         self.skipped_steps = 0
-        self._memory = Offload(engine.module, self._optimizer_state)
+        self._weights_away, self._optimizer_away = HostOffload(), HostOffload()
         self._background: dist.ProcessGroup | None = None
         self._saving: ckpt.PendingSave | None = None
 
@@ -64,21 +65,24 @@ class WorkerState:
         """The optimizer, made when first needed: a reference model has no use for fp32 masters."""
         return self.engine.build_optimizer(self.options)
 
-    def _optimizer_state(self) -> Iterator[Tensor]:
-        if "optimizer" in self.__dict__:
-            yield from self.optimizer.tensors()
-
     def _agree(
         self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
     ) -> None:
         """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
 
         def prepare() -> Given:
-            self._memory.require(method, optimizer=optimizer)
+            self._require(method, optimizer=optimizer)
             check()
             return Given()
 
         agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
+
+    def _require(self, what: str, *, optimizer: bool = False) -> None:
+        """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded."""
+        away = ["weights"] * self._weights_away.offloaded
+        away += ["optimizer state"] * (optimizer and self._optimizer_away.offloaded)
+        if away:
+            raise RuntimeError(f"{what} needs the {' and the '.join(away)}, which are offloaded; call onload() first")
 
     def _shards(self) -> Shards:
         release(self.engine.module)
@@ -258,9 +262,30 @@ class WorkerState:
         Returns:
             The bytes freed on the device.
         """
-        return self._memory.offload(weights=weights, optimizer=optimizer)
+        freed = 0
+        if optimizer and "optimizer" in self.__dict__ and not self._optimizer_away.offloaded:
+            freed += self._optimizer_away.offload(self.optimizer.tensors())
+        if weights and not self._weights_away.offloaded:
+            release(self.engine.module)
+            freed += self._weights_away.offload(_memory(self.engine.module))
+        if freed and torch.accelerator.is_available():
+            # torch would keep the memory for this process; other processes on the device may need it.
+            torch.accelerator.empty_cache()
+        return freed
 
     @dispatched(changes=True, needs="nothing")
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
         """Bring back the tensors that `offload` has moved."""
-        self._memory.onload(weights=weights, optimizer=optimizer)
+        if weights:
+            self._weights_away.onload()
+        if optimizer:
+            self._optimizer_away.onload()
+
+
+def _memory(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the local parameters, their gradients, and the buffers."""
+    for parameter in module.parameters():
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None:
+                yield tensor.to_local() if is_dtensor(tensor) else tensor
+    yield from module.buffers()

@@ -25,14 +25,12 @@ from rl_models.engines import (
     load_engine,
     require_learning,
 )
+from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
 from rl_models.engines.optimizer import OptimizerOptions
-from rl_models.engines.positions import max_positions
-from rl_models.engines.stored import stored_dtype
-from rl_models.grid import Grid, checkpoint_folder
+from rl_models.grid import Grid
 from rl_models.models.decoder import Recompute
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
-from rl_models.workers.determinism import be_deterministic
 from rl_models.workers.dispatch import dispatched, for_all, per_token
 from rl_models.workers.passes import PartLoss, accumulate, predict
 from rl_models.workers.state import WorkerState
@@ -84,23 +82,19 @@ class Worker(WorkerState):
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
     ) -> Self:
-        """Load a Hugging Face checkpoint; each rank reads its own slices. `EngineOptions` explains the other arguments.
+        """Load a Hugging Face checkpoint; each rank reads its own slices.
 
         Args:
             path: A folder with `config.json` and safetensors files.
             backend: One of `rl_models.engines.BACKENDS`.
             dims: The sizes of the grid (default: one rank).
             device: The device (default: this process's CUDA device if there is one, else the CPU).
-            dtype: The dtype of the parameters (default: as stored). "megatron" alone trains fp16.
             mesh: A mesh of `dims.build_mesh(...)` for a grid on some of the ranks (default: all ranks).
-            sequence_parallel: Keep `[T/tp, H]` between blocks (default: if tp > 1).
-            pipeline: The schedule, virtual stages and the split of the layers (default: 1F1B, as even as possible).
-            tp_invariant: Give log-probs and values with the same bits at tp 1, 2 and 4 and in every batch (backend
-                "parallel", dense models). Generation is ordinary.
-            deterministic: Give the same bits at every run on the same grid. This sets the whole process for good; see
-                `rl_models.workers.determinism`.
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
+            dtype, sequence_parallel, pipeline, context_parallel, router_losses, recompute, keep_probabilities: See
+                `EngineOptions`.
+            tp_invariant, deterministic, megatron: See `EngineOptions`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
@@ -124,8 +118,9 @@ class Worker(WorkerState):
 
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
+            folder = checkpoint_folder(path)
             if optimizer is not None:
-                require_learning(backend, dtype or stored_dtype(checkpoint_folder(path)))
+                require_learning(backend, dtype or stored_dtype(folder))
             return Given()
 
         agree_on_call(
@@ -137,18 +132,31 @@ class Worker(WorkerState):
             **vars(options),
             **vars(optimizer or OptimizerOptions()),
         )
-        folder = checkpoint_folder(path)
-        engine = load_engine(backend, folder, cls.role, grid, options)
-        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
+        engine = load_engine(backend, os.fspath(path), cls.role, grid, options)
+        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(path))
 
     @dispatched(per_token)
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
         """Return the outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
 
-        Each number stands at its token, in the batch's order. With `record_routing` the result also has the
-        routing `[T, M, k]`.
+        Each number stands at its token, in the batch's order.
+
+        Router replay (arXiv:2510.11370): a batch with the field `routing` `[T, M, k]`, which `record_routing` or an
+        inference engine's export gives, sends its tokens to those experts, here and in `update`, whatever the backend;
+        a row of -1 leaves the choice to the router.
+
+        Args:
+            batch: This data-parallel rank's part.
+            temperature: The logits are divided by this number.
+            record_routing: Return also `routing`, the experts `[T, M, k]` int16 of each token in the M layers of a
+                mixture of experts.
+
+        Raises:
+            ValueError: A token is outside the vocabulary, or an expert outside 0..E-1; the model has no routing; ranks
+                that differ in tp, cp or pp alone got other sequences or temperatures; on every rank alike. In a batch
+                on a GPU a token outside the vocabulary is a device assertion.
         """
-        self._memory.require("a forward pass")
+        self._require("a forward pass")
         results = predict(
             self.engine,
             batch,
@@ -161,7 +169,7 @@ class Worker(WorkerState):
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))
 
-    def _warn_of_length(self, batch: Batch) -> None:
+    def _warn_of_length(self, batch: Batch, stacklevel: int = 4) -> None:
         """Warn, once, of a sequence beyond the model's positions.
 
         Rotary embeddings have values there, but outputs beyond the trained length are unreliable. The last token needs
@@ -173,43 +181,46 @@ class Worker(WorkerState):
                 f"a sequence of {longest} tokens goes beyond the model's {self.positions} positions "
                 "(max_position_embeddings in its config.json): shorten prompts or max_new_tokens, unless the model is "
                 "to learn longer sequences",
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
             self.positions = None
 
     @dispatched(for_all, changes=True, needs="optimizer")
-    def step(
-        self,
-        batch: Batch,
-        loss: PartLoss,
-        *,
-        aggregation: str,
-        temperature: float = 1.0,
+    def update(
+        self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
-        """Take one optimizer step on the whole batch, over all micro-batches and data-parallel ranks.
+        """Take one optimizer step on the batch.
 
         The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`;
-        it does not depend on how the batch was divided.
+        it does not depend on how the batch was divided. A call that raises changes nothing, unless the optimizer itself
+        was interrupted; the next call starts without its gradients. An error of the loss on one rank is raised on every
+        rank.
 
-        Under a loss scale (fp16), an overflow skips the step: the schedule stands still, and the metrics
-        `skipped_steps` (so far) and `loss_scale` (of this step) count it.
+        Args:
+            batch: This data-parallel rank's part, with the fields that the loss reads.
+            loss: A pure function of the outputs of the role (`rl_models.engines.OUTPUTS`) and the batch. It is called
+                for each micro-batch with tokens in its mask; outside the mask its inputs are 0 and carry no gradient.
+            temperature: As for `predict`.
+            aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
 
-        A step that raises changes nothing, unless the optimizer itself was interrupted; the next step starts without
-        its gradients.
+        Returns:
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
+            `learning_rate` of the step. Under a loss scale (fp16) also `loss_scale` and the number of `skipped_steps`
+            so far: an overflow skips the step, and the schedule stands still.
 
         Raises:
-            ValueError: The mask is empty, the loss is not one number per token, or its metrics differ between
-                micro-batches or ranks.
+            ValueError: The mask is empty, the loss is not one number per token, its metrics differ between
+                micro-batches or ranks, ranks give other aggregations, or for the reasons of `predict`.
             FloatingPointError: The gradient is not finite; the parameters have not changed.
             RuntimeError: Weights or optimizer state are offloaded.
         """
-        self._memory.require("an update", optimizer=True)
+        self._require("an update", optimizer=True)
         if self._warn_of_default:
             self._warn_of_default = False
             warnings.warn(
                 f"no optimizer was given: updates take AdamW with learning_rate={self.options.learning_rate}; pass "
                 "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained",
-                stacklevel=3,
+                stacklevel=2,
             )
         optimizer = self.optimizer  # made before the backward: it sets the dtype of sums of gradients
         rate = self.learning_rate
@@ -232,7 +243,21 @@ class Worker(WorkerState):
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
         self.steps += math.isfinite(norm)
         self.skipped_steps += not math.isfinite(norm)
-        self._warn_of_length(batch)
+        self._warn_of_length(batch, stacklevel=3)
         if scale is not None:
             metrics |= {"loss_scale": scale, "skipped_steps": float(self.skipped_steps)}
         return {**metrics, "grad_norm": norm, "learning_rate": rate}
+
+
+def be_deterministic() -> None:
+    """Make this process compute sums in fixed orders from now on.
+
+    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
+    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`; call this
+    before the first use of cuBLAS. Kernels of parallel-layers use no atomics, and the grid fixes the order of sums in
+    collectives.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -35,15 +35,9 @@ class Models:
 
     def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
         """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
-        numerics: dict[str, Any] = {"temperature": options.temperature}
-        if options.router_replay:
-            numerics["record_routing"] = True
-        found = (self.actor.estimate if self.share_backbone else self.actor.log_probs)(batch, **numerics)
-        batch = batch.with_fields(old_log_probs=found.log_probs)
-        if options.router_replay:
-            batch = batch.with_fields(routing=found.routing)
-        if self.share_backbone:
-            return batch.with_fields(old_values=found.values)
+        found = self.actor.predict(batch, temperature=options.temperature, record_routing=options.router_replay)
+        fields = {"log_probs": "old_log_probs", "values": "old_values", "routing": "routing"}
+        batch = batch.with_fields(**{fields[name]: values for name, values in found.items() if name in fields})
         if self.critic is not None:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch

@@ -10,10 +10,9 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_models.engines import Role, offered
-from rl_models.engines.positions import max_positions
-from rl_models.engines.stored import stored_dtype
-from rl_models.grid import Grid, checkpoint_folder
-from rl_models.workers.actor import Actor, Policy
+from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
+from rl_models.grid import Grid
+from rl_models.workers.actor import Actor
 from rl_models.workers.actor_critic import ActorCritic
 from rl_models.workers.critic import Critic
 from rl_train.cluster.launch import Devices
@@ -136,6 +135,6 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def policy_kind(options: TrainOptions) -> type[Policy]:
+def policy_kind(options: TrainOptions) -> type[Actor]:
     """Return the class of the policy."""
     return ActorCritic if options.share_backbone else Actor

@@ -24,8 +24,8 @@ from ckpt.transfer.memory_plan import config_dtype
 from parallel_layers import ParallelDims
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
+from rl_models.engines.checkpoint import checkpoint_folder
 from rl_models.engines.parallel.load import require_fit
-from rl_models.grid import checkpoint_folder
 from rl_models.models.decoder import Recompute, require_layers
 from rl_train.planner.layer import Division, layer_bytes
 

@@ -4,7 +4,3 @@ Megatron-Core keeps its process groups in global state. Each call enters that st
 again, so actors and critics on different grids share a process; a call inside another `megatron_grid` raises.
 Megatron-Core computes on GPUs; on a CPU, tests enter `megatron_utils.testing.cpu_stand_in`.
 """
-
-from rl_models.engines.megatron.load import load
-
-__all__ = ["load"]

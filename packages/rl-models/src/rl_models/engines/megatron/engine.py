@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,25 +16,22 @@ from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
 from parallel_layers import LogProbs, next_token_labels
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import Loss, Outputs
+from rl_models.engines.engine import Engine, Loss, MicroBatch, Outputs, Shards
 from rl_models.engines.megatron.chunks import stored_tensors
 from rl_models.engines.megatron.decoding import decoding
 from rl_models.engines.megatron.model import MegatronModel
 from rl_models.engines.megatron.optimizer import MegatronOptimizer
-from rl_models.engines.micro_batch import MicroBatch
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.options import MegatronOptions
-from rl_models.engines.shards import Shards
 from rl_models.grid import Grid
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
 
     Attributes:
         model: This rank's pipeline chunks, in Megatron's global state.
         layout, places: The model's layout, and a place for each chunk.
-        routed_layers, num_experts: See `Engine`.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class MegatronEngine:
         self._scale_loss: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
-        """Return the outputs of every micro-batch, on every rank, without a graph."""
+        """Return the outputs of every micro-batch."""
         with self.model.entered() as megatron, torch.no_grad():
             outputs = self._run(self.chunks, micro_batches, megatron)
         return [_outputs(output) for output in outputs]
@@ -114,11 +110,6 @@ class MegatronEngine:
             tokens_multiple_of=self.tokens_multiple_of,
             micro_batches_multiple_of=self.micro_batches_multiple_of,
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the bytes of this rank, and copy config and tokenizer files from the loaded checkpoint."""
-        tensors = [{name: x.detach() for name, x in part.items()} for _, part in self.shards().chunks]
-        ckpt.save_hf(path, tensors, self.layout, self.places, group=self.grid.everyone, copy_from=self.source)
 
 
 def _outputs(output: LogProbs | Tensor) -> Outputs:

@@ -16,13 +16,13 @@ from megatron_utils import megatron_grid
 from megatron_utils.gpt import PackedGPTModel, build_gpt
 from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
-from rl_models.engines.engine import EngineOptions, Role
+from rl_models.engines.checkpoint import stored_dtype
+from rl_models.engines.engine import Role
 from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
 from rl_models.engines.megatron.engine import MegatronEngine
 from rl_models.engines.megatron.model import check_device
 from rl_models.engines.megatron.optimizer import PRECISIONS
-from rl_models.engines.options import RouterLosses
-from rl_models.engines.stored import stored_dtype
+from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.grid import Grid
 
 # Forms of context parallelism -> their names in Megatron-Core.

@@ -1,4 +1,4 @@
-"""Megatron's AdamW behind the protocol of an engine's optimizer."""
+"""Megatron's AdamW as the optimizer of an engine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_utils.optimizer import Optimizer, OptimizerConfig, ParameterStates
+import megatron_utils.optimizer as megatron_core
 from rl_models.engines.megatron.model import MegatronModel
-from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class MegatronOptimizer:
+class MegatronOptimizer(Optimizer):
     """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters and, for fp16, a dynamic loss scale.
 
     If masters and moments are divided (`MegatronOptions.distributed_optimizer`), `state` and `load_state` are
@@ -24,7 +24,7 @@ class MegatronOptimizer:
 
     def __init__(self, model: MegatronModel, options: OptimizerOptions) -> None:
         self.model = model
-        config = OptimizerConfig(
+        config = megatron_core.OptimizerConfig(
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
@@ -34,8 +34,8 @@ class MegatronOptimizer:
             distributed=model.distributed_optimizer,
         )
         with model.entered() as megatron:
-            self.inner = Optimizer(model.trained(megatron), megatron, config)
-        self._states = ParameterStates(self.inner)
+            self.inner = megatron_core.Optimizer(model.trained(megatron), megatron, config)
+        self._states = megatron_core.ParameterStates(self.inner)
 
     @property
     def loss_scale(self) -> float | None:
@@ -48,7 +48,8 @@ class MegatronOptimizer:
         return self.inner.loss_scale_state
 
     @loss_scale_state.setter
-    def loss_scale_state(self, state: Mapping[str, float]) -> None:
+    def loss_scale_state(self, state: Mapping[str, float] | None) -> None:
+        assert state is not None  # the loss scale adapts
         self.inner.loss_scale_state = dict(state)
 
     def step(self, learning_rate: float) -> float:
@@ -63,11 +64,11 @@ class MegatronOptimizer:
         self.model.drop_gradients()
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return `step`, `exp_avg`, `exp_avg_sq`, and for bf16 and fp16 `master`; DTensors if divided."""
+        """Return the state of a parameter; DTensors if divided."""
         return self._states.state(parameter)
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a parameter; without `master` the parameter's value becomes the master."""
+        """Set the state of a parameter."""
         self._states.load(parameter, state)
 
     def tensors(self) -> Iterator[Tensor]:

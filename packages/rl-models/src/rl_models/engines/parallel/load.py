@@ -12,10 +12,10 @@ from ckpt import agree
 from parallel_layers import ParallelDims
 from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
+from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.engine import ParallelEngine
-from rl_models.engines.stored import stored_dtype
 from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel

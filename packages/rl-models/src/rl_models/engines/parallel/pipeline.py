@@ -5,7 +5,8 @@ torch's stages exchange tensors of one shape in a call, so the engine pads all m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.sharding import is_dtensor
-from rl_models.engines.engine import Outputs
-from rl_models.engines.micro_batch import MicroBatch
+from rl_models.engines.engine import MicroBatch, Outputs
 from rl_models.engines.options import PipelineOptions
 from rl_models.engines.parallel.stage import Stage, Task
+from rl_models.models.language_models import PackedModel
 
 # torch's pipelines and its compiler take over a second to import; only models with a pipeline import them.
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class Pipeline:
     """The stages of one rank of a pipeline.
 
     Args:
-        stages: The rank's chunks, in order.
+        model: The rank's model.
+        stages: The rank's chunks of the model, in order.
         group: The ranks of the pipeline.
         options: The schedule.
-        hidden_shape: Number of a micro-batch's tokens -> shape of the hidden states between stages.
-        dtype, device: The dtype and device of these hidden states.
-        num_outputs: of the model, each `[T]` fp32.
+        device: The device of the model.
+        num_outputs: The number of the model's outputs, each `[T]` fp32.
 
     Raises:
         ValueError: `why_no_zero_bubble`.
@@ -56,17 +57,15 @@ class Pipeline:
 
     def __init__(
         self,
+        model: PackedModel,
         stages: Sequence[Stage],
         group: ProcessGroup,
         options: PipelineOptions,
-        *,
-        hidden_shape: Callable[[int], tuple[int, int]],
-        dtype: torch.dtype,
         device: torch.device,
         num_outputs: int,
     ) -> None:
-        self.stages, self.group = stages, group
-        self.hidden_shape, self.dtype, self.device, self.num_outputs = hidden_shape, dtype, device, num_outputs
+        self.model, self.stages, self.group, self.device, self.num_outputs = model, stages, group, device, num_outputs
+        self.dtype = next(model.parameters()).dtype
         if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
             raise ValueError(reason)
         from torch.distributed.pipelining import schedules
@@ -91,13 +90,7 @@ class Pipeline:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], make_task: MakeTask, loss: Callable[[int, Outputs], Tensor]
     ) -> None:
-        """Add up the gradients of the losses, which the last stage computes.
-
-        Args:
-            micro_batches: All of one length.
-            make_task: What each stage does with each micro-batch.
-            loss: Number of a micro-batch and its outputs -> scalar.
-        """
+        """Add up the gradients of the losses: number of a micro-batch and its outputs on the last stage -> scalar."""
         self._run(micro_batches, make_task, lambda outputs, number: loss(int(number), _tuple(outputs)))
 
     def _run(
@@ -121,7 +114,7 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
 
         # With these shapes torch needs no extra forward to infer them.
-        between = torch.empty(self.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
+        between = torch.empty(self.model.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
         output = torch.empty(num_tokens, device="meta", requires_grad=True)
         size = self.group.size()
         return PipelineStage(
@@ -155,29 +148,38 @@ class Pipeline:
         return result
 
 
-@torch.no_grad()
-def sum_tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> None:
-    """Sum the gradients of an embedding that the first and the last stage hold; both get the same bits.
+@contextmanager
+def tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> Iterator[None]:
+    """Sum the gradients that the body adds to an embedding that the first and the last stage hold.
+
+    Both get the same bits. Communication: the gradient, once each way between the two.
 
     Args:
         embedding: This rank's copy; None on the other stages.
         group: The ranks of the pipeline.
-
-    Communication: the gradient, once each way between the two.
     """
-    if embedding is None or embedding.grad is None:
+    if embedding is None:
+        yield
         return
-    own = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
-    other = torch.empty_like(own)
-    peer = group.size() - 1 - group.rank()
-    for request in dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, own.clone(), group=group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
-        ]
-    ):
-        request.wait()
-    own.add_(other)
+    # Earlier gradients are sums already.
+    before, embedding.grad = embedding.grad, None
+    yield
+    if embedding.grad is None:
+        return
+    with torch.no_grad():
+        own = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
+        other = torch.empty_like(own)
+        peer = group.size() - 1 - group.rank()
+        for request in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own.clone(), group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+            ]
+        ):
+            request.wait()
+        own.add_(other)
+        if before is not None:
+            embedding.grad += before
 
 
 def _dense(task: Task, hidden: Tensor | None) -> Any:

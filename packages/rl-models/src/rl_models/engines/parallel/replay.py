@@ -6,15 +6,13 @@ k experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.moe import RouterReplay
+from rl_models.engines.engine import MicroBatch
+from rl_models.grid import Grid
 from rl_models.models.decoder import Decoder
 
 
@@ -31,35 +29,28 @@ def local_replay(replay: RouterReplay, decoder: Decoder, num_tokens: int) -> Rou
 
 
 def complete(
-    replay: RouterReplay,
-    local: RouterReplay,
-    decoder: Decoder,
-    *,
-    layers: Sequence[int],
-    shape: tuple[int, int],
-    num_tokens: int,
-    group: ProcessGroup | None,
-    device: torch.device,
+    micro_batch: MicroBatch, local: MicroBatch, decoder: Decoder, grid: Grid, *, top_k: dict[int, int]
 ) -> None:
-    """Put the recordings of all ranks into `replay`, on every rank.
+    """Put the recordings of all ranks into the replay of `micro_batch`, on every rank.
 
     Args:
-        replay: The replay of the whole micro-batch.
-        local: The recording of this rank.
+        micro_batch: The caller's micro-batch.
+        local: The same micro-batch as this rank's layers took it.
         decoder: The decoder, which knows this rank's tokens.
-        layers: The M numbers of the layers with routed experts.
-        shape: T with the added padding, and k.
-        num_tokens: T without the added padding.
-        group: The pipeline's stages; None: this rank has all layers.
-        device: The device of the routers.
+        grid: Where the model stands.
+        top_k: k of each of the M layers with routed experts.
 
     Communication: an all-gather for each layer over the context-parallel group, and one all-reduce over the pipeline.
     """
-    table_MTk = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)
-    for row, layer in enumerate(layers):
-        if layer in local.experts:
-            whole: Tensor = gather_sequence(local.experts[layer], decoder.context_group, layout=decoder.context_layout)
-            table_MTk[row] = whole
-    if group is not None:  # each layer is on one stage, and 0 elsewhere
+    if micro_batch.replay is None or local.replay is None or not micro_batch.replay.recording:
+        return
+    shape = len(top_k), local.packed.num_tokens, max(top_k.values())
+    table_MTk = torch.zeros(shape, dtype=torch.int64, device=grid.device)
+    for row, layer in enumerate(top_k):
+        if layer in local.replay.experts:
+            experts = local.replay.experts[layer]
+            table_MTk[row] = gather_sequence(experts, decoder.context_group, layout=decoder.context_layout)
+    if (group := grid.group("pp")) is not None:  # each layer is on one stage, and 0 elsewhere
         dist.all_reduce(table_MTk, group=group)
-    replay.experts.update(zip(layers, table_MTk[:, :num_tokens].unbind(), strict=True))
+    whole = table_MTk[:, : micro_batch.packed.num_tokens].unbind()
+    micro_batch.replay.experts.update(zip(top_k, whole, strict=True))

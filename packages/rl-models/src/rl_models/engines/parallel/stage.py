@@ -1,12 +1,17 @@
-"""`Stage`: one chunk of a model as FSDP2 and a pipeline call it."""
+"""`Stage`: one chunk of a model as FSDP2 and a pipeline call it, and the tasks that it does for a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel_layers.moe import BatchTotals, RoutingContext
+from rl_models.engines.engine import MicroBatch, Outputs
+from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk
 from rl_models.models.language_models import PackedModel
 
@@ -46,3 +51,69 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor | None = None) -> Any:
         """Do the next task."""
         return next(self._tasks)(hidden)
+
+
+def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch) -> Task:
+    """Return the task that computes hidden states, or on the last stage the outputs.
+
+    Args:
+        model: This rank's model.
+        totals: The totals of the batch for the routers' losses; None: no such losses.
+        stage: One of the model's stages.
+        micro_batch: With this rank's part of the replay.
+    """
+
+    def task(hidden: Tensor | None) -> Tensor | Outputs:
+        packed, chunk, routing = micro_batch.packed, stage.chunk, None
+        if totals is not None or micro_batch.replay is not None:
+            routing = RoutingContext.of(packed, replay=micro_batch.replay, totals=totals)
+        if not chunk.last:
+            states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
+            return states
+        return model.outputs(packed, hidden, chunk=chunk, temperature=micro_batch.temperature, routing=routing)
+
+    return task
+
+
+def count_loads(
+    model: PackedModel, num_outputs: int, contexts: list[RoutingContext], stage: Stage, micro_batch: MicroBatch
+) -> Task:
+    """Return the task that computes hidden states, or on the last stage zeros in place of the `num_outputs` outputs.
+
+    The task adds to `contexts` a context with the tokens of each expert; see `compute` for the other arguments.
+    """
+
+    def task(hidden: Tensor | None) -> Tensor | Outputs:
+        contexts.append(RoutingContext.of(micro_batch.packed, replay=micro_batch.replay))
+        states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1])
+        if not stage.chunk.last:
+            return states
+        return (torch.zeros(micro_batch.packed.num_tokens, device=states.device),) * num_outputs
+
+    return task
+
+
+def batch_totals(micro_batches: Sequence[MicroBatch], contexts: Sequence[RoutingContext], grid: Grid) -> BatchTotals:
+    """Return the totals of a batch over all ranks. Communication: two small all-reduces.
+
+    Args:
+        micro_batches: This data-parallel rank's micro-batches.
+        contexts: The results of `count_loads`, for this rank's tokens.
+        grid: Where the model stands.
+    """
+    packs = [micro_batch.packed for micro_batch in micro_batches]
+    tokens = torch.tensor(sum(packed.num_tokens - packed.padding for packed in packs), device=grid.device)
+    sequences = [(packed.cu_seqlens.diff()[: packed.num_sequences] > 0).sum() for packed in packs]
+    counts = torch.stack([tokens, torch.stack(sequences).sum()])
+    if (group := grid.group("dp")) is not None:
+        dist.all_reduce(counts, group=group)
+    loads: dict[int, Tensor] = {}  # layer -> tokens of each expert [E]
+    for context in contexts:
+        for layer, load in context.loads.items():
+            loads[layer] = loads[layer] + load if layer in loads else load
+    layers = sorted(loads)
+    if layers and grid.data_mesh is not None and grid.data_mesh.size() > 1:
+        table_ME = torch.stack([loads[layer] for layer in layers])
+        dist.all_reduce(table_ME, group=grid.data_mesh.get_group())
+        loads = dict(zip(layers, table_ME.unbind(), strict=True))
+    return BatchTotals(num_tokens=counts[0], num_sequences=counts[1], loads=loads, context_group=grid.group("cp"))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,28 @@ from ckpt.layout.config import classifies_sequences
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
-from rl_models.engines.accumulate import backward_each, forward_each
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import EngineOptions, Loss, Outputs, Role
-from rl_models.engines.fsdp import drop_gradients, full_tensors, gathered, release, shard_over_dp
-from rl_models.engines.micro_batch import MicroBatch
+from rl_models.engines.engine import Engine, Loss, MicroBatch, Outputs, Role, Shards
+from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, full_tensors, gathered, shard_over_dp
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
-from rl_models.engines.shards import Shards
+from rl_models.engines.options import EngineOptions
 from rl_models.engines.transformers.hub import load_model, own_memory, save_model, stacked_experts, stored_tensors
 from rl_models.engines.transformers.hub_layout import HubLayout
 from rl_models.grid import Grid
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """The transformers class and options of one role."""
-
-    auto_class: Any
-    value_head: bool
-    options: Mapping[str, Any]
-
-
-KINDS: dict[Role, _Kind] = {
-    "causal_lm": _Kind(AutoModelForCausalLM, False, {}),
+# The transformers class of each role, and the options of `load_model`.
+KINDS: dict[Role, tuple[Any, dict[str, Any]]] = {
+    "causal_lm": (AutoModelForCausalLM, {}),
     # The checkpoint of a causal language model is allowed, too: its head is dropped, the value head is new.
-    "value": _Kind(
+    "value": (
         AutoModelForTokenClassification,
-        True,
         {"num_labels": 1, "may_lack": r"score\.(weight|bias)", "may_have": r"lm_head\.weight"},
     ),
 }
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2."""
-
-    tokens_multiple_of = 1
-    micro_batches_multiple_of = 1
 
     def __init__(self, model: PreTrainedModel, patched: Patch, role: Role, grid: Grid, source: str) -> None:
         self.module: nn.Module = model
@@ -71,21 +55,19 @@ class TransformersEngine:
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
-        """Return the outputs of every micro-batch, without a graph."""
-        outputs = forward_each(self._outputs, micro_batches)
-        release(self.model)
-        return outputs
+        """Return the outputs of every micro-batch."""
+        return forward_each(self._outputs, self.model, micro_batches)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses."""
         backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
-        options: dict[str, Any] = (
-            {} if self.role == "value" else {"temperature": micro_batch.temperature, "entropy": True}
-        )
-        output = self.model(packed=micro_batch.packed, router_replay=micro_batch.replay, **options)
-        return (output.values,) if self.role == "value" else (output.log_probs, output.entropy)
+        given: dict[str, Any] = {"packed": micro_batch.packed, "router_replay": micro_batch.replay}
+        if self.role == "value":
+            return (self.model(**given).values,)
+        output = self.model(**given, temperature=micro_batch.temperature, entropy=True)
+        return output.log_probs, output.entropy
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
@@ -160,9 +142,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         )
 
     def build() -> tuple[PreTrainedModel, Patch, list[str]]:
-        kind = KINDS[role]
+        auto_class, load_options = KINDS[role]
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
-        model, lacked = load_model(kind.auto_class, path, dtype=options.dtype, **kind.options)
+        model, lacked = load_model(auto_class, path, dtype=options.dtype, **load_options)
         if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
             # A reward model: its head has no bias, and is saved without one again.
             model.score.bias = None
@@ -173,7 +155,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
                 module.padding_idx = None
         patched = patch(
             model,
-            value_head=kind.value_head,
+            value_head=role == "value",
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
             keep_probabilities=options.keep_probabilities,

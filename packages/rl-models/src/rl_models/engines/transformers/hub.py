@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,27 +71,22 @@ def load_model(
     lacked = sorted(info["missing_keys"])
     missing = [name for name in lacked if not re.fullmatch(may_lack, name)]
     unexpected = [name for name in sorted(info["unexpected_keys"]) if not re.fullmatch(may_have, name)]
+    misshapen = [
+        f"{name}: {tuple(stored)} where the model has {tuple(expected)}"
+        for name, stored, expected in sorted(info["mismatched_keys"])
+    ]
     for problem, names in (
         ("lacks", missing),
         ("has unexpected", unexpected),
-        ("has the wrong shape for", [_misshapen(*entry) for entry in sorted(info["mismatched_keys"])]),
+        ("has the wrong shape for", misshapen),
     ):
         if names:
             raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
     return model.eval(), lacked
 
 
-def _misshapen(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{name}: {tuple(stored)} where the model has {tuple(expected)}"
-
-
 def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Save a model by `save_pretrained` on this process, for any rank in the default group.
-
-    Args:
-        model: The model.
-        folder: The folder.
-        tensors: The state dict of a model with sharded parameters.
+    """Save a model by `save_pretrained` on this process; a model with sharded parameters gives its whole `tensors`.
 
     Raises:
         RuntimeError: transformers has written nothing.

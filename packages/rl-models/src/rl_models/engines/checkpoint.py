@@ -1,0 +1,56 @@
+"""What a checkpoint's folder says before it is loaded: that it is one, its dtype, and its longest sequence."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import torch
+
+import ckpt
+from ckpt.layout.config import load_config, text_config
+from rl_models.engines.options import COMPUTED
+
+
+def checkpoint_folder(path: str | os.PathLike[str]) -> str:
+    """Return the path of a local checkpoint folder.
+
+    Raises:
+        ValueError: The folder has no `config.json`, such as the name of a model on a hub.
+    """
+    folder = os.fspath(path)
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(
+            f"{folder!r} is no checkpoint folder (it has no config.json); download the model first and pass its folder"
+        )
+    return folder
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """Return the dtype of most of a checkpoint's tensors.
+
+    Raises:
+        ValueError: No model computes in this dtype.
+    """
+    stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
+    ((dtype, _),) = stored.most_common(1)
+    if dtype not in COMPUTED:
+        raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")
+    return dtype
+
+
+def max_positions(path: str | os.PathLike[str]) -> int | None:
+    """Return the largest length of sequences that a model supports; None if its config does not say.
+
+    Some checkpoints are extended by the rope parameters alone: then it is the original positions times `factor`.
+    Llama 3's factor stretches wavelengths and does not count.
+    """
+    config = text_config(load_config(path))
+    positions = config.get("max_position_embeddings")
+    if positions is None:
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        return int(positions)
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(int(positions), int(original * (rope.get("factor") or 1)))
