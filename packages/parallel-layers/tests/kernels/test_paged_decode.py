@@ -70,4 +70,6 @@ def test_as_plain_attention(device: torch.device, case: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", {**CASES, **ON_GPUS})
 def test_on_gpus(dtype: torch.dtype, case: str) -> None:
+    if case == "latent" and dtype == torch.float32:
+        pytest.skip("`supports_paged_decode` refuses it")
     check(torch.device("cuda"), dtype, {**CASES, **ON_GPUS}[case])

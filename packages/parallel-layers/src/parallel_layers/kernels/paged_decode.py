@@ -145,8 +145,12 @@ def _merge_kernel(
 
 
 def supports_paged_decode(q_NQD: Tensor, keys_PKbD: Tensor) -> bool:
-    """Return whether the kernel takes the tensors: fp32, fp16 or bf16 on CUDA, blocks of whole tiles."""
-    return use_triton(q_NQD, keys_PKbD) and q_NQD.dtype == keys_PKbD.dtype and keys_PKbD.shape[2] % _TILE == 0
+    """Return whether the kernel takes the tensors: fp32, fp16 or bf16 on CUDA, blocks of whole tiles.
+
+    Heads of more than 256 in fp32 do not fit into shared memory.
+    """
+    fits = q_NQD.shape[-1] <= 256 or q_NQD.dtype.itemsize == 2
+    return use_triton(q_NQD, keys_PKbD) and q_NQD.dtype == keys_PKbD.dtype and keys_PKbD.shape[2] % _TILE == 0 and fits
 
 
 @on_its_device
