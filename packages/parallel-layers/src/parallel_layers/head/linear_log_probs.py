@@ -91,40 +91,6 @@ def linear_log_probs(
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
-    _validate(hidden_TH, weight_VH, labels_T, temperature, size, sequence_parallel, logit_scale, logit_softcap)
-    if blocks:
-        check_invariant(weight_VH, vocab_size, blocks, group)
-    # Expand a one-element tensor: reading it on the host would wait for the device.
-    temperatures_T = temperature.detach().expand(len(labels_T)) if isinstance(temperature, Tensor) else None
-    trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
-    log_probs, entropy_T, *_ = linear_log_probs_op(
-        hidden_TH,
-        weight_VH,
-        labels_T,
-        temperatures_T,
-        1.0 if isinstance(temperature, Tensor) else float(temperature),
-        float(logit_scale),
-        float(logit_softcap or 0.0),
-        vocab_size,
-        sequence_parallel,
-        group_name(group),
-        keep_probabilities and not blocks and trains,
-        blocks,
-    )
-    return LogProbs(log_probs, entropy_T if entropy else None)
-
-
-def _validate(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    labels_T: Tensor,
-    temperature: float | Tensor,
-    group_size: int,
-    sequence_parallel: bool,
-    logit_scale: float,
-    logit_softcap: float | None,
-) -> None:
-    """Raise ValueError for arguments that do not fit together; reads no device memory."""
     if hidden_TH.ndim != 2 or weight_VH.ndim != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden states {list(hidden_TH.shape)} and head {list(weight_VH.shape)} must be [T, H] and [V, H]; "
@@ -135,19 +101,36 @@ def _validate(
             f"hidden states ({hidden_TH.dtype}) and head ({weight_VH.dtype}) must share a floating dtype; "
             "cast one of them, or run the model under torch.autocast"
         )
-    num_tokens = len(hidden_TH) * (group_size if sequence_parallel else 1)
+    num_tokens = len(hidden_TH) * (size if sequence_parallel else 1)
     if labels_T.shape != (num_tokens,) or labels_T.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"labels must be int64 [{num_tokens}], one for each token of the whole sequence "
-            f"(hidden states {list(hidden_TH.shape)}, sequence_parallel={sequence_parallel}, group of {group_size}), "
+            f"(hidden states {list(hidden_TH.shape)}, sequence_parallel={sequence_parallel}, group of {size}), "
             f"got {labels_T.dtype} {list(labels_T.shape)}"
         )
-    if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be positive")
-    elif temperature.shape not in ((), (num_tokens,)):
-        raise ValueError(f"a temperature tensor must be [{num_tokens}], one a token; got {list(temperature.shape)}")
-    if not logit_scale > 0:
-        raise ValueError(f"logit_scale={logit_scale} must be positive")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap={logit_softcap} must be positive, or None for no cap")
+    temperatures_T: Tensor | None = None
+    if isinstance(temperature, Tensor):
+        if temperature.shape not in ((), (num_tokens,)):
+            raise ValueError(f"a temperature tensor must be [{num_tokens}], one a token; got {list(temperature.shape)}")
+        # Expand a one-element tensor: reading it on the host would wait for the device.
+        temperatures_T, temperature = temperature.detach().expand(num_tokens), 1.0
+    numbers = {"temperature": temperature, "logit_scale": logit_scale, "logit_softcap": logit_softcap}
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ValueError(f"{name}={number} must be positive")
+    if blocks:
+        check_invariant(weight_VH, vocab_size, blocks, group)
+    trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
+    log_probs, entropy_T, *_ = linear_log_probs_op(
+        hidden_TH,
+        weight_VH,
+        labels_T,
+        temperatures_T,
+        [float(logit_scale), float(logit_softcap or 0.0), float(temperature)],
+        vocab_size,
+        sequence_parallel,
+        group_name(group),
+        keep_probabilities and not blocks and trains,
+        blocks,
+    )
+    return LogProbs(log_probs, entropy_T if entropy else None)

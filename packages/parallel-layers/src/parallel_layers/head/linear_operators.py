@@ -37,9 +37,7 @@ def linear_log_probs_op(
     weight_VH: Tensor,
     labels_T: Tensor,
     temperatures_T: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
+    numbers: list[float],
     vocab_size: int,
     sequence_parallel: bool,
     group_name: str,
@@ -48,7 +46,8 @@ def linear_log_probs_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
-    The arguments are those of `linear_log_probs`; with 0 `blocks` the statistics are the ordinary ones.
+    `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. The other arguments are
+    those of `linear_log_probs`.
     """
     group = group_of(group_name)
     check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
@@ -56,20 +55,23 @@ def linear_log_probs_op(
     first, last = vocab_range(vocab_size, group, len(weight_VH))
     hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
     weight, labels = weight_VH[: last - first], labels_T.long() - first
-    transform = LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T)
+    transform = _transform(numbers, temperatures_T)
     kept = _new_kept(hidden, weight, len(labels_T), keep)
     if blocks:
         statistics = invariant_statistics(hidden, weight_VH, labels, transform, vocab_size, blocks, group)
-        log_probs, entropy, logsumexp = finish_statistics(statistics, elementary_functions.log)
-        return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
-    if fused.supports(hidden, weight):
+    elif fused.supports(hidden, weight):
         statistics = fused.head_statistics(hidden, weight, labels, transform, kept if kept.parts.numel() else None)
     else:
         statistics = chunked.head_statistics(hidden, weight, labels, transform)
-    if async_collectives.is_sharded(group):
+    if not blocks and async_collectives.is_sharded(group):
         statistics = merge_statistics(gather_rows(statistics[None], group))
-    log_probs, entropy, logsumexp = finish_statistics(statistics)
+    log_probs, entropy, logsumexp = finish_statistics(statistics, elementary_functions.log if blocks else torch.log)
     return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
+
+
+def _transform(numbers: list[float], temperatures_T: Tensor | None) -> LogitTransform:
+    transform = LogitTransform(*numbers)
+    return transform if temperatures_T is None else transform._replace(temperature=temperatures_T)
 
 
 def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool) -> fused.Kept:
@@ -102,9 +104,7 @@ def linear_log_probs_backward_op(
     parts_N3T: Tensor,
     temperatures_T: Tensor | None,
     overwritten_TV: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
+    numbers: list[float],
     vocab_size: int,
     sequence_parallel: bool,
     group_name: str,
@@ -147,7 +147,7 @@ def linear_log_probs_backward_op(
         hidden,
         weight,
         labels_T.long() - first,
-        LogitTransform(logit_scale, logit_softcap, temperature if temperatures_T is None else temperatures_T),
+        _transform(numbers, temperatures_T),
         UpstreamGradients(
             grad_log_probs_T.to(dtype).masked_fill(labels_T == IGNORE_INDEX, 0.0),
             None if grad_entropy_T is None else grad_entropy_T.to(dtype),
