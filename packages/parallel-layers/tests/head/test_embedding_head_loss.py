@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from parallel_layers.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN = 11, 8
+QUICK = [(2, False, True), (2, True, False), (4, True, True), (4, False, False)]
+EVERY = list(itertools.product([1, 2, 4], [False, True], [False, True]))
 
 
 class Model(nn.Module):
@@ -75,9 +79,10 @@ def unsharded(full: dict[str, Tensor], ids: Tensor, labels: Tensor) -> dict[str,
     return {"loss": loss.detach()} | {name: t.grad for name, t in p.items() if t.grad is not None}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "sp", "fused"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK)],
+)
 def test_loss_and_every_gradient(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
     tensors = problem(8)
     results = ranks.run(loss_of, *tensors, sp, fused, world=world)
@@ -88,9 +93,10 @@ def test_loss_and_every_gradient(ranks: RankPool, world: int, sp: bool, fused: b
         assert not torch.stack(parts).isnan().all(0).any(), f"{name}: a place that no rank holds"
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "sp", "fused"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK)],
+)
 def test_bf16_error_is_at_most_that_of_unsharded_bf16(ranks: RankPool, world: int, sp: bool, fused: bool) -> None:
     """Times 1.5, against fp64: of torch's functions, which round the logits to bf16 as well.
 

@@ -405,44 +405,11 @@ def _sharded_compiled(group: ProcessGroup, sequence_parallel: bool) -> list[tupl
     return results
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence-parallel"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_with_a_group_at_two_lengths(ranks: RankPool, sequence_parallel: bool) -> None:
     for lengths in ranks.run(_sharded_compiled, sequence_parallel, world=2):
         for compiled, eager in lengths:
             torch.testing.assert_close(compiled, eager)
-
-
-def _communication(group: ProcessGroup, sequence_parallel: bool) -> list[list[str]]:
-    hidden, weight, labels, *_ = problem(8, 4, 10)
-    hidden = (hidden.chunk(group.size())[group.rank()] if sequence_parallel else hidden).clone().requires_grad_()
-    weight = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
-    options = {"group": group, "sequence_parallel": sequence_parallel, "vocab_size": 10}
-    linear_log_probs(hidden, weight, labels, **options)  # the ranks compare their numbers of rows once
-    out: list[Tensor] = []
-    counts = []
-    for step in (
-        lambda: out.extend(linear_log_probs(hidden, weight, labels, **options)),
-        lambda: (out[0].sum() + out[1].sum()).backward(),
-    ):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            step()
-        names = [event.name for event in profile.events()]
-        counts.append(
-            [
-                name
-                for name in names
-                if name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_out"))
-            ]
-        )
-    return counts
-
-
-def test_how_often_it_communicates(ranks: RankPool) -> None:
-    reduce, scatter, gather = (
-        f"_c10d_functional::{name}" for name in ("all_reduce_", "reduce_scatter_tensor", "all_gather_into_tensor")
-    )
-    assert ranks.run(_communication, False, world=2) == [[[gather], [reduce]]] * 2
-    assert ranks.run(_communication, True, world=2) == [[[gather, gather], [gather, scatter]]] * 2
 
 
 def _bad_label(group: ProcessGroup, inputs: tuple[Tensor, ...]) -> str:

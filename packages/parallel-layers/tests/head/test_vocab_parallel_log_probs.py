@@ -115,7 +115,13 @@ class Ranks(NamedTuple):
         return whole
 
 
-@pytest.fixture(params=["gloo-1", "gloo-2", "gloo-4", pytest.param("nccl-2", marks=pytest.mark.gpu(2))])
+@pytest.fixture(
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo-1", "gloo-2")),
+        "gloo-4",
+        pytest.param("nccl-2", marks=pytest.mark.gpu(2)),
+    ]
+)
 def sharding(request: pytest.FixtureRequest) -> Ranks:
     backend, _, world = request.param.partition("-")
     if backend == "gloo":

@@ -55,11 +55,10 @@ def exchanged(group: ProcessGroup, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def test_rows_travel_between_ranks(ranks: RankPool) -> None:
-    for seed in (0, 50):
-        results = ranks.run(exchanged, seed, world=4, timeout=60)
-        sent = torch.cat([x for x, _ in results]).repeat_interleave(2, 0)
-        arrived = torch.cat([rows for _, rows in results])
-        assert torch.equal(sent.sort(0).values, arrived.sort(0).values)
+    results = ranks.run(exchanged, 0, world=4, timeout=60)
+    sent = torch.cat([x for x, _ in results]).repeat_interleave(2, 0)
+    arrived = torch.cat([rows for _, rows in results])
+    assert torch.equal(sent.sort(0).values, arrived.sort(0).values)
 
 
 class Reads(TorchFunctionMode):

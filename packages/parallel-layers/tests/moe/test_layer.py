@@ -193,20 +193,26 @@ def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_paralle
     check_gradients(moe, gradients)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("tp", "ep", "world", "sequence_parallel", "whole_experts"),
-    [
-        (2, 1, 2, False, False),
-        (2, 1, 2, True, False),
-        (1, 2, 2, False, False),
-        (2, 2, 2, False, True),
-        (2, 2, 2, True, True),
-        (2, 2, 4, False, False),
-        (2, 2, 4, True, False),
-        (2, 4, 4, True, True),
-    ],
-)
+# tp, ep, world, sequence_parallel, whole_experts
+GRIDS = [
+    (2, 1, 2, False, False),
+    (2, 1, 2, True, False),
+    (1, 2, 2, False, False),
+    (2, 2, 2, False, True),
+    (2, 2, 2, True, True),
+    (2, 2, 4, False, False),
+    (2, 2, 4, True, False),
+    (2, 4, 4, True, True),
+]
+# In the quick run every grid has one or two families, and every family three or four grids.
+DIVIDED = [
+    pytest.param(family, *grid, marks=[] if (f - g) % 5 in (0, 2) else pytest.mark.slow)
+    for f, family in enumerate(FAMILIES)
+    for g, grid in enumerate(GRIDS)
+]
+
+
+@pytest.mark.parametrize(("family", "tp", "ep", "world", "sequence_parallel", "whole_experts"), DIVIDED)
 def test_divided_equals_transformers(
     ranks: RankPool, family: str, tp: int, ep: int, world: int, sequence_parallel: bool, whole_experts: bool
 ) -> None:
