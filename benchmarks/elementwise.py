@@ -323,24 +323,22 @@ def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
 
 
 def sweep_swiglu(ceiling: float) -> Iterator[Trial]:
-    tensors = [(normal(TOKENS, 2 * INTERMEDIATE), normal(TOKENS, INTERMEDIATE)) for _ in range(2)]
+    tensors = [normal(TOKENS, 2 * INTERMEDIATE) for _ in range(2)]
     size = 2 * TOKENS * INTERMEDIATE
-    for block, warps in itertools.product((512, 1024, 2048, 4096, 8192), (4, 8, 16)):
-        cut = {"max_block": block, "num_warps": warps}
-        forward = median_us([functools.partial(swiglu.launch_forward, x, **cut) for x, _ in tensors])
-        backward = median_us([functools.partial(swiglu.launch_backward, dy, x, **cut) for x, dy in tensors])
-        yield Trial("swiglu forward", 3 * size / (forward * 1e-6) / ceiling, forward, str(cut))
-        yield Trial("swiglu backward", 5 * size / (backward * 1e-6) / ceiling, backward, str(cut))
+    for swiglu.MAX_BLOCK, swiglu.NUM_WARPS in itertools.product((512, 1024, 2048, 4096, 8192), (4, 8, 16)):
+        time = median_us([functools.partial(swiglu.fused_swiglu, x) for x in tensors])
+        launch = f"MAX_BLOCK={swiglu.MAX_BLOCK}, NUM_WARPS={swiglu.NUM_WARPS}"
+        yield Trial("swiglu forward", 3 * size / (time * 1e-6) / ceiling, time, launch)
 
 
 def sweep_rotary(ceiling: float) -> Iterator[Trial]:
     operation = rotary_operation()
     cos, sin = RotaryEmbedding(HEAD_DIM, device="cuda")(torch.arange(TOKENS, device="cuda") % 4096)
     tensors = [[x.detach() for x in operation.inputs()] for _ in range(2)]
-    for heads, warps in itertools.product((4, 8, 16, 32, 64), (1, 2, 4, 8, 16)):
-        cut = {"heads": heads, "num_warps": warps}
-        time = median_us([functools.partial(rotary.launch, q, k, cos, sin, False, False, **cut) for q, k in tensors])
-        yield Trial("rotary", operation.forward_bytes / (time * 1e-6) / ceiling, time, str(cut))
+    for rotary.HEADS, rotary.NUM_WARPS in itertools.product((4, 8, 16, 32, 64), (1, 2, 4, 8, 16)):
+        time = median_us([functools.partial(rotary.fused_rotary, q, k, cos, sin) for q, k in tensors])
+        launch = f"HEADS={rotary.HEADS}, NUM_WARPS={rotary.NUM_WARPS}"
+        yield Trial("rotary", operation.forward_bytes / (time * 1e-6) / ceiling, time, launch)
 
 
 def main() -> None:

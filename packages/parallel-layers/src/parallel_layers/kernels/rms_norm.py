@@ -35,121 +35,80 @@ def fused_rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset:
 
     `unit_offset` multiplies by 1 + weight. A strided `[T, N, H]` (heads of a fused projection) is read in place.
     """
-    return rms_norm_op(x, weight, eps, unit_offset)[0]
+    return _norm_and_stream(x, None, weight, eps, unit_offset)[0]
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `(norm(x + residual), x + residual)`, both `[..., H]`; the sum is rounded to x's dtype before the norm."""
-    normed, total, _ = add_rms_norm_op(x, residual, weight, eps, unit_offset)
-    return normed, total
+    return _norm_and_stream(x, residual, weight, eps, unit_offset)
 
 
 def fused_rms_norm_and_keep(
     x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `(norm(x), x)`, both `[..., H]`; the backward adds the gradients of both in one kernel."""
-    normed, kept = _NormAndKeep.apply(x, weight, eps, unit_offset)
-    return normed, kept
+    return _norm_and_stream(x, None, weight, eps, unit_offset)
 
 
-@torch.library.custom_op("parallel_layers::rms_norm", mutates_args=())
-def rms_norm_op(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    """Return `(normed, rstd)`; see `fused_rms_norm`."""
-    normed, _, rstd = launch_forward(x, None, weight, eps, unit_offset, forward_launch(x.shape[-1], residual=False))
-    return normed, rstd
-
-
-@rms_norm_op.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("parallel_layers::add_rms_norm", mutates_args=())
-def add_rms_norm_op(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `(normed, total, rstd)`; see `fused_add_rms_norm`."""
-    launch = forward_launch(x.shape[-1], residual=True)
-    normed, total, rstd = launch_forward(x, residual, weight, eps, unit_offset, launch)
-    assert total is not None
-    return normed, total, rstd
-
-
-@add_rms_norm_op.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("parallel_layers::rms_norm_backward", mutates_args=())
-def rms_norm_backward_op(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, unit_offset: bool
+def _norm_and_stream(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `(dx, dweight)` for the normalised tensor x and the gradient `dtotal` of the residual stream."""
-    return launch_backward(
-        dy, dtotal, x, weight, rstd, unit_offset, backward_launch(x.shape[-1], x.element_size(), x.device)
-    )
+    """Return the norm and the residual stream, which is x or x + residual."""
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, residual, weight, eps, unit_offset)
+    normed, total, _ = _forward(x, residual, weight, eps, unit_offset)
+    return normed, x if residual is None else total
 
 
-@rms_norm_backward_op.register_fake
-def _(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, unit_offset: bool
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-def _norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.unit_offset = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _norm_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
-    if dy is None:
-        return None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    dx, dweight = rms_norm_backward_op(dy, None, x, weight, rstd, ctx.unit_offset)
-    return dx, dweight, None, None
-
-
-def _add_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, weight, _, ctx.unit_offset = inputs
-    _, total, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(total, weight, rstd)
-
-
-def _add_backward(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-    if dy is None:
-        return dtotal, dtotal, None, None, None
-    total, weight, rstd = ctx.saved_tensors
-    dx, dweight = rms_norm_backward_op(dy, dtotal, total, weight, rstd, ctx.unit_offset)
-    return dx, dx, dweight, None, None
-
-
-rms_norm_op.register_autograd(_norm_backward, setup_context=_norm_context)
-add_rms_norm_op.register_autograd(_add_backward, setup_context=_add_context)
-
-
-class _NormAndKeep(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     """An autograd function, because an operator cannot return a view of its argument."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-        normed, rstd = rms_norm_op(x, weight, eps, unit_offset)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
+    ) -> tuple[Tensor, Tensor]:
+        normed, total, rstd = _forward(x, residual, weight, eps, unit_offset)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.unit_offset = unit_offset
-        return normed, x.view_as(x)
+        ctx.has_residual, ctx.unit_offset = residual is not None, unit_offset
+        ctx.save_for_backward(total if ctx.has_residual else x, weight, rstd)
+        return normed, total if ctx.has_residual else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dkept: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return dkept, None, None, None
-        x, weight, rstd = ctx.saved_tensors
-        return *rms_norm_backward_op(dy, dkept, x, weight, rstd, ctx.unit_offset), None, None
+    def backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dweight = dstream, None
+        if dy is not None:
+            stream, weight, rstd = ctx.saved_tensors
+            dx, dweight = _backward(dy, dstream, stream, weight, rstd, ctx.unit_offset)
+        return dx, dx if ctx.has_residual else None, dweight, None, None
+
+
+@torch.library.custom_op("parallel_layers::rms_norm", mutates_args=())
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm, x + residual (without a residual an empty tensor) and ρ."""
+    launch = forward_launch(x.shape[-1], residual=residual is not None)
+    normed, total, rstd = launch_forward(x, residual, weight, eps, unit_offset, launch)
+    return normed, x.new_empty(0) if total is None else total, rstd
+
+
+@_forward.register_fake
+def _(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), total, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("parallel_layers::rms_norm_backward", mutates_args=())
+def _backward(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, unit_offset: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the residual stream and of the weight; `dstream` is the stream's own gradient."""
+    launch = backward_launch(stream.shape[-1], stream.element_size(), stream.device)
+    return launch_backward(dy, dstream, stream, weight, rstd, unit_offset, launch)
+
+
+@_backward.register_fake
+def _(dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return stream.new_empty(stream.shape), torch.empty_like(weight, memory_format=torch.contiguous_format)

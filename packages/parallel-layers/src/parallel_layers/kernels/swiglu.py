@@ -22,16 +22,6 @@ MAX_BLOCK = 1024
 NUM_WARPS = 4
 
 
-def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`: `gate_up [..., 2I]` (gate, then up) -> `[..., I]` in the same dtype."""
-    return swiglu_op(gate_up)
-
-
-def fused_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return `silu(gate) * up` `[..., I]`; raise ValueError if the two shapes or dtypes differ."""
-    return silu_mul_op(gate, up)
-
-
 # Rows of gate and up, and of their gradients, are `stride` elements apart: 2I in a fused projection, else I.
 @triton.jit
 def _swiglu_kernel(gate_ptr, up_ptr, y_ptr, stride, size, blocks, BLOCK: tl.constexpr):
@@ -58,8 +48,14 @@ def _swiglu_backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride
     tl.store(dup_ptr + row * stride + column, (dy * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-def _block(size: int, max_block: int) -> int:
-    return min(max_block, next_power_of_2(size))
+@on_its_device
+def _launch(y: Tensor, kernel: Any, *tensors: Tensor, stride: int) -> None:
+    """Launch a kernel over the rows of `y [..., I]`, in blocks of columns of one row."""
+    if y.numel():
+        size = y.shape[-1]
+        block = min(MAX_BLOCK, next_power_of_2(size))
+        blocks = cdiv(size, block)
+        kernel[(y.numel() // size * blocks,)](*tensors, stride, size, blocks, BLOCK=block, num_warps=NUM_WARPS)
 
 
 def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,109 +65,67 @@ def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up[..., :size], gate_up[..., size:]
 
 
-@on_its_device
-def _forward(gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int) -> Tensor:
+@torch.library.custom_op("parallel_layers::swiglu", mutates_args=())
+def fused_swiglu(gate_up: Tensor) -> Tensor:
+    """Return `silu(gate) * up`: `gate_up [..., 2I]` (gate, then up) -> `[..., I]` in the same dtype."""
+    gate, up = _halves(gate_up.contiguous())
     y = gate.new_empty(gate.shape)
-    if y.numel():
-        size = y.shape[-1]
-        block = _block(size, max_block)
-        blocks = cdiv(size, block)
-        grid = (y.numel() // size * blocks,)
-        _swiglu_kernel[grid](gate, up, y, stride, size, blocks, BLOCK=block, num_warps=num_warps)
+    _launch(y, _swiglu_kernel, gate, up, y, stride=gate_up.shape[-1])
     return y
 
 
-@on_its_device
-def _backward_into(
-    dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor, stride: int, max_block: int, num_warps: int
-) -> None:
-    if dy.numel():
-        size = dy.shape[-1]
-        block = _block(size, max_block)
-        blocks = cdiv(size, block)
-        grid = (dy.numel() // size * blocks,)
-        _swiglu_backward_kernel[grid](dy, gate, up, dgate, dup, stride, size, blocks, BLOCK=block, num_warps=num_warps)
-
-
-def launch_forward(gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """Launch the forward kernel in blocks of at most `max_block` columns of one row."""
-    gate, up = _halves(gate_up.contiguous())
-    return _forward(gate, up, gate_up.shape[-1], max_block, num_warps)
-
-
-def launch_backward(dy: Tensor, gate_up: Tensor, *, max_block: int = MAX_BLOCK, num_warps: int = NUM_WARPS) -> Tensor:
-    """Launch the backward kernel in blocks of at most `max_block` columns of one row."""
-    gate_up = gate_up.contiguous()
-    dx = torch.empty_like(gate_up)
-    _backward_into(*_halves(dx), dy.contiguous(), *_halves(gate_up), gate_up.shape[-1], max_block, num_warps)
-    return dx
-
-
-@torch.library.custom_op("parallel_layers::swiglu", mutates_args=())
-def swiglu_op(gate_up: Tensor) -> Tensor:
-    """See `fused_swiglu`."""
-    return launch_forward(gate_up)
-
-
-@swiglu_op.register_fake
+@fused_swiglu.register_fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
 @torch.library.custom_op("parallel_layers::swiglu_backward", mutates_args=())
-def swiglu_backward_op(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of `gate_up`."""
-    return launch_backward(dy, gate_up)
+def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    dx = torch.empty_like(gate_up)
+    tensors = dy.contiguous(), *_halves(gate_up), *_halves(dx)
+    _launch(dy, _swiglu_backward_kernel, *tensors, stride=gate_up.shape[-1])
+    return dx
 
 
-@swiglu_backward_op.register_fake
+@_swiglu_backward.register_fake
 def _(dy: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
-def _context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    return swiglu_backward_op(dy, *ctx.saved_tensors)
-
-
-swiglu_op.register_autograd(_backward, setup_context=_context)
-
-
 @torch.library.custom_op("parallel_layers::silu_mul", mutates_args=())
-def silu_mul_op(gate: Tensor, up: Tensor) -> Tensor:
-    """See `fused_silu_mul`."""
+def fused_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `silu(gate) * up` `[..., I]`; raise ValueError if the two shapes or dtypes differ."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gate is {gate.dtype} {list(gate.shape)} and up is {up.dtype} {list(up.shape)}; make them agree"
         )
-    return _forward(gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS)
+    y = gate.new_empty(gate.shape)
+    _launch(y, _swiglu_kernel, gate.contiguous(), up.contiguous(), y, stride=gate.shape[-1])
+    return y
 
 
-@silu_mul_op.register_fake
+@fused_silu_mul.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("parallel_layers::silu_mul_backward", mutates_args=())
-def silu_mul_backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate` and `up`."""
+def _silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    _backward_into(
-        dgate, dup, dy.contiguous(), gate.contiguous(), up.contiguous(), gate.shape[-1], MAX_BLOCK, NUM_WARPS
-    )
+    tensors = dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup
+    _launch(dy, _swiglu_backward_kernel, *tensors, stride=gate.shape[-1])
     return dgate, dup
 
 
-@silu_mul_backward_op.register_fake
+@_silu_mul_backward.register_fake
 def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _apart_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return silu_mul_backward_op(dy, *ctx.saved_tensors)
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-silu_mul_op.register_autograd(_apart_backward, setup_context=_context)
+fused_swiglu.register_autograd(lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs)
+fused_silu_mul.register_autograd(lambda ctx, dy: _silu_mul_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs)
