@@ -17,7 +17,7 @@ from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Placement, Share
-from rl_train.cluster.ranks import Ranks, Stand
+from rl_train.cluster.ranks import Ranks
 from rl_train.cluster.resources import Resources, import_ray
 
 
@@ -74,15 +74,14 @@ class RayModelGroup:
         self._path, self._options = os.path.abspath(path), options
         self._collective_timeout = collective_timeout
         self._owns_placement = not isinstance(resources, Share)
-        share = resources if isinstance(resources, Share) else Placement(dims.world_size, resources).share(1.0)
-        self.placement = share.placement
+        self._share = resources if isinstance(resources, Share) else Placement(dims.world_size, resources).share(1.0)
+        self.placement = self._share.placement
         self._ranks: Ranks | None = None
-        self._stand: Stand | None = None
+        self._bundles: list[int] = []
         self._checkpoint: str | None = None
         self._updated = False
         try:
-            bundles = self.placement.take(dims.world_size, share.fraction, dims.tp)
-            self._stand = Stand(self.placement, bundles, share.fraction, dims.tp)
+            self._bundles = self._share.take(dims.world_size, dims.tp)
             self._start()
             if wait:
                 self.ready()
@@ -193,15 +192,14 @@ class RayModelGroup:
         """End the ranks and give their devices back. Safe to call twice."""
         if self._ranks is not None:
             self._ranks.end()
-        if self._stand is not None:
-            self.placement.give_back(self._stand.bundles, self._stand.fraction)
+        self._share.give_back(self._bundles)
         if self._owns_placement:
             self.placement.remove()
-        self._ranks = self._stand = None
+        self._ranks, self._bundles = None, []
 
     def _start(self) -> None:
-        assert self._stand is not None
-        self._ranks = Ranks(self.name, self._stand, self._collective_timeout, self._methods)
+        share, bundles, tp = self._share, self._bundles, self.dims.tp
+        self._ranks = Ranks(self.name, share, bundles, tp, self._collective_timeout, self._methods)
         self._loading = self._send("load", (self.kind, self._path), {"dims": self.dims, **self._options})
 
     @property

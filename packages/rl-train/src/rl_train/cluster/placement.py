@@ -86,43 +86,6 @@ class Placement:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def take(self, count: int, fraction: float, tp: int) -> list[int]:
-        """Reserve a fraction of `count` devices and return their bundles, with the bundles of a node side by side.
-
-        Raises:
-            ValueError: Fewer devices than `count` have that fraction left.
-        """
-        nodes = self.wait()
-        room = [bundle for bundle, free in enumerate(self.free) if free + _PRECISION >= fraction]
-        if len(room) < count:
-            raise ValueError(
-                f"{count} ranks need {fraction:g} of a device each, but the {len(self)} devices of the placement have "
-                f"{', '.join(f'{free:.3g}' for free in self.free)} left; ask for a smaller share or shut a group down"
-            )
-        seats = [(nodes[bundle], str(bundle)) for bundle in room]
-        bundles = [room[i] for i in rank_order(seats, tp)[:count]]
-        for bundle in bundles:
-            self.free[bundle] -= fraction
-        return bundles
-
-    def give_back(self, bundles: Sequence[int], fraction: float) -> None:
-        """Return what `take` has reserved."""
-        for bundle in bundles:
-            self.free[bundle] += fraction
-
-    def options(self, bundle: int, fraction: float) -> dict[str, Any]:
-        """Return the options of a Ray actor that gets a fraction of a bundle."""
-        ray = import_ray()
-        amounts = {name: int(amount * fraction * 10_000) / 10_000 for name, amount in self.bundle.items()}
-        return {
-            "num_cpus": amounts.pop("CPU"),
-            "num_gpus": amounts.pop("GPU", 0),
-            "resources": amounts,
-            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=bundle
-            ),
-        }
-
     def remove(self) -> None:
         """Return the devices to the cluster; Ray ends their remaining processes. Safe to call twice."""
         self._finalizer()
@@ -138,6 +101,45 @@ class Share:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} must lie in (0, 1]")
+
+    def take(self, count: int, tp: int) -> list[int]:
+        """Reserve this fraction of `count` devices and return their bundles, with the bundles of a node side by side.
+
+        Raises:
+            ValueError: Fewer devices than `count` have that fraction left.
+        """
+        nodes, free = self.placement.wait(), self.placement.free
+        room = [bundle for bundle, left in enumerate(free) if left + _PRECISION >= self.fraction]
+        if len(room) < count:
+            raise ValueError(
+                f"{count} ranks need {self.fraction:g} of a device each, but the {len(free)} devices of the placement "
+                f"have {', '.join(f'{left:.3g}' for left in free)} left; ask for a smaller share or shut a group down"
+            )
+        seats = [(nodes[bundle], str(bundle)) for bundle in room]
+        bundles = [room[i] for i in rank_order(seats, tp)[:count]]
+        for bundle in bundles:
+            free[bundle] -= self.fraction
+        return bundles
+
+    def give_back(self, bundles: Sequence[int]) -> None:
+        """Return what `take` has reserved."""
+        for bundle in bundles:
+            self.placement.free[bundle] += self.fraction
+
+    def options(self, bundle: int) -> dict[str, Any]:
+        """Return the options of a Ray actor that gets this fraction of a bundle."""
+        ray = import_ray()
+        amounts = {
+            name: int(amount * self.fraction * 10_000) / 10_000 for name, amount in self.placement.bundle.items()
+        }
+        return {
+            "num_cpus": amounts.pop("CPU"),
+            "num_gpus": amounts.pop("GPU", 0),
+            "resources": amounts,
+            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self.placement.group, placement_group_bundle_index=bundle
+            ),
+        }
 
 
 def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_models.workers.dispatch import Method
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import RankHost, Seat
 from rl_train.cluster.launch import RankFailed
-from rl_train.cluster.placement import Placement, rank_order
+from rl_train.cluster.placement import Share, rank_order
 from rl_train.cluster.resources import import_ray
 
 _INCARNATIONS = itertools.count()
-
-
-@dataclass(frozen=True)
-class Stand:
-    """The devices of a group's ranks: a fraction of some bundles of a placement, in order for tp groups of `tp`."""
-
-    placement: Placement
-    bundles: Sequence[int]
-    fraction: float
-    tp: int
 
 
 class Ranks:
@@ -33,7 +22,9 @@ class Ranks:
 
     Args:
         name: The name of the group.
-        stand: The devices of the ranks.
+        share: The fraction of each device.
+        bundles: The devices of the ranks, from `share.take`.
+        tp: The size of a tensor-parallel group, which lies inside a node where possible.
         collective_timeout: Seconds after which a collective fails that some ranks have not reached.
         methods: How each method is split over the ranks, by name.
 
@@ -41,7 +32,15 @@ class Ranks:
         RankFailed: A process did not start; the others have been ended.
     """
 
-    def __init__(self, name: str, stand: Stand, collective_timeout: float, methods: Mapping[str, Method]) -> None:
+    def __init__(
+        self,
+        name: str,
+        share: Share,
+        bundles: Sequence[int],
+        tp: int,
+        collective_timeout: float,
+        methods: Mapping[str, Method],
+    ) -> None:
         ray = import_ray()
         self.name, self._methods = name, methods
         self._calls = 0
@@ -49,24 +48,20 @@ class Ranks:
         self._broken: str | None = None
         self._behind: Future[Any] | None = None
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankHost)
-        runtime_env = {"env_vars": _process_environment(name, stand)}
+        runtime_env = {"env_vars": _process_environment(name, share)}
+        accelerator, resources = share.placement.accelerator, share.placement.resources
         hosts = [
-            actor.options(runtime_env=runtime_env, **stand.placement.options(bundle, stand.fraction)).remote(
-                stand.placement.accelerator
-            )
-            for bundle in stand.bundles
+            actor.options(runtime_env=runtime_env, **share.options(bundle)).remote(accelerator) for bundle in bundles
         ]
         try:
-            seats: list[Seat] = ray.get(
-                [host.seat.remote() for host in hosts], timeout=stand.placement.resources.timeout
-            )
+            seats: list[Seat] = ray.get([host.seat.remote() for host in hosts], timeout=resources.timeout)
         except ray.exceptions.RayError as error:
             _kill(hosts)
             raise RankFailed(f"the processes of {name} did not start: {error}") from None
         except BaseException:
             _kill(hosts)
             raise
-        order = rank_order([(seat.node, seat.device) for seat in seats], stand.tp)
+        order = rank_order([(seat.node, seat.device) for seat in seats], tp)
         self._hosts = [hosts[i] for i in order]
         self.seats = [seats[i] for i in order]
         for host, env in zip(self._hosts, rank_environments(self.seats), strict=True):
@@ -163,12 +158,12 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
     return environments
 
 
-def _process_environment(name: str, stand: Stand) -> dict[str, str]:
+def _process_environment(name: str, share: Share) -> dict[str, str]:
     """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
     # A reused process may have imported torch with another environment.
     own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
-    threads = {"OMP_NUM_THREADS": str(max(1, int(stand.placement.resources.cpus * stand.fraction)))}
-    return {**threads, **stand.placement.resources.env, **own}
+    threads = {"OMP_NUM_THREADS": str(max(1, int(share.placement.resources.cpus * share.fraction)))}
+    return {**threads, **share.placement.resources.env, **own}
 
 
 def _kill(hosts: Sequence[Any]) -> None:
