@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.files.atomic import remove_abandoned
 from ckpt.files.boxio import IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import room_for
@@ -30,7 +31,7 @@ from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
 from ckpt.training.boxes import Stored, check_headers, planned, read_metadata, write_boxes, write_metadata
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
-from ckpt.training.runs import folder_name, latest_step, point_to, prune, remove_leftovers, saved_steps
+from ckpt.training.runs import folder_name, latest_step, point_to, prune, saved_steps
 from ckpt.training.state import OptimizerState, WantedState, own_state, wanted_state
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
 from ckpt.transfer.holdings import Held, OwnParts, Places, gather_holdings
@@ -38,8 +39,6 @@ from ckpt.transfer.parallel_reads import read_all
 from ckpt.transfer.tied import require_equal_copies
 from ckpt.transfer.writing import new_folder
 
-# The number of threads that read.
-_THREADS = 4
 # The entries of `state.json`.
 _FACTS = {"step", "extra", "rng"}
 
@@ -214,7 +213,8 @@ def _write(
 
     def prepare() -> tuple[dict[str, list[Held]], dict[str, Stored]]:
         if holdings.rank == 0:
-            remove_leftovers(root)
+            # The leftovers of killed saves of any step; running saves keep their folders.
+            remove_abandoned(root.glob(".step-*.saving-*"))
         owners = holdings.assign_owners()
         return owners, planned(owners, holdings)
 
@@ -292,7 +292,7 @@ def load_training(
     def read() -> None:
         with while_unchanged(files):
             count = IOCounter() if counter is None else counter
-            read_all(wanted.reads(folder, stored), threads=_THREADS, counter=count)
+            read_all(wanted.reads(folder, stored), counter=count)
         wanted.settle_counts()
 
     agree(read, group)

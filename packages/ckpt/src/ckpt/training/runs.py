@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ckpt.files.atomic import remove_abandoned, remove_checkpoint, take_mode
+from ckpt.files.atomic import remove_checkpoint, take_mode
 from ckpt.files.contents import STATE
 from ckpt.files.disk import sync
 
@@ -79,11 +79,6 @@ def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
     """
     latest = latest_step(root)
     return [] if latest is None else [step for step in saved_steps(root) if step <= latest]
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove the leftovers of killed saves of any step; running saves keep their folders."""
-    remove_abandoned(root.glob(".step-*.saving-*"))
 
 
 def prune(root: Path, keep: int | None) -> None:

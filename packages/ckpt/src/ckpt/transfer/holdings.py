@@ -174,10 +174,15 @@ def take_stock(
     Raises:
         ValueError: Tensors are missing or unexpected, or shapes or dtypes differ between ranks; on every rank.
     """
-    own = agree(lambda: _own_parts(tensors, places_of(place), layout), group)
+
+    def describe() -> tuple[OwnParts, str]:
+        own = _own_parts(tensors, places_of(place), layout)
+        return own, _digest(_describe(own))
+
+    own, digest = agree(describe, group)
     kept: Holdings | None = layout.kept.get("holdings")
     known = kept.key if kept is not None and kept.rank == rank_in(group) else None
-    facts = all_gather_json([_digest(_describe(own)), known], group)
+    facts = all_gather_json([digest, known], group)
     key = _digest([digest for digest, _ in facts])
     if kept is None or any(known != key for _, known in facts):
         kept = layout.kept["holdings"] = dataclasses.replace(gather_holdings(own, layout, group), key=key)
@@ -197,7 +202,7 @@ def gather_holdings(own: OwnParts, layout: Layout, group: ProcessGroup | None, p
     Raises:
         ValueError: Dtypes differ between ranks, or no rank holds one of the weights; on every rank.
     """
-    messages = all_gather_json(_describe(own), group)
+    messages = all_gather_json(agree(lambda: _describe(own), group), group)
 
     def merge() -> Holdings:
         ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
@@ -233,19 +238,13 @@ def _own_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], la
     sets = [tensors] if isinstance(tensors, Mapping) else list(tensors)
     if len(places) != len(sets):
         raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
-    return [(at, _parts(at, held, layout)) for at, held in zip(places, sets, strict=True)]
-
-
-def _parts(place: Place, tensors: Tensors, layout: Layout) -> Parts:
-    blocks = layout.at(place)
-    check_names(tensors, blocks, layout, str(place))
-    for tensor in tensors.values():
-        dtype_name(tensor.dtype)
-    return {
-        name: on_this_rank(f"{name} at {place}", tensors[name], block.shape)
-        for name, block in blocks.items()
-        if name in tensors
-    }
+    own: list[tuple[Place, Parts]] = []
+    for at, held in zip(places, sets, strict=True):
+        blocks = layout.at(at)
+        check_names(held, blocks, layout, str(at))
+        shapes = {name: block.shape for name, block in blocks.items() if name in held}
+        own.append((at, {name: on_this_rank(f"{name} at {at}", held[name], shape) for name, shape in shapes.items()}))
+    return own
 
 
 def check_names(names: Collection[str], blocks: Mapping[str, Block], layout: Layout, where: str) -> None:

@@ -22,7 +22,6 @@ _COMPONENTS = (
     ("experts", r"\.experts\."),
     ("mlp", r"mlp\."),
 )
-COMPONENTS = tuple(name for name, _ in _COMPONENTS)
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,6 @@ class PlaceBytes:
     def total(self) -> int:
         """All bytes of the place."""
         return sum(self.components.values())
-
-
-def component(name: str) -> str:
-    """Return the component of a canonical tensor."""
-    return next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
 
 
 def stored_dtypes(source: Source) -> dict[str, torch.dtype]:
@@ -78,11 +72,12 @@ def plan_bytes(
     known = dtypes or {}
     result = []
     for place in grid.places():
-        components = dict.fromkeys(COMPONENTS, 0)
+        components = {label: 0 for label, _ in _COMPONENTS}
         for block in layout.at(place).values():
             if layout.is_optional(block):
                 continue
-            label = component(block.names[0])
-            components[label] = components.get(label, 0) + block.numel * known.get(block.names[0], dtype).itemsize
+            name = block.names[0]
+            label = next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
+            components[label] = components.get(label, 0) + block.numel * known.get(name, dtype).itemsize
         result.append(PlaceBytes(place, components))
     return result

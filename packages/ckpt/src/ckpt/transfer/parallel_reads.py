@@ -4,11 +4,11 @@
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Read:
 def read_all(
     reads: Iterable[Read],
     *,
-    threads: int,
+    threads: int = 4,
     counter: IOCounter,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -66,10 +66,30 @@ def read_all(
     ordered = sorted(reads, key=lambda read: (read.path, read.info.offset, read.box))
     total, done = sum(read.nbytes for read in ordered), 0
     devices = {read.destination.device for read in ordered if read.destination.device.type == "cuda"}
-    worker = _Worker({device: torch.cuda.current_stream(device) for device in devices}, threads)
+    # CUDA copies run on the caller's streams.
+    streams = {device: torch.cuda.current_stream(device) for device in devices}
+    inference, local, ended = torch.is_inference_mode_enabled(), threading.local(), threading.Event()
+
+    def run(batch: list[Read]) -> IOCounter:
+        count = IOCounter()
+        if ended.is_set():
+            return count
+        stagings: StagingPool = local.__dict__.setdefault("stagings", StagingPool())
+        try:
+            with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
+                for part in batch:
+                    device, name = part.destination.device, f"{part.name} in {part.path}"
+                    with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
+                        staging = stagings.on(device)
+                        read_box(file.fileno(), part.info, part.box, part.destination, staging, count, name)
+        except BaseException:
+            ended.set()
+            raise
+        return count
+
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
         try:
-            for future in as_completed([pool.submit(worker.run, batch) for batch in _batches(ordered)]):
+            for future in as_completed([pool.submit(run, batch) for batch in _batches(ordered)]):
                 count = future.result()
                 counter.data_bytes += count.data_bytes
                 counter.calls += count.calls
@@ -77,7 +97,7 @@ def read_all(
                 if progress is not None:
                     progress(done, total)
         finally:
-            worker.ended = True
+            ended.set()
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
@@ -92,43 +112,3 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
         nbytes += read.nbytes
     if batch:
         yield batch
-
-
-class _Worker:
-    """Reads batches in a thread; CUDA copies run on the caller's streams.
-
-    Attributes:
-        ended: Whether the remaining reads are cancelled.
-    """
-
-    def __init__(self, streams: dict[torch.device, torch.cuda.Stream], threads: int) -> None:
-        self.ended = False
-        self._streams = streams
-        self._inference = torch.is_inference_mode_enabled()
-        self._stagings: SimpleQueue[StagingPool] = SimpleQueue()
-        for _ in range(threads):
-            self._stagings.put(StagingPool())
-
-    def run(self, batch: list[Read]) -> IOCounter:
-        """Read a batch; return the count of its bytes and calls."""
-        counter = IOCounter()
-        if self.ended:
-            return counter
-        stagings = self._stagings.get()
-        try:
-            with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(self._inference):
-                for read in batch:
-                    device = read.destination.device
-                    with self._on_stream(device):
-                        staging = stagings.on(device)
-                        name = f"{read.name} in {read.path}"
-                        read_box(file.fileno(), read.info, read.box, read.destination, staging, counter, name)
-        except BaseException:
-            self.ended = True
-            raise
-        finally:
-            self._stagings.put(stagings)
-        return counter
-
-    def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[device]) if device in self._streams else contextlib.nullcontext()

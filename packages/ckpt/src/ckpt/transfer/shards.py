@@ -70,21 +70,6 @@ _FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _read_facts(file: Path) -> dict[str, Any]:
-    """Read layout.json and check the type of every entry.
-
-    Raises:
-        ValueError: An entry is missing or of another type; names the file, the entry, its value and the allowed values.
-    """
-    facts = read_json_file(file)
-    for name, (what, fits) in _FACTS.items():
-        if name not in facts:
-            raise ValueError(f"{file} has no {name!r}, which must be {what}; copy the file from the original folder")
-        if not fits(facts[name]):
-            raise ValueError(f"{file}: {name}={facts[name]!r:.200} must be {what}")
-    return facts
-
-
 def read_layout(folder: Path) -> tuple[Layout, Grid]:
     """Return the layout and the grid of a sharded checkpoint.
 
@@ -93,8 +78,14 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
     """
     config = load_config(folder)
     family = family_of(config)
-    facts = _read_facts(folder / LAYOUT)
+    facts = read_json_file(folder / LAYOUT)
     try:
+        if not isinstance(facts, dict):
+            raise ValueError(f"it holds {type(facts).__name__}, not a JSON object")
+        for name, (what, fits) in _FACTS.items():
+            if name not in facts or not fits(facts[name]):
+                found = f"{name}={facts[name]!r:.200}" if name in facts else f"{name!r} is missing, and it"
+                raise ValueError(f"{found} must be {what}; copy the file from the original folder")
         grid = Grid(**facts["grid"])
         layout = Layout(
             family,

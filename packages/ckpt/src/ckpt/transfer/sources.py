@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
 from ckpt.layout.place import Grid
+from ckpt.transfer.holdings import check_names
 from ckpt.transfer.match import detect_role, is_prediction_layer, match
 from ckpt.transfer.parallel_reads import Read
 from ckpt.transfer.shards import is_sharded, read_layout, shard_name
@@ -144,8 +145,10 @@ def _sharded(folder: Path) -> Source:
         path = folder / shard_name(index, grid.size)
         source.headers[path] = header = read_header(path)
         blocks = layout.at(place)
-        _check_place(path, header, blocks, layout, str(place))
+        check_names(header.tensors, blocks, layout, f"{place} in {path}")
         for local, info in header.tensors.items():
+            if info.shape != blocks[local].shape:
+                raise ValueError(f"{local} has shape {info.shape} in {path}, the layout has {blocks[local].shape}")
             key = f"{index}:{local}"
             source.tensors[key] = (path, info)
             for piece in blocks[local].pieces:
@@ -163,18 +166,6 @@ def _sharded(folder: Path) -> Source:
             listed = " and ".join(f"{dtype} in {file}" for dtype, file in found.items())
             raise ValueError(f"{name} is of several types: {listed}; save all places in one")
     return source
-
-
-def _check_place(path: Path, header: Header, blocks: Mapping[str, Block], layout: Layout, place: str) -> None:
-    held = header.tensors
-    missing = [name for name, block in blocks.items() if name not in held and not layout.is_optional(block)]
-    unexpected = [name for name in held if name not in blocks]
-    wrong = [name for name, info in held.items() if name in blocks and info.shape != blocks[name].shape]
-    if missing or unexpected or wrong:
-        raise ValueError(
-            f"{path} does not hold the tensors of {place}: missing {missing[:3]}, unexpected {unexpected[:3]}, "
-            f"wrong shape {wrong[:3]}"
-        )
 
 
 def reads_into(
