@@ -120,7 +120,13 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize(("dims", "virtual_stages", "options"), GRIDS)
+PLAIN = GRIDS[1], GRIDS[3], GRIDS[4], GRIDS[6], GRIDS[8]
+
+
+@pytest.mark.parametrize(
+    ("dims", "virtual_stages", "options"),
+    [case if case in PLAIN else pytest.param(*case, marks=pytest.mark.slow) for case in GRIDS],
+)
 def test_routing_replays_on_any_grid(
     ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any]
 ) -> None:

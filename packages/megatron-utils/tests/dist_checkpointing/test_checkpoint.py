@@ -158,17 +158,12 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
 @pytest.mark.parametrize(
     "turn",
     [
-        (ParallelDims(tp=2), ParallelDims(), case(DENSE), case(DENSE)),
-        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE), case(DENSE)),
-        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True), case(DENSE, True)),
         (ParallelDims(pp=2), ParallelDims(tp=2), case(DENSE, virtual_stages=2), case(DENSE)),
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
-        (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, True), case(DENSE, True)),
         # Several buckets in a buffer: tied embeddings have their own, and overlapping makes more.
         (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True), case(TIED, True)),
         (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)),
         # The first stage, which writes down the step, trains nothing.
-        (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, frozen=True), case(DENSE, frozen=True)),
         (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
         # Masters and the loss scale. Replicas that see the same compute the same bits as one.
         (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
@@ -176,6 +171,16 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         *(
             pytest.param((dims, dims, case(DENSE, cut, precision=kind), case(DENSE, cut, precision=kind)), marks=SLOW)
             for dims, cut, kind in ((ParallelDims(dp=2), True, "fp16"), (ParallelDims(tp=2), False, "bf16"))
+        ),
+        *(
+            pytest.param((saved, resumed, first, first), marks=SLOW)
+            for saved, resumed, first in (
+                (ParallelDims(tp=2), ParallelDims(), case(DENSE)),
+                (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE)),
+                (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True)),
+                (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, True)),
+                (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, frozen=True)),
+            )
         ),
         *(
             pytest.param((saved, resumed, case(hf, True, stages), case(hf, True)), marks=SLOW)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from hf_patches.families.base import Family, HeadScaling
 from hf_patches.families.refused import refuse
-from hf_patches.families.table import FAMILIES
+from hf_patches.families.table import FAMILIES, Family, HeadScaling
 
 __all__ = ["FAMILIES", "Family", "HeadScaling", "family_of", "supported_model_types"]
 

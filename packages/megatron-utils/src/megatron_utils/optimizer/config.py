@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-
-
-class _FromMapping:
-    """Configs from a file or a command line; unknown keys and values of another type raise."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if not _fits(value, hints[field.name]):
-                raise ValueError(f"{field.name}={value!r} must be of type {field.type}")
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Make the config from a mapping.
-
-        Raises:
-            ValueError: A key is no field (names the nearest field), or the config refuses a value.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for key in values:
-            if key not in names:
-                near = difflib.get_close_matches(key, names, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
-                raise ValueError(f"{cls.__name__} has no field {key!r}{hint}")
-        return cls(**values)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -58,7 +30,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_FromMapping):
+class OptimizerConfig:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) on Megatron's optimizers.
 
     Raises:
@@ -93,7 +65,11 @@ class OptimizerConfig(_FromMapping):
     """Number of overflows before the scale halves."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not _fits(value, hints[field.name]):
+                raise ValueError(f"{field.name}={value!r} must be of type {field.type}")
         for name, fine in {
             "lr": self.lr >= 0,
             "betas": all(0 <= beta < 1 for beta in self.betas),
