@@ -135,7 +135,7 @@ CASES = [
     ("column", {"gather_output": True}),
     ("row", {"input_is_parallel": False}),
 ]
-worlds = pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+worlds = pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 sequence_parallel = pytest.mark.parametrize("sp", [False, True], ids=["whole tokens", "divided tokens"])
 
 

@@ -92,8 +92,14 @@ def serial_and_overlapped(
     return results
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("shape", [(7,), (4, 3), (1,), (0,)], ids=str)
+WORLDS_AND_SHAPES = [(4, (7,)), (2, (4, 3)), (4, (1,)), (2, (0,))]
+
+
+@pytest.mark.parametrize(
+    ("world", "shape"),
+    [*WORLDS_AND_SHAPES, *(pytest.param(6 - n, shape, marks=pytest.mark.slow) for n, shape in WORLDS_AND_SHAPES)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_every_way_computes_the_same(ranks: RankPool, kind: str, shape: tuple[int, ...], world: int) -> None:
     """With tokens that do not divide into chunks, with dims between tokens and features, with one token and none."""
@@ -272,7 +278,7 @@ def compiled(group: ProcessGroup, kind: str) -> list[dict[str, Tensor]]:
         ]
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", ["column", pytest.param("row", marks=pytest.mark.slow)])
 def test_compiled_code_is_one_graph(ranks: RankPool, kind: str) -> None:
     for eager, ours in ranks.run(compiled, kind, world=2):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)

@@ -65,8 +65,9 @@ def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
             assert torch.equal(dw, weight_gradient(dys[rank], x))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "bias"), [(2, True), (3, False), (4, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_calls_follow_each_other(ranks: RankPool, world: int, bias: bool) -> None:
     """Calls of unequal sizes and kinds follow each other: received data is read before it is overwritten."""
     ranks.run(calls_in_a_row, bias, world=world)

@@ -102,15 +102,7 @@ class ReplicatedLinear(_Linear):
 
     Under sequence parallelism each rank has its own rows of x, and the backward all-reduces the parameters' gradients;
     without it every rank computes the same, and nothing is sent.
-
-    Args:
-        in_features: I.
-        out_features: O.
-        **options: See `LinearOptions`.
     """
-
-    def __init__(self, in_features: int, out_features: int, **options: Unpack[LinearOptions]) -> None:
-        super().__init__(in_features, out_features, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T', I]` -> `[T', O]`."""
