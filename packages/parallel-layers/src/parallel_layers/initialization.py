@@ -34,13 +34,13 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
     Raises:
         ValueError: A parameter is already sharded by FSDP2; initialise before `fully_shard`.
     """
-    seen: set[int] = set()
+    seen: set[nn.Parameter] = set()
     for path, owner in module.named_modules():
         _reset_the_rest(owner)
         for name, parameter in owner.named_parameters(recurse=False):
-            if id(parameter) in seen:
+            if parameter in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(parameter)
             canonical = prefix + (f"{path}.{name}" if path else name)
             is_bias = name.endswith("bias")  # experts' biases are matrices, too
             if is_bias or parameter.dim() >= 2:
@@ -59,12 +59,8 @@ def _reset_the_rest(owner: nn.Module) -> None:
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:
     """Fill `module`'s own parameter `name` with this rank's part of the full tensor; padding becomes 0.
 
-    Args:
-        module: The module that owns the parameter.
-        name: The parameter's name in it.
-        seed: The seed.
-        fill: `normal(std)`, `uniform(bound)`, `zeros`, or another function that fills a tensor from a generator.
-        canonical: The name in the hash (default: `name`).
+    `fill` is `normal(std)`, `uniform(bound)`, `zeros`, or another function that fills a tensor from a generator;
+    `canonical` the name in the hash (default: `name`).
 
     Raises:
         ValueError: The parameter is already sharded by FSDP2.

@@ -1,8 +1,7 @@
 """The division of a parameter over a group, stored in its module.
 
-Initialisation uses it to draw this rank's part, and gradient norms use it to count each element once. The module stores
-it under the parameter's name, because FSDP2, `to_empty` and deep copies replace the parameter object. A parameter
-without an entry is whole on every rank.
+The module stores it under the parameter's name, because FSDP2, `to_empty` and deep copies replace the parameter object.
+A parameter without an entry is whole on every rank.
 """
 
 from __future__ import annotations
@@ -58,16 +57,10 @@ class Sharding:
 
 
 def shard_evenly(sizes: Sequence[int], group: ProcessGroup, dim: int, name: str) -> Sharding:
-    """Divide consecutive parts of a dim, each evenly over the group.
-
-    Raises:
-        ValueError: The group's size does not divide a size, which the message calls `name`.
-    """
-    rank, tp = group.rank(), group.size()
-    blocks = []
-    start = 0
+    """Divide consecutive parts of a dim, each evenly over the group; raise ValueError as `divide` does."""
+    rank, start, blocks = group.rank(), 0, []
     for size in sizes:
-        local = divide(size, tp, name)
+        local = divide(size, group.size(), name)
         blocks.append(Block(start + rank * local, start + (rank + 1) * local))
         start += size
     return Sharding(group, dim, start, tuple(blocks))

@@ -16,8 +16,6 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
 
 class _Absent:
     """A stand-in for `triton` that can define kernels; a launch raises RuntimeError."""
@@ -40,22 +38,14 @@ except ImportError:
 
 HAS_TRITON = not isinstance(triton, _Absent)
 
-__all__ = [
-    "HAS_TRITON",
-    "cdiv",
-    "next_power_of_2",
-    "num_multiprocessors",
-    "on_its_device",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-]
+__all__ = ["HAS_TRITON", "tl", "triton"]  # `mypy` takes the imported names as exported
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
     """Return True if Triton is installed and all tensors are fp32, fp16 or bf16 on CUDA; None is skipped."""
-    return HAS_TRITON and all(x is None or (x.is_cuda and x.dtype in _DTYPES) for x in tensors)
+    return HAS_TRITON and all(
+        x is None or (x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)) for x in tensors
+    )
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:

@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from parallel_layers.autocast import wide
 from parallel_layers.kernels.runtime import cdiv, on_its_device, tl, triton, use_triton
 
 _BLOCK = 4096
@@ -26,8 +27,7 @@ def _sum_kernel(parts_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexp
 def sum_parts(parts: Tensor) -> Tensor:
     """Sum over dim 0 in at least fp32 and round once: `[n, ...]` -> `[...]`. A GPU adds in order. No gradient."""
     if not use_triton(parts) or not parts.is_contiguous():
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        return parts.sum(0, dtype=wide).to(parts.dtype)
+        return parts.sum(0, dtype=wide(parts.dtype)).to(parts.dtype)
     y = torch.empty_like(parts[0])
     if y.numel():
         _sum_kernel[(cdiv(y.numel(), _BLOCK),)](parts, y, y.numel(), PARTS=len(parts), BLOCK=_BLOCK, num_warps=8)

@@ -32,7 +32,7 @@ from parallel_layers.distributed.collectives import (
 )
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.products import PLAIN, Product
-from parallel_layers.linear.transports import DIVIDED, LOCAL, WHOLE, Transport, choose_overlap
+from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_overlap
 
 
 def column_parallel_linear(
@@ -156,7 +156,7 @@ def _transport(
     """Choose the transport of a forward or of a backward, of which each rank has `rows` tokens."""
     group = placement.sharded
     if group is None:
-        return LOCAL(None, dtype, product)
+        return Transport(None, dtype, product)
     name = "tree" if product.in_tree else "serial"
     if placement.sequence_parallel and not execution.product.in_tree:
         name = choose_overlap(execution.overlap, x, rows, group, dtype)

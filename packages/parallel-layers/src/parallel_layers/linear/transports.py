@@ -210,7 +210,6 @@ class _ReplicatedTree(_Replicated):
         return async_collectives.all_gather(_tree_over_ranks(self, padded, weight, bias), self.group)[: len(x)]
 
 
-LOCAL = Transport
 # By name: with sequence parallelism, and without it, where nothing is there to overlap.
 DIVIDED = {"serial": _Serial, "collectives": _Overlapped, "symmetric-memory": _SymmetricMemory, "tree": _Tree}
 WHOLE = {"serial": _Replicated, "tree": _ReplicatedTree}
