@@ -95,13 +95,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def linear_log_probs_backward_op(
     grad_log_probs_T: Tensor,
     grad_entropy_T: Tensor | None,
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    labels_T: Tensor,
-    entropy_T: Tensor,
-    logsumexp_T: Tensor,
-    exponentials_TV: Tensor,
-    parts_N3T: Tensor,
+    saved: list[Tensor],
     temperatures_T: Tensor | None,
     overwritten_TV: Tensor | None,
     numbers: list[float],
@@ -113,8 +107,10 @@ def linear_log_probs_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients `(hidden, weight)`; empty if not needed.
 
-    `overwritten_TV` is `exponentials_TV` itself if the operator may overwrite it, else None.
+    `saved` are hidden states, weight and labels, and the forward's results but the log-probs. `overwritten_TV` is the
+    kept exponentials themselves if the operator may overwrite them, else None.
     """
+    hidden_TH, weight_VH, labels_T, entropy_T, logsumexp_T, *kept = saved
     group = group_of(group_name)
     first, last = vocab_range(vocab_size, group, len(weight_VH))
     hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
@@ -141,8 +137,8 @@ def linear_log_probs_backward_op(
 
     gradients: Callable[..., None] = chunked.head_gradients
     if fused.supports(hidden, weight):
-        kept = fused.Kept(exponentials_TV, parts_N3T) if parts_N3T.numel() else None
-        gradients = partial(fused.head_gradients, kept=kept, overwrite=overwritten_TV is not None)
+        given = fused.Kept(*kept) if kept[1].numel() else None
+        gradients = partial(fused.head_gradients, kept=given, overwrite=overwritten_TV is not None)
     gradients(
         hidden,
         weight,
@@ -168,7 +164,8 @@ def linear_log_probs_backward_op(
 
 @linear_log_probs_backward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    hidden_TH, weight_VH, hidden_needs_grad, weight_needs_grad = *arguments[2:4], *arguments[-2:]
+    hidden_TH, weight_VH, *_ = arguments[2]
+    hidden_needs_grad, weight_needs_grad = arguments[-2:]
     return (
         hidden_TH.new_empty(hidden_TH.shape if hidden_needs_grad else 0),
         weight_VH.new_empty(weight_VH.shape if weight_needs_grad else 0),
@@ -191,22 +188,15 @@ def _is_last_backward() -> bool:
 
 
 def _backward(
-    ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_: Tensor | None
+    ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_unused: None
 ) -> tuple[Tensor | None, ...]:
-    hidden_TH, weight_VH, labels_T, entropy_T, logsumexp_T, exponentials_TV, parts_N3T, temperatures_T = (
-        ctx.saved_tensors
-    )
-    hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
+    *saved, temperatures_T = ctx.saved_tensors
+    logsumexp_T, exponentials_TV = saved[-3], saved[-2]
+    hidden_needs_grad, weight_needs_grad, *rest = ctx.needs_input_grad
     grad_hidden, grad_weight = linear_log_probs_backward_op(
         torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
         grad_entropy_T,
-        hidden_TH,
-        weight_VH,
-        labels_T,
-        entropy_T,
-        logsumexp_T,
-        exponentials_TV,
-        parts_N3T,
+        saved,
         temperatures_T,
         exponentials_TV if _is_last_backward() else None,
         *ctx.options,
@@ -216,7 +206,7 @@ def _backward(
     return (
         grad_hidden if hidden_needs_grad else None,
         grad_weight if weight_needs_grad else None,
-        *(None for _ in others),
+        *(None for _ in rest),
     )
 
 

@@ -1,7 +1,4 @@
-"""Activations with learned parameters or with constants from a config.
-
-Shape legend: T tokens, I intermediate, n ranks.
-"""
+"""Activations with learned parameters or with constants from a config."""
 
 import math
 from dataclasses import dataclass

@@ -55,13 +55,10 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The dispatch of one layer's tokens, made by `plan`.
-
-    Attributes:
-        counts: Rows of each of this rank's experts, `[e]` int64.
-    """
+    """The dispatch of one layer's tokens, made by `plan`."""
 
     counts: Tensor
+    """Rows of each of this rank's experts, `[e]` int64."""
     _order: Tensor
     _inverse: Tensor
     _top_k: int
@@ -69,12 +66,7 @@ class Dispatch:
 
     @classmethod
     def plan(cls, experts_Tk: Tensor, num_experts: int, group: ProcessGroup | None) -> Dispatch:
-        """Plan the dispatch.
-
-        Args:
-            experts_Tk: The experts of this rank's tokens.
-            num_experts: E.
-            group: Expert group; rank r has experts r · e to (r + 1) · e - 1. None: this rank has all experts.
+        """Plan the dispatch of this rank's tokens; rank r of the group has experts r · e to (r + 1) · e - 1.
 
         Communication: with a group, one all-to-all of `[E]` counts, and a host synchronisation to learn them.
         """

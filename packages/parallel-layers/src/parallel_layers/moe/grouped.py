@@ -15,16 +15,9 @@ from parallel_layers.autocast import as_operand
 def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
     """Multiply each run of rows by the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
 
-    bf16 on CUDA is one kernel without host synchronisation. Otherwise a loop over the experts copies the counts to the
-    host. The weight gradient of an expert without rows is zero.
-
-    Args:
-        x_MK: Rows, ordered by expert.
-        weight_eNK: The experts' weights.
-        counts_e: Rows per expert; the sum is M.
-
-    Returns:
-        `[M, N]` in x's dtype, or under torch.autocast in its dtype.
+    Rows are ordered by expert, and `counts_e` has the rows of each. The result is in x's dtype, or under torch.autocast
+    in its dtype. The weight gradient of an expert without rows is zero. bf16 on CUDA is one kernel without host
+    synchronisation; otherwise a loop over the experts copies the counts to the host.
     """
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
     whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
@@ -37,12 +30,7 @@ def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor
     """Return each row's weight times the bias of its expert: `[M, N]` in the bias's dtype.
 
     This is a GEMM with an `[M, e]` matrix, so gradients are summed in fp32 and in a fixed order. The backward of a
-    gather would use atomics in the bias's dtype. No host synchronisation.
-
-    Args:
-        bias_eN: The experts' biases.
-        counts_e: Rows per expert; the sum is M.
-        weights_M: The weight of each row.
+    gather would use atomics in the bias's dtype.
     """
     row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
     own = (row >= ends - counts_e) & (row < ends)

@@ -34,18 +34,17 @@ class MoE(ParallelModule):
     `shared_expert_gate` with weight `[1, H]`.
 
     Experts can be divided in two ways, alone or together. Over the placement's group every rank has I/tp of each
-    expert, and the ranks work on the same tokens. Over `expert_group` every rank has some experts and its own tokens,
-    which are exchanged; the group usually consists of data-parallel ranks. With `expert_tensor_parallel=False` experts
-    are whole, and the tensor-parallel ranks exchange tokens, too: the expert group contains the tensor-parallel group
-    or is a part of it. In a part of it an expert's gradient covers only the tokens of that part; sum it over the ranks
-    with the same experts, as over data-parallel ranks.
+    expert, and the ranks work on the same tokens. Over `expert_group`, usually of data-parallel ranks, every rank has
+    some experts and its own tokens, which are exchanged. With `expert_tensor_parallel=False` experts are whole, and the
+    tensor-parallel ranks exchange tokens, too: the expert group contains the tensor-parallel group or is a part of it.
 
     Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce. With sequence
     parallelism: all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same in reverse, and an
-    all-reduce of the router's gradient. Over the expert group: that of `GroupedExperts`. After the backward, gradients
-    are complete for the tokens of the tensor-parallel group, and experts' gradients also for the tokens of
-    `expert_group`. An engine that averages over d data-parallel ranks divides experts' gradients by d, too, and reduces
-    them only over the ranks with the same experts.
+    all-reduce of the router's gradient. Over the expert group: that of `GroupedExperts`.
+
+    After the backward, gradients are complete for the tokens of the tensor-parallel group, and experts' gradients for
+    the tokens of `expert_group`. An engine that averages over d data-parallel ranks divides experts' gradients by d,
+    too, and sums them only over the ranks with the same experts.
 
     Args:
         hidden_size: H.
@@ -103,15 +102,10 @@ class MoE(ParallelModule):
             )
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
-        """`[T', H]` -> `[T', H]`.
+        """`[T', H]` -> `[T', H]`; raise ValueError for other shapes, or if the context does not match.
 
-        Args:
-            hidden: The hidden states of this rank's tokens.
-            context: Padding, replay, and the report of loads and losses. None: all tokens are one sequence.
-                Recomputation must get the same object.
-
-        Raises:
-            ValueError: `hidden` is not `[T', H]`, or the context does not match.
+        `context` has padding and replay, and receives loads and losses; None: all tokens are one sequence.
+        Recomputation must get the same object.
         """
         if hidden.dim() != 2:
             raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")

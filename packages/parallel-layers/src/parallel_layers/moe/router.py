@@ -30,14 +30,7 @@ from parallel_layers.parallel_module import ParallelModule
 
 
 class Routing(NamedTuple):
-    """The experts of each token and their weights.
-
-    Attributes:
-        logits: Logits, `[T', E]` fp32.
-        scores: Scores, of which weights are taken, `[T', E]` fp32.
-        experts: Chosen experts, `[T', k]` int64.
-        weights: Weights of the chosen experts, `[T', k]` fp32.
-    """
+    """Logits and scores `[T', E]` fp32 of each token, its experts `[T', k]` int64 and their weights `[T', k]` fp32."""
 
     logits: Tensor
     scores: Tensor
@@ -69,13 +62,8 @@ def route(
         s = softmax(logits) or sigmoid(logits),   experts = top k of s + bias (within the best groups)
         w = s[experts],   w / Σ w with `normalize_top_k`,   times `routed_scaling_factor`
 
-    Gradients flow only through the weights. All but the experts are at least fp32.
-
-    Args:
-        logits_TE: `[T', E]`.
-        config: The scoring and the selection.
-        bias_E: Added to the scores for the choice, but not for the weights.
-        select: Function of the chosen experts `[T', k]` that returns the experts to use (a replay).
+    Gradients flow only through the weights. All but the experts are at least fp32. `select` is a function of the chosen
+    experts `[T', k]` that returns the experts to use (a replay).
     """
     logits = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
