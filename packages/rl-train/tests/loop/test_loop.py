@@ -24,6 +24,7 @@ from rl_train.loop.models import Models
 from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
+from rl_train.rollouts import NativeEngine
 
 Run = Callable[..., Loop]
 
@@ -38,7 +39,7 @@ def run(model: Path, prompts: Path, tmp_path: Path) -> Run:
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
         planned = Plan(resolved, rows, [], (), None)
-        return Loop(planned, models, reward, lambda make: make(), True, lambda event: None)
+        return Loop(planned, models, NativeEngine(models.actor), reward, lambda make: make(), True, lambda event: None)
 
     return make
 

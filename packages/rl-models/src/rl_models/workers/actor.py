@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.workers.dispatch import dispatched, per_prompt, per_token
-from rl_models.workers.generation import SamplingOptions, generate
+from rl_models.workers.generation import GenerationOptions, generate
 from rl_models.workers.worker import Worker
 
 
@@ -96,8 +96,17 @@ class Actor(Worker):
         batch = generate(
             self.engine,
             prompts,
-            lambda: SamplingOptions(
-                max_new_tokens, n, temperature, top_k, top_p, stop_ids, seed, exact, max_sequences, cache_gib
+            lambda: GenerationOptions(
+                max_new_tokens=max_new_tokens,
+                n=n,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_ids=stop_ids,
+                seed=seed,
+                exact=exact,
+                max_sequences=max_sequences,
+                cache_gib=cache_gib,
             ),
             call=f"{type(self).__name__}.generate",
             max_tokens_per_pass=self.max_tokens_per_micro_batch,

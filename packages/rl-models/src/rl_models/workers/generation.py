@@ -25,7 +25,7 @@ from rl_models.workers.digests import described_lengths, digests
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options of a draw; see `Actor.generate`.
+    """The options of the draws; see `Actor.generate`.
 
     Raises:
         ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
@@ -38,12 +38,9 @@ class SamplingOptions:
     top_p: float = 1.0
     stop_ids: Iterable[int] = ()
     seed: int = 0
-    exact: bool = False
-    max_sequences: int = 512
-    cache_gib: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "n", "max_sequences"):
+        for name in ("max_new_tokens", "n"):
             require_number(name, getattr(self, name), at_least=1, integer=True)
         require_number("seed", self.seed, integer=True)
         for name in ("temperature", "top_p"):
@@ -59,8 +56,6 @@ class SamplingOptions:
             require_number("top_k", self.top_k, at_least=1, integer=True)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
-        if self.cache_gib is not None:
-            require_number("cache_gib", self.cache_gib)
         if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
             raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
         ids = list(self.stop_ids)
@@ -69,10 +64,25 @@ class SamplingOptions:
         object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(SamplingOptions):
+    """The options of the draws, and how this engine computes them; see `Actor.generate`."""
+
+    exact: bool = False
+    max_sequences: int = 512
+    cache_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("max_sequences", self.max_sequences, at_least=1, integer=True)
+        if self.cache_gib is not None:
+            require_number("cache_gib", self.cache_gib)
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Tensor | Sequence[int]],
-    make_options: Callable[[], SamplingOptions],
+    make_options: Callable[[], GenerationOptions],
     *,
     call: str,
     max_tokens_per_pass: int,
@@ -92,7 +102,7 @@ def generate(
         ValueError: As `Actor.generate` says. An error of one dp rank is raised on all of them: the other ranks would
             wait for that rank in their next call.
     """
-    rows, options = list[Tensor](), SamplingOptions(1)
+    rows, options = list[Tensor](), GenerationOptions(max_new_tokens=1)
 
     def prepare() -> Given:
         nonlocal rows, options
@@ -130,7 +140,7 @@ def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], position
     return rows
 
 
-def _responses(engine: Engine, rows: list[Tensor], options: SamplingOptions, max_tokens: int) -> Batch:
+def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, max_tokens: int) -> Batch:
     """Return prompts and responses; each context-parallel rank draws those of a part of the prompts.
 
     Raises:
@@ -165,7 +175,7 @@ def _as_batch(prompts: list[Tensor], responses: Responses) -> Batch:
 
 
 def _draw(
-    engine: Engine, rows: list[Tensor], uniforms: Tensor, options: SamplingOptions, max_tokens: int, first: int
+    engine: Engine, rows: list[Tensor], uniforms: Tensor, options: GenerationOptions, max_tokens: int, first: int
 ) -> Responses:
     """Return the responses to these prompts, the first of which has the number `first`."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of

@@ -25,6 +25,7 @@ from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Reward, score
+from rl_train.rollouts import RolloutEngine, SamplingOptions
 
 # Dynamic sampling draws at most this number of batches in a step.
 _MOST_BATCHES = 10
@@ -54,6 +55,7 @@ class Loop:
     Attributes:
         plan: The options and the prompts of the run.
         models: The models that learn, and the reference.
+        rollouts: The engine that generates; its weights are those after `version` steps.
         reward: The user's function; None on ranks where `once` does not call it.
         once: Calls a function on one rank and returns its result on all (`rl_models.workers.whole_batches.from_first`).
         writes: Whether this process writes the metrics.
@@ -62,6 +64,7 @@ class Loop:
 
     plan: Plan
     models: Models
+    rollouts: RolloutEngine
     reward: Reward | None
     once: Callable[[Callable[[], Any]], Any]
     writes: bool
@@ -138,6 +141,7 @@ class Loop:
             for name, model in trained.items():
                 found = model.load_training(training / name, step=step)
                 self._position = int(found.extra["position"])
+            self.rollouts.update_weights(self.models.actor, step)
             self.tell({"message": f"going on after step {step} of {training}"})
         return step
 
@@ -160,6 +164,8 @@ class Loop:
             values |= estimates
         with self._phase("learning"):
             values |= self._learn(batch, step)
+        with self._phase("handing_over"):
+            self.rollouts.update_weights(self.models.actor, step)
         seconds = time.monotonic() - began
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
 
@@ -245,17 +251,15 @@ class Loop:
         options = self.options
         chosen = [self.plan.prompts[index] for index in self._next(count)]
         with self._phase("generating"):
-            batch = self.models.actor.generate(
-                [prompt.tokens for prompt in chosen],
-                max_new_tokens=options.max_new_tokens,
+            # Each batch of a run has a seed of its own.
+            sampling = self._sampling(
                 n=options.samples,
                 temperature=options.temperature,
                 top_k=options.top_k,
                 top_p=options.top_p,
-                stop_ids=self.plan.stop_ids,
-                # Each batch of a run has a seed of its own.
                 seed=options.seed * 1_000_003 + self._position,
             )
+            batch = self.rollouts.generate([prompt.tokens for prompt in chosen], sampling)
         asked = [prompt for prompt in chosen for _ in range(options.samples)]
         if self.writes:
             tokens = batch.split()[0].tolist()
@@ -263,6 +267,9 @@ class Loop:
         with self._phase("scoring"):
             scores = self._score(options.prompts, asked, batch)
         return _Experience(batch, scores.view(count, options.samples))
+
+    def _sampling(self, **draws: Any) -> SamplingOptions:
+        return SamplingOptions(self.options.max_new_tokens, stop_ids=self.plan.stop_ids, **draws)
 
     def _next(self, count: int) -> list[int]:
         """Return the indices of the next prompts; each pass through the file has its own order."""
@@ -326,11 +333,8 @@ class Loop:
     def _evaluate(self) -> dict[str, float]:
         """Return the mean score and length of greedy responses to the evaluation prompts."""
         options = self.options
-        batch = self.models.actor.generate(
-            [prompt.tokens for prompt in self.plan.eval_prompts],
-            max_new_tokens=options.max_new_tokens,
-            temperature=0.0,
-            stop_ids=self.plan.stop_ids,
+        batch = self.rollouts.generate(
+            [prompt.tokens for prompt in self.plan.eval_prompts], self._sampling(temperature=0.0)
         )
         assert options.eval_prompts is not None
         scores = self._score(options.eval_prompts, self.plan.eval_prompts, batch)

@@ -25,6 +25,7 @@ from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.function import load_reward
+from rl_train.rollouts import NativeEngine
 
 Event = Mapping[str, Any]
 
@@ -99,7 +100,8 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     models = _models(planned.options, make)
     once = partial(from_first, group=models.actor.grid.everyone)
     tell = send if first else lambda event: None
-    return Loop(planned, models, reward=reward, once=once, writes=first, tell=tell).run()
+    rollouts = NativeEngine(models.actor)
+    return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
 
 
 def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
@@ -123,4 +125,5 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
             return stack.enter_context(group)
 
         models = _models(options, make)
-        return Loop(planned, models, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()
+        rollouts = NativeEngine(models.actor)
+    return Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()

@@ -1,0 +1,64 @@
+"""`NativeEngine`: the actor itself generates, on its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from rl_models.batch import Batch
+from rl_models.workers.generation import SamplingOptions
+
+
+class NativeEngine:
+    """A `RolloutEngine` on the actor that learns: nothing is handed over, and nothing stays allocated between calls.
+
+    Args:
+        actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
+        version: The version of the actor's weights.
+        exact, max_sequences, cache_gib: See `Actor.generate`.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        version: int = 0,
+        exact: bool = False,
+        max_sequences: int = 512,
+        cache_gib: float | None = None,
+    ) -> None:
+        self.actor, self.version = actor, version
+        self._options = {"exact": exact, "max_sequences": max_sequences, "cache_gib": cache_gib}
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+        """See `RolloutEngine`."""
+        batch: Batch = self.actor.generate(prompts, **vars(sampling), **self._options)
+        return batch
+
+    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+        """See `RolloutEngine`. The actor generates at once: it cannot learn at the same time."""
+        future: Future[Batch] = Future()
+        future.set_result(self.generate(prompts, sampling))
+        return future
+
+    def update_weights(self, actor: Any, version: int) -> None:
+        """See `RolloutEngine`; the actor has its own weights already.
+
+        Raises:
+            ValueError: The actor is another one.
+        """
+        if actor is not self.actor:
+            raise ValueError("a NativeEngine generates with the actor it was built with; build another engine")
+        self.version = version
+
+    def sleep(self) -> None:
+        """See `RolloutEngine`; the cache is freed after each call already."""
+
+    def wake(self) -> None:
+        """See `RolloutEngine`."""
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
