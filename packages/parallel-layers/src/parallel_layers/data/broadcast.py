@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.sharding import is_dtensor
 
-# Each tensor starts at a multiple of this many bytes in the common buffer, so that the buffer can be viewed as any
-# dtype.
+# Tensors start at multiples of this many bytes in the common buffer, so that it can be viewed as any dtype.
 _ALIGNMENT = 16
 # torch has no kernel that copies tensors of these dtypes.
 _PART_BYTES = frozenset(getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8))
@@ -101,10 +100,13 @@ def _why_not_sent(name: object, value: object) -> str | None:
         return type(value).__name__
     if value.dtype in _PART_BYTES:
         return f"{value.dtype}, which torch cannot copy; its bytes are value.view(torch.uint8)"
-    if value.is_meta or value.layout != torch.strided or value.is_quantized or is_dtensor(value):
-        kinds = {"on meta": value.is_meta, "quantized": value.is_quantized, "a DTensor": is_dtensor(value)}
-        return next((kind for kind, is_so in kinds.items() if is_so), str(value.layout).removeprefix("torch."))
-    return None
+    kinds = {
+        "on meta": value.is_meta,
+        "quantized": value.is_quantized,
+        "a DTensor": is_dtensor(value),
+        str(value.layout).removeprefix("torch."): value.layout != torch.strided,
+    }
+    return next((kind for kind, is_so in kinds.items() if is_so), None)
 
 
 def _check(header: dict[str, Any]) -> None:

@@ -114,7 +114,9 @@ class PackedSequence:
                 raise ValueError(f"sequence {i} must be 1-D token ids, got shape {tuple(ids.shape)} of {ids.dtype}")
         device = sequences[0].device if len(sequences) else torch.device("cpu")
         lengths = [ids.numel() for ids in sequences]
-        padding = _padding(sum(lengths), multiple_of)
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of={multiple_of} must be at least 1")
+        padding = -sum(lengths) % multiple_of
         segments = [*lengths, padding] if padding else lengths
         return cls(
             input_ids=torch.cat([*(ids.long() for ids in sequences), torch.full((padding,), pad_id, device=device)]),
@@ -172,8 +174,7 @@ def unpack(
         values: One row for each token of `packed`; gradients flow back to it.
         packed: The batch of `values`.
         attention_mask: `[B, S]`, the mask given to `pack`: values return to the places of their tokens. Without a
-        mask, S
-            is the length of the longest sequence.
+            mask, S is the length of the longest sequence.
         padding_value: The value at places without a token.
         side: The side on which shorter sequences are padded, if there is no mask.
 
@@ -234,9 +235,3 @@ def refuse_unshifted_labels(labels: Tensor, input_ids: Tensor, shifted: Tensor) 
             "labels are the input ids: this model does not shift them, so each token would be scored for predicting "
             "itself; leave labels out, or give label[t] = input_ids[t + 1] (parallel_layers.next_token_labels)"
         )
-
-
-def _padding(num_tokens: int, multiple_of: int) -> int:
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of} must be at least 1")
-    return -num_tokens % multiple_of

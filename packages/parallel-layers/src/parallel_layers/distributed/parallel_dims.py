@@ -110,14 +110,12 @@ class ParallelDims:
             meet(members, str(self))
         grid = torch.tensor(members, dtype=torch.int).reshape(self.pp, self.dp, self.cp, self.tp)
         place = [int(i) for i in (grid == me).nonzero()[0]]
-        groups: list[ProcessGroup] = []
+        if device_type == "cpu":
+            prepare_gloo()
+        groups = []
         for axis in range(grid.dim()):
             line = grid[tuple(slice(None) if other == axis else i for other, i in enumerate(place))]
-            if device_type == "cpu":
-                prepare_gloo()
-            group = dist.new_group(line.tolist(), timeout=default_timeout(), use_local_synchronization=True)
-            assert isinstance(group, ProcessGroup)
-            groups.append(group)
+            groups.append(_new_group(line.tolist()))
         return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
 
 
@@ -134,9 +132,13 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
         TimeoutError: A member did not come within the time limit of the default group's store.
     """
     meet(list(ranks), f"a group with backend={backend!r}")
-    timeout = default_timeout() if backend is None else None
     prepare_gloo()
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    return _new_group(list(ranks), backend)
+
+
+def _new_group(ranks: list[int], backend: str | None = None) -> ProcessGroup:
+    timeout = default_timeout() if backend is None else None
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
 

@@ -49,9 +49,8 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of `model` and `optimizers`, with sharded tensors as chunks of full tensors."""
-        from torch.distributed.checkpoint.state_dict import (
-            get_state_dict,
-        )  # a second's import that training may not need
+        # A second's import that training may not need.
+        from torch.distributed.checkpoint.state_dict import get_state_dict
 
         states: Any = get_state_dict(self.model, self.optimizers)
         model, optimizer = states
@@ -70,12 +69,8 @@ class TrainingState:
         from torch.distributed.checkpoint.state_dict import set_state_dict  # as above
 
         plain = _unwrapped(state_dict)
-        set_state_dict(
-            self.model,
-            self.optimizers,
-            model_state_dict=plain["model"],
-            optim_state_dict=plain.get("optimizer", {}),
-        )
+        model, optimizer = plain["model"], plain.get("optimizer", {})
+        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optimizer)
 
 
 class ShardedTensorView(Tensor):
@@ -101,16 +96,12 @@ class ShardedTensorView(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(self.pieces[tuple(chunk.offsets)]), self.size()
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        items = []
+        for chunk in self.__create_chunk_list__():
+            properties = TensorProperties.create_from_tensor(self.pieces[tuple(chunk.offsets)])
+            data = TensorWriteData(chunk, properties, self.size())
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return the place of each rectangle in the full tensor."""

@@ -23,17 +23,9 @@ from parallel_layers.rotary import RotaryEmbedding
 _OFF = (
     *("quantization_config", "is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts"),
     *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
-    *(
-        "attention_bias",
-        "mlp_bias",
-        "clip_qkv",
-        "use_qk_norm",
-        "qk_layernorm",
-        "attn_output_gate",
-        "attention_multiplier",
-    ),
+    *("attention_bias", "mlp_bias", "clip_qkv", "use_qk_norm", "qk_layernorm", "attn_output_gate"),
+    *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "dim_model_base"),
-    *("attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),
 )
 _ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb")
 
@@ -105,12 +97,12 @@ class ModelConfig:
         self, *, balance_loss: float = 0.0, sequence_balance_loss: float = 0.0, z_loss: float = 0.0
     ) -> Self:
         """Return the same model with these weights of its routers' auxiliary losses."""
-        moe = tuple(
-            part
-            and replace(part, balance_loss=balance_loss, sequence_balance_loss=sequence_balance_loss, z_loss=z_loss)
-            for part in self.moe
-        )
-        return replace(self, moe=moe)
+        losses: dict[str, Any] = {
+            "balance_loss": balance_loss,
+            "sequence_balance_loss": sequence_balance_loss,
+            "z_loss": z_loss,
+        }
+        return replace(self, moe=tuple(None if part is None else replace(part, **losses) for part in self.moe))
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
         """Return a new rotary embedding with the config's rope parameters."""
@@ -120,17 +112,13 @@ class ModelConfig:
 def _fields(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
-    if isinstance(config, str | os.PathLike):
-        return _read_folder(Path(config))
     if hasattr(config, "to_dict"):
         return dict(config.to_dict())
-    raise ValueError(
-        f"config is a {type(config).__name__}; pass a mapping, an object with to_dict(), or a checkpoint folder"
-    )
-
-
-def _read_folder(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
+    if not isinstance(config, str | os.PathLike):
+        raise ValueError(
+            f"config is a {type(config).__name__}; pass a mapping, an object with to_dict(), or a checkpoint folder"
+        )
+    file = Path(config) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")
     try:

@@ -39,12 +39,10 @@ class SlidingWindow:
         if not stated or (self.switched and not flag("use_sliding_window")(config)):
             return (None,) * num_layers
         window = count("sliding_window", default=self.default)(config)
-        if not self.by_layer:
-            return (window,) * num_layers
-        if types := names("layer_types")(config):
-            return tuple(window if kind == "sliding_attention" else None for kind in types)
+        types = names("layer_types")(config)
         first = count_or_zero("max_window_layers", default=28)(config)
-        return tuple(window if i >= first else None for i in range(num_layers))
+        windowed = [kind == "sliding_attention" for kind in types] or [i >= first for i in range(num_layers)]
+        return tuple(window if there or not self.by_layer else None for there in windowed)
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,8 @@ class Family:
     @property
     def reads(self) -> frozenset[str]:
         """The config fields that the row reads by a `Field`."""
-        entries = (self.decoder, self.latent or {}, self.moe or {})
-        return frozenset(
-            name for part in entries for value in part.values() if isinstance(value, Field) for name in value.names
-        )
+        entries = [*self.decoder.values(), *(self.latent or {}).values(), *(self.moe or {}).values()]
+        return frozenset(name for entry in entries if isinstance(entry, Field) for name in entry.names)
 
     def windows(self, config: Config, num_layers: int) -> Windows:
         """Return the sliding window of every layer, None for full attention.
@@ -245,7 +241,5 @@ def family_of(config: Config) -> Family:
         if prefix == family.class_prefix or (prefix is None and config.get("model_type") == family.name):
             return family
     known = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
-    raise ValueError(
-        f"architectures={[*architectures]} with model_type={config.get('model_type')!r} is not supported; known: "
-        f"{known}"
-    )
+    given = f"architectures={[*architectures]} with model_type={config.get('model_type')!r}"
+    raise ValueError(f"{given} is not supported; known: {known}")
