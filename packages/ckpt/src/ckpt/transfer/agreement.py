@@ -107,7 +107,11 @@ def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
         result = step()
     except Exception as caught:  # The other ranks must not wait for this rank, whatever the error.
         error = caught
-    raise_first(error, all_gather_json(None if error is None else described(error), group))
+    if group is None or group.size() == 1:
+        if error is not None:
+            raise error
+    else:
+        raise_first(error, all_gather_json(None if error is None else described(error), group))
     return result  # type: ignore[return-value]  # a step that returned is T; one that raised has raised above
 
 
