@@ -1,9 +1,14 @@
-"""The pools of ranks that all tests of this package share, and a hypothesis profile without deadlines."""
+"""The tiny models and the pools of ranks of this package's tests, and a hypothesis profile without deadlines."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from hypothesis import settings
 
 from parallel_layers.testing import RankPool, shared_pool
@@ -34,3 +39,47 @@ def nccl_ranks() -> Iterator[RankPool]:
     """Two ranks with a CUDA device each; for tests marked `gpu(2)`."""
     with RankPool(2, backend="nccl") as pool:
         yield pool
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "norm_topk_prob": True,
+}
+# Name -> class of transformers and the fields of its config.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", SIZES),
+    "critic": ("LlamaForTokenClassification", {**SIZES, "num_labels": 1}),
+    "reward": ("LlamaForSequenceClassification", {**SIZES, "num_labels": 1, "pad_token_id": 0}),
+    "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that saves a model of the table, with changes of its config, once, and returns the folder."""
+
+    @cache
+    def save(name: str, **changes: Any) -> Path:
+        torch.manual_seed(0)
+        architecture, fields = MODELS[name]
+        fields = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in {**fields, **changes}.items()
+        }
+        kind = getattr(transformers, architecture)
+        folder = tmp_path_factory.mktemp(name)
+        kind(kind.config_class(**fields)).save_pretrained(folder)
+        return folder
+
+    return save

@@ -48,11 +48,7 @@ def replays(
 ) -> list[RouterReplay]:
     """Return the replay of each micro-batch, from the field of a batch that has passed `require_routing`.
 
-    Args:
-        batch: With the field.
-        positions: Where in the batch the tokens of each micro-batch stand.
-        packs: The micro-batches with their padding, for which the routers choose.
-        engine: Names the layers.
+    `positions` says where in the batch the tokens of each micro-batch stand. The routers choose for padding.
     """
     table_TMk, found = batch[ROUTING].long(), []
     for where, packed in zip(positions, packs, strict=True):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,8 @@ from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The result of `load_training`.
-
-    Attributes:
-        step: The step that the checkpoint was saved at.
-        extra: The values that the caller saved with the checkpoint.
-    """
+class Resumed(NamedTuple):
+    """The step that a training checkpoint was saved at, and the values that the caller saved with it."""
 
     step: int
     extra: dict[str, Any]

@@ -18,12 +18,9 @@ from rl_models.grid import Grid
 
 
 class MegatronModel:
-    """The pipeline chunks of one rank.
+    """The pipeline chunks of one rank, which `module` holds.
 
-    Attributes:
-        chunks: The chunks; `module` holds all of them.
-        grid: Where the model stands.
-        distributed_optimizer: Whether masters and moments are divided over the ranks that hold the same parameters.
+    `distributed_optimizer` says whether masters and moments are divided over the ranks that hold the same parameters.
     """
 
     def __init__(

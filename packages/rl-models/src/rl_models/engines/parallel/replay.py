@@ -33,12 +33,7 @@ def complete(
 ) -> None:
     """Put the recordings of all ranks into the replay of `micro_batch`, on every rank.
 
-    Args:
-        micro_batch: The caller's micro-batch.
-        local: The same micro-batch as this rank's layers took it.
-        decoder: The decoder, which knows this rank's tokens.
-        grid: Where the model stands.
-        top_k: k of each of the M layers with routed experts.
+    `local` is the same micro-batch as this rank's layers took it; `top_k` gives k of each of the M layers.
 
     Communication: an all-gather for each layer over the context-parallel group, and one all-reduce over the pipeline.
     """

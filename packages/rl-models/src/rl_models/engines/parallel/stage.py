@@ -56,11 +56,8 @@ class Stage(nn.Module):
 def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch) -> Task:
     """Return the task that computes hidden states, or on the last stage the outputs.
 
-    Args:
-        model: This rank's model.
-        totals: The totals of the batch for the routers' losses; None: no such losses.
-        stage: One of the model's stages.
-        micro_batch: With this rank's part of the replay.
+    `totals` are those of the batch for the routers' losses; None: no such losses. The replay of `micro_batch` is this
+    rank's part.
     """
 
     def task(hidden: Tensor | None) -> Tensor | Outputs:
@@ -94,12 +91,9 @@ def count_loads(
 
 
 def batch_totals(micro_batches: Sequence[MicroBatch], contexts: Sequence[RoutingContext], grid: Grid) -> BatchTotals:
-    """Return the totals of a batch over all ranks. Communication: two small all-reduces.
+    """Return the totals of a batch over all ranks, from the contexts of `count_loads` of this rank's tokens.
 
-    Args:
-        micro_batches: This data-parallel rank's micro-batches.
-        contexts: The results of `count_loads`, for this rank's tokens.
-        grid: Where the model stands.
+    Communication: two small all-reduces.
     """
     packs = [micro_batch.packed for micro_batch in micro_batches]
     tokens = torch.tensor(sum(packed.num_tokens - packed.padding for packed in packs), device=grid.device)

@@ -103,19 +103,14 @@ class TransformersEngine(Engine):
         def write() -> None:
             if group is not None and group.rank() != 0:
                 return
-            writer = FolderWriter(Path(path))
-            try:
-                save_model(self.model, writer.path, tensors)
+            with FolderWriter(Path(path)) as folder:
+                save_model(self.model, folder, tensors)
                 if self.role == "value" and self.model.score.bias is None:
-                    _name_sequence_classifier(writer.path / "config.json")
-                for file in writer.path.iterdir():
+                    _name_sequence_classifier(folder / "config.json")
+                for file in folder.iterdir():
                     with open(file, "rb") as written:
                         os.fsync(written.fileno())
-                copy_companions(self.source, writer.path)  # syncs what it copies
-                writer.commit()
-            except BaseException:
-                writer.discard()
-                raise
+                copy_companions(self.source, folder)  # syncs what it copies
 
         agree(write, group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions, losses
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 51,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
 LENGTHS = (7, 1, 12, 0, 5)
 PLACES = [
     ("transformers", ParallelDims(dp=2)),
@@ -41,12 +31,9 @@ PLACES = [
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models")
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MIXTURE, head_dim=8)).save_pretrained(folder / "mixture")
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / "dense")
-    return {"mixture": folder / "mixture", "dense": folder / "dense"}
+def models(tiny: Callable[..., Path]) -> dict[str, Path]:
+    mixture = tiny("mixture", num_hidden_layers=3, mlp_only_layers=(1,), initializer_range=0.3)
+    return {"mixture": mixture, "dense": tiny("llama")}
 
 
 def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) -> Actor:

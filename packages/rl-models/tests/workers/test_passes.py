@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
@@ -19,23 +18,12 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.2,
-}
 ROWS = [[1, 4, 5, 6], [1, 7, 8, 9], [2, 3, 4, 5]]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("failing") / "llama"
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
-    return path
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny("llama")
 
 
 def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, **options: Any) -> Actor:
@@ -136,7 +124,7 @@ def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[lis
     """Return what is said of a loss, and of tokens, of which rank 1 alone has something to complain; then a step."""
     actor = load(group, path, backend, ParallelDims(dp=2))
     last = group.rank() == 1
-    batch, wrong = Batch.from_sequences(ROWS), Batch.from_sequences([[1, 31 if last else 2]])
+    batch, wrong = Batch.from_sequences(ROWS), Batch.from_sequences([[1, 61 if last else 2]])
 
     def other_metrics(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
         return LossTerms(-log_probs, {"mine" if last else "yours": 1.0})
@@ -169,7 +157,7 @@ def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, 
     assert first[2].startswith("metrics differs between ranks: ['loss', 'yours'] on rank 0, ['loss', 'mine'] on rank 1")
     for number in (3, 4):
         assert first[number] == f"rank 1: {second[number]}"
-        assert second[number].startswith("token id 31 at index [1] is outside the vocabulary 0..30")
+        assert second[number].startswith("token id 61 at index [1] is outside the vocabulary 0..60")
     assert norm == same
 
 

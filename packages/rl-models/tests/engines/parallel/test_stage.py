@@ -1,18 +1,18 @@
 """Routers' auxiliary losses of an update: those of all its tokens, whichever micro-batch and rank has them.
 
-That all grids agree, with every gradient, is shown in `test_grids.py`.
+That all grids agree, with every gradient, is shown in `tests/engines/test_engine.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from parallel_layers import ParallelDims
@@ -22,30 +22,13 @@ from rl_models.engines import RouterLosses
 from rl_models.losses import LossTerms
 
 EXPERTS, TOP_K = 4, 2
-CONFIG: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
 LENGTHS = (12, 1, 5, 7, 3)
 WEIGHTS = RouterLosses(balance=0.5, sequence_balance=0.3, z=0.2)
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("models") / "qwen3-moe"
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).save_pretrained(path)
-    return path
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny("mixture", initializer_range=0.3)
 
 
 def make_batch() -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from rl_models.losses import LossTerms
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_config("llama", initializer_range=0.2), tmp_path_factory.mktemp("models") / "llama")
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny("llama", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_config("qwen3_moe", initializer_range=0.2), tmp_path_factory.mktemp("models") / "qwen3-moe")
+def mixture(tiny: Callable[..., Path]) -> Path:
+    return tiny("mixture", num_hidden_layers=4)
 
 
 def save(config: dict[str, Any], path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,14 @@ import pytest
 import torch
 
 import ckpt
-from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
 from rl_models.engines import BACKENDS, RouterLosses
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    tiny_model("llama").save_pretrained(path)
-    return path
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny("llama")
 
 
 def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
@@ -62,11 +62,9 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     return found
 
 
-def test_predictions_updates_and_a_subclasss_methods_are_divided(ranks: RankPool, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.5, **sizes)).save_pretrained(tmp_path)
-    (expected,) = ranks.run(use, tmp_path, 1, world=1)
-    for found in ranks.run(use, tmp_path, 2, world=2, timeout=60):
+def test_predictions_updates_and_a_subclasss_methods_are_divided(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    (expected,) = ranks.run(use, tiny("llama"), 1, world=1)
+    for found in ranks.run(use, tiny("llama"), 2, world=2, timeout=60):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected["after"]["log_probs"] - expected["predict"]["log_probs"]).abs().max() > 1e-3
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from ckpt import all_gather_json
 from parallel_layers import ParallelDims
@@ -27,13 +26,8 @@ from rl_models.workers.whole_batches import WholeBatches
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("same") / "mixtral"
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=31, num_hidden_layers=2, num_local_experts=2, **sizes)
-    MixtralForCausalLM(config).save_pretrained(path)
-    return path
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny("mixture")
 
 
 def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
@@ -19,21 +18,12 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_models.engines import PipelineOptions
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 60,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 15, "norm_topk_prob": True}
-MODELS: dict[str, Any] = {
-    "heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "kv-heads": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 3})),
-    "mlp": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 51})),
-    "experts": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
+ODD = {"hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 8}
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "heads": ("llama", {}),
+    "kv-heads": ("llama", {"num_key_value_heads": 3}),
+    "mlp": ("llama", {"intermediate_size": 51}),
+    "experts": ("mixture", {"num_experts": 6, "moe_intermediate_size": 15}),
 }
 
 
@@ -154,12 +144,8 @@ MISFITS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("misfits")
-    for name, build in MODELS.items():
-        torch.manual_seed(0)
-        build().save_pretrained(folder / name)
-    return folder
+def models(tiny: Callable[..., Path]) -> dict[str, Path]:
+    return {name: tiny(kind, **ODD, **changes) for name, (kind, changes) in MODELS.items()}
 
 
 def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | None:
@@ -177,9 +163,9 @@ def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | Non
 
 @pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.parametrize("backend", ["parallel", "megatron"])
-def test_what_is_named_fits(ranks: RankPool, folder: Path, backend: str, name: str) -> None:
+def test_what_is_named_fits(ranks: RankPool, models: dict[str, Path], backend: str, name: str) -> None:
     misfit = MISFITS[name]
-    path = folder / misfit.model
+    path = models[misfit.model]
     said = ranks.run(load, path, backend, misfit.asked, world=misfit.asked.dims.world_size, timeout=60)
     assert said == [misfit.parallel if backend == "parallel" else misfit.megatron] * len(said)
     assert ranks.run(load, path, backend, misfit.fits, world=misfit.fits.dims.world_size, timeout=60)[0] is None
@@ -188,24 +174,28 @@ def test_what_is_named_fits(ranks: RankPool, folder: Path, backend: str, name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["parallel", "megatron"])
 @pytest.mark.parametrize("name", ["query heads", "key-value heads"])
-def test_every_tp_that_is_named_fits_and_no_other(ranks: RankPool, folder: Path, backend: str, name: str) -> None:
+def test_every_tp_that_is_named_fits_and_no_other(
+    ranks: RankPool, models: dict[str, Path], backend: str, name: str
+) -> None:
     misfit = MISFITS[name]
     message = misfit.parallel if backend == "parallel" else misfit.megatron
     named = [int(number) for number in re.findall(r"\d+", message.split("use tp in")[1])]
     for tp in range(1, 5):
-        said = ranks.run(load, folder / misfit.model, backend, grid(tp=tp), world=tp, timeout=60)
+        said = ranks.run(load, models[misfit.model], backend, grid(tp=tp), world=tp, timeout=60)
         assert (said == [None] * tp) == (tp in named), (tp, said)
 
 
-def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(ranks: RankPool, folder: Path) -> None:
-    said = ranks.run(load, folder / "experts", "megatron", grid(tp=2, ep=2, sp=False), world=2)
+def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(
+    ranks: RankPool, models: dict[str, Path]
+) -> None:
+    said = ranks.run(load, models["experts"], "megatron", grid(tp=2, ep=2, sp=False), world=2)
     message = (
         "sequence_parallel=False with tp=2: Megatron-Core trains a mixture of experts over tp with sequence "
         "parallelism alone; leave it out, or use backend='parallel'"
     )
     assert said == [message] * 2
-    assert ranks.run(load, folder / "experts", "megatron", grid(tp=2, ep=2), world=2) == [None, None]
-    assert ranks.run(load, folder / "experts", "parallel", grid(tp=2, ep=2, sp=False), world=2) == [None, None]
+    assert ranks.run(load, models["experts"], "megatron", grid(tp=2, ep=2), world=2) == [None, None]
+    assert ranks.run(load, models["experts"], "parallel", grid(tp=2, ep=2, sp=False), world=2) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -218,9 +208,9 @@ def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(ranks
     ids=["tp", "pp", "ep"],
 )
 def test_transformers_names_the_axes_that_it_has(
-    ranks: RankPool, folder: Path, asked: Grid, said: str, fits: Grid
+    ranks: RankPool, models: dict[str, Path], asked: Grid, said: str, fits: Grid
 ) -> None:
-    messages = ranks.run(load, folder / "heads", "transformers", asked, world=2)
+    messages = ranks.run(load, models["heads"], "transformers", asked, world=2)
     assert messages == [f"backend='transformers' does not offer {said}; it offers dp, cp"] * 2
-    results = ranks.run(load, folder / "heads", "transformers", fits, world=fits.dims.world_size)
+    results = ranks.run(load, models["heads"], "transformers", fits, world=fits.dims.world_size)
     assert results == [None] * fits.dims.world_size

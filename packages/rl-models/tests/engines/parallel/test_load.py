@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
@@ -17,7 +17,7 @@ from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.engines import PipelineOptions
 from rl_models.losses import LossTerms
 
-VOCAB = 53
+VOCAB = 61
 LOSSES: dict[type, Any] = {
     Actor: lambda log_probs, entropy, part: LossTerms(-log_probs + 0.01 * entropy),
     Critic: lambda values, part: LossTerms((values - 1).square()),
@@ -25,14 +25,9 @@ LOSSES: dict[type, Any] = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tiny: Callable[..., Path]) -> Path:
     """A language model: a critic finds no head of its own there, and one that it does not read."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return tiny("llama", num_hidden_layers=4)
 
 
 def load(group: ProcessGroup, path: Path, kind: Any, dims: ParallelDims, split: list[int] | None) -> Any:

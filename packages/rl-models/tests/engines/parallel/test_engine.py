@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,17 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, OptimizerOptions
 from rl_models.losses import LossTerms
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.2,
-}  # fmt: skip
 LENGTHS = (11, 1, 17, 6, 2, 9)
 
 
@@ -45,25 +41,13 @@ MORE_GRIDS = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("invariant")
-    models = {
-        "actor": LlamaForCausalLM(LlamaConfig(**SIZES)),
-        "critic": LlamaForTokenClassification(LlamaConfig(**SIZES, num_labels=1)),
-        "experts": Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
-        ),
-    }
-    for name, model in models.items():
-        torch.manual_seed(len(name))
-        model.apply(model._init_weights)
-        model.save_pretrained(root / name)
-    return {name: root / name for name in models}
+def folders(tiny: Callable[..., Path]) -> dict[str, Path]:
+    return {"actor": tiny("llama"), "critic": tiny("critic"), "experts": tiny("mixture")}
 
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(63, (length,), generator=generator) for length in LENGTHS]
+    rows = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
     return Batch.from_sequences(rows, weight=[torch.randn(length, generator=generator) for length in LENGTHS])
 
 
