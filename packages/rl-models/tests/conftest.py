@@ -71,7 +71,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that saves a model of the table, with changes of its config, once, and returns the folder."""
 
     @cache
-    def save(name: str, **changes: Any) -> Path:
+    def save(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
         torch.manual_seed(0)
         architecture, fields = MODELS[name]
         fields = {
@@ -79,7 +79,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         }
         kind = getattr(transformers, architecture)
         folder = tmp_path_factory.mktemp(name)
-        kind(kind.config_class(**fields)).save_pretrained(folder)
+        kind(kind.config_class(**fields)).to(dtype).save_pretrained(folder)
         return folder
 
     return save
