@@ -33,7 +33,7 @@ def models(tiny: Callable[..., Path]) -> dict[str, Path]:
         "tied": tiny("llama", num_hidden_layers=4, tie_word_embeddings=True),
         "deep": tiny("llama", num_hidden_layers=30),
         "untied": tiny("llama", num_hidden_layers=4),
-        "bf16": tiny("llama", num_hidden_layers=4, dtype=torch.bfloat16),
+        "bf16": tiny("llama", num_hidden_layers=4, hidden_size=16, intermediate_size=24, dtype=torch.bfloat16),
         "moe": tiny("mixture"),
     }
 
