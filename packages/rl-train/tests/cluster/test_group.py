@@ -210,9 +210,7 @@ def test_a_mistake_keeps_its_type_and_text(pair: Pair) -> None:
     assert "on rank 0 (node " in notes
     assert "on rank 1 (node " in notes
     assert "in update:\nTraceback" in notes
-    with pytest.raises(
-        ValueError, match="Surprised has no method 'values' for groups; it has surprise, update, log_probs"
-    ):
+    with pytest.raises(ValueError, match=r"Surprised has no method 'values' .*; it has surprise, .*log_probs"):
         actor.submit("values", make_batch())
     with pytest.raises(ValueError, match="the loss must be one number per token"):
         actor.update(make_batch(), lambda log_probs, entropy, part: losses.LossTerms(log_probs.sum()))
