@@ -337,9 +337,9 @@ def test_a_sinks_gradient_knows_nothing_of_the_outputs_last_rounding() -> None:
 
 
 def test_gradcheck() -> None:
-    leaves = inputs(9)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = boundaries([4, 1, 0, 4])
+    leaves = inputs(6, heads=2, kv_heads=1, head_dim=3)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = boundaries([4, 0, 1, 1])
     assert torch.autograd.gradcheck(
         lambda q, k, v, sinks: packed_attention(q, k, v, cu_seqlens, 4, sinks=sinks, softcap=3.0, window=3),
         (*leaves, sinks),
@@ -368,7 +368,8 @@ def test_backends_agree(
     assert_same_with_gradients(outs[0], outs[1], leaves)
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
+# The reference compiles in every run in decoder/test_graphs.py.
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "sdpa"])
 def test_compiles_without_a_graph_break(backend: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         return packed_attention(q, k, v, cu_seqlens, max_seqlen, window=4, backend=backend).square().sum()

@@ -67,7 +67,7 @@ BF16_GRIDS: dict[str, Callable[..., list[Tensors]]] = {
     "cp 2 tp 2 ring": partial(bf16_on_context_parallel_ranks, attention="ring"),
     "ep 2": bf16_on_expert_parallel_ranks,
 }
-# On one rank all families in every run, on grids these; the rest with --slow.
+# Every run has these on their grids and the other families on one rank; --slow has all.
 BF16_IN_EVERY_RUN = {
     ("llama", "tp 4 sp"),
     ("qwen3 moe", "tp 2"),
@@ -77,12 +77,15 @@ BF16_IN_EVERY_RUN = {
 }
 
 
+def in_every_run(name: str, grid: str) -> bool:
+    on_a_grid = name in {family for family, _ in BF16_IN_EVERY_RUN}
+    return (name, grid) in BF16_IN_EVERY_RUN or (grid == "one rank" and not on_a_grid)
+
+
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        pytest.param(
-            name, grid, marks=[] if grid == "one rank" or (name, grid) in BF16_IN_EVERY_RUN else pytest.mark.slow
-        )
+        pytest.param(name, grid, marks=[] if in_every_run(name, grid) else pytest.mark.slow)
         for grid in BF16_GRIDS
         for name, family in FAMILIES.items()
         if family.ours.moe is not None or grid != "ep 2"

@@ -69,8 +69,26 @@ def check_gradients(
         )
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+# Every run has all families at tp 2 and these at other sizes; --slow has all.
+SIZES_IN_EVERY_RUN = {
+    ("llama", 1),
+    ("deepseek", 1),
+    ("qwen2", 4),
+    ("olmo2", 4),
+    ("gemma2", 4),
+    ("gpt-oss", 4),
+    ("deepseek", 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        pytest.param(name, tp, marks=[] if tp == 2 or (name, tp) in SIZES_IN_EVERY_RUN else pytest.mark.slow)
+        for name in FAMILIES
+        for tp in (1, 2, 4)
+    ],
+)
 def test_equals_transformers(ranks: RankPool, name: str, tp: int) -> None:
     torch.manual_seed(0)
     family = FAMILIES[name]
