@@ -80,9 +80,8 @@ class DecoderLayer(nn.Module):
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
 
     Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
-    norms with Hugging Face's names: `input_layernorm`, `post_attention_layernorm`, `pre_feedforward_layernorm`,
-    `post_feedforward_layernorm`. Communication: that of the submodules; sequence parallelism adds an all-reduce of each
-    norm weight's gradient in the backward.
+    norms with Hugging Face's names. Communication: that of the submodules; sequence parallelism adds an all-reduce of
+    each norm weight's gradient in the backward.
 
     Args:
         config: The description of the layer.

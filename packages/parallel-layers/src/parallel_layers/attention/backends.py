@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -45,17 +45,10 @@ class Backend:
     lse: bool = True
 
 
-def _has_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
-
-
 def _has_flash_attention_4() -> bool:
     """Ask for the distribution, because flash-attn 2 ships an old copy of flash-attn-4's module."""
     try:
-        return bool(version("flash-attn-4")) and _has_module("cutlass")
+        return bool(version("flash-attn-4")) and find_spec("cutlass") is not None
     except PackageNotFoundError:
         return False
 
@@ -64,32 +57,28 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+_flash = partial(Backend, devices=frozenset({"cuda"}), dtypes=HALF)
+
 # "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {
-    "flash-attn-4": Backend(
+    "flash-attn-4": _flash(
         "the flash-attn-4 package (extra parallel-layers[flash-attn-4]) and a Hopper or Blackwell GPU",
         lambda: _has_flash_attention_4() and _capability()[0] in (9, 10, 11),
         FLASH_ATTENTION_4,
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
         max_head_dim=128,  # larger heads are tuned for some GPUs only; use flash-attn for these
         head_dim_multiple=32,  # the backward is wrong for 72 on Hopper (4.0.0b36)
     ),
-    "flash-attn": Backend(
+    "flash-attn": _flash(
         "the flash-attn package (extra parallel-layers[flash-attn]) and an Ampere GPU or newer",
-        lambda: _has_module("flash_attn_2_cuda") and _capability() >= (8, 0),
+        lambda: find_spec("flash_attn_2_cuda") is not None and _capability() >= (8, 0),
         FLASH_ATTENTION_2,
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
         max_head_dim=256,
         head_dim_multiple=8,
     ),
-    "varlen": Backend(
+    "varlen": _flash(
         "a CUDA build of torch and an Ampere GPU or newer",
         lambda: _capability() >= (8, 0),
         VARLEN,
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
         max_head_dim=256,
         head_dim_multiple=8,
         softcap=False,

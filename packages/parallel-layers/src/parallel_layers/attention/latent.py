@@ -33,8 +33,7 @@ class ParallelLatentAttention(ParallelModule):
         [q_N, q_R] of each head = q_b_proj(norm(q_a_proj(x)))    (q_proj(x) without `q_lora_rank`)
         k = [k_N, rotated k_R],   q = [q_N, rotated q_R],   o_proj(attention(q, k, v))
 
-    Submodules have Hugging Face's names: `q_a_proj`, `q_a_layernorm`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`,
-    `kv_a_layernorm`, `kv_b_proj`, `o_proj`. The projections to the latents and their norms are replicated. In the other
+    Submodules have Hugging Face's names. The projections to the latents and their norms are replicated. In the other
     projections rank r has heads [r Q, (r+1) Q).
 
     Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one
@@ -49,12 +48,8 @@ class ParallelLatentAttention(ParallelModule):
     each latent once for all heads, with (2 C + R) / (N + R + V) times the FLOPs.
 
     Args:
-        config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`.
-        placement: See `ParallelAttention`, also for the arguments below.
-        execution: The execution of the linear layers.
-        context_group: Context-parallel group.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+        config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`. The
+            other arguments are those of `ParallelAttention`.
 
     Raises:
         ValueError: The config has no `latent`, or `num_heads` is not divisible by the group's size.

@@ -32,21 +32,9 @@ def ulysses_attention(
 ) -> Tensor:
     """`packed_attention` over tokens sharded in the contiguous layout of `split_sequence`.
 
-    Each rank attends with a share of the heads to the whole pack, on any backend and with any option. Communication:
-    see `exchange_heads`.
-
-    Args:
-        q_TQD: `[T/n, Q, D]`, rotated by the tokens' positions.
-        k_TKD: `[T/n, K, D]`, rotated.
-        v_TKD: `[T/n, K, D']`.
-        cu_seqlens: `[S+1]` int32 boundaries in the whole pack.
-        max_seqlen: Upper bound of a segment's length.
-        group: The context-parallel group; None or one rank: plain `packed_attention`.
-        **options: Options of `packed_attention`. `sinks [Q]` are replicated; their gradient is this rank's share (0 for
-            the other ranks' heads).
-
-    Returns:
-        `[T/n, Q, D']`.
+    Each rank attends with a share of the heads to the whole pack, on any backend and with any option. The gradient of
+    `sinks` is 0 for the other ranks' heads. Communication: see `exchange_heads`. Arguments and result: as of
+    `ring_attention`.
 
     Raises:
         ValueError: `packed_attention` or `exchange_heads` raises. Shapes are checked before the exchange.
