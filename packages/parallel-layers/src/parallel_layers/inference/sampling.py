@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels import sample as kernel
 from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.sample import draw_tokens
 
 # Logits up to 3e8 divided by this temperature are finite in fp32.
 MIN_TEMPERATURE = 1e-30
+
+
+def check_truncation(top_k: int | None, top_p: float) -> None:
+    """Raise ValueError when top_k is below 1, or top_p outside (0, 1]."""
+    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1:
+        raise ValueError(f"top_k={top_k} must be at least 1 (None keeps all tokens), and top_p={top_p} lie in (0, 1]")
 
 
 def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
@@ -21,8 +27,7 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
     Raises:
         ValueError: top_k is below 1, or top_p outside (0, 1].
     """
-    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1:
-        raise ValueError(f"top_k={top_k} must be at least 1 (None keeps all tokens), and top_p={top_p} lie in (0, 1]")
+    check_truncation(top_k, top_p)
     if top_k is not None and top_k < logits_NV.shape[-1]:
         kept = logits_NV.topk(top_k, dim=-1)
         logits_NV = torch.full_like(logits_NV, -torch.inf).scatter(-1, kept.indices, kept.values)
@@ -49,7 +54,7 @@ def sample(
         logits_NV: `[N, V]` fp32.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
-        top_k, top_p: See `truncate`.
+        top_k, top_p: See `truncate`. On a GPU tokens as likely as the last one that `truncate` keeps are kept, too.
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
@@ -59,9 +64,10 @@ def sample(
     Raises:
         ValueError: `truncate` refuses an option.
     """
+    check_truncation(top_k, top_p)
     truncated = top_k is not None or top_p < 1
-    if temperature and not truncated and use_triton(logits_NV):
-        return kernel.launch(logits_NV.contiguous(), uniforms_N, temperature)
+    if temperature and use_triton(logits_NV):
+        return draw_tokens(logits_NV.contiguous(), uniforms_N, temperature, top_k, top_p)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)

@@ -3,6 +3,9 @@
 The first kernel keeps the maximum and the sum of exponentials of each block of the vocabulary. The second finds the
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
+For top-k and top-p a third kernel finds the smallest logit that may be drawn, by bisection over the bits of a float: a
+number of tokens (their probability) falls with the threshold. Tokens that equal the last kept one are kept, too.
+
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """
 
@@ -20,10 +23,19 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _statistics_kernel(logits_ptr, stats_ptr, stride, vocab_size, temperature, BLOCK: tl.constexpr):
+def _load(row_ptr, at, vocab_size, temperature, smallest):
+    x = tl.load(row_ptr + at, mask=at < vocab_size, other=float("-inf")) / temperature
+    return tl.where(x < smallest, float("-inf"), x)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr, smallest_ptr, stats_ptr, stride, vocab_size, temperature,
+    BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
+):  # fmt: skip
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * stride + at, mask=at < vocab_size, other=float("-inf")) / temperature
+    smallest = tl.load(smallest_ptr + row) if TRUNCATED else float("-inf")
+    x = _load(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, temperature, smallest)
     highest = tl.max(x, 0)
     # A block of -inf alone has the sum 0.
     total = tl.sum(tl.exp(x - tl.where(highest == float("-inf"), 0.0, highest)), 0)
@@ -32,48 +44,118 @@ def _statistics_kernel(logits_ptr, stats_ptr, stride, vocab_size, temperature, B
 
 
 @triton.jit
+def _row_statistics(stats_ptr, row, blocks, BLOCKS: tl.constexpr):
+    """Return the row's maximum, and the sum of exponentials of each block."""
+    each = tl.arange(0, BLOCKS)
+    maxima = tl.load(stats_ptr + (row * blocks + each) * 2, mask=each < blocks, other=float("-inf"))
+    sums = tl.load(stats_ptr + (row * blocks + each) * 2 + 1, mask=each < blocks, other=0.0)
+    highest = tl.max(maxima, 0)
+    return highest, sums * tl.exp(maxima - highest)
+
+
+@triton.jit
+def _ordered(x):
+    """Return an integer for each fp32 number, in the same order; the function is its own inverse on the bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _measure(row_ptr, vocab_size, temperature, highest, least, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Return the number of tokens from `least` on, or their sum of exponentials."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocab_size, BLOCK):
+        x = _load(row_ptr, first + tl.arange(0, BLOCK), vocab_size, temperature, float("-inf"))
+        kept = (_ordered(x) >= least) & (x > float("-inf"))
+        total += tl.where(kept, 1.0 if COUNT else tl.exp(x - highest), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _largest_threshold(
+    row_ptr, vocab_size, temperature, highest, least, wanted, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Return the largest threshold from `least` on whose tokens measure at least `wanted`."""
+    low, high = least.to(tl.int64), _ordered(highest).to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        found = _measure(row_ptr, vocab_size, temperature, highest, middle.to(tl.int32), BLOCK, COUNT)
+        low = tl.where(found >= wanted, middle, low)
+        high = tl.where(found >= wanted, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _truncation_kernel(
+    logits_ptr, stats_ptr, smallest_ptr, stride, vocab_size, blocks, temperature, top_k, top_p,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    highest, _ = _row_statistics(stats_ptr, row, blocks, BLOCKS)
+    least = _ordered(highest * 0.0 + float("-inf"))
+    if TOP_K:
+        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, BLOCK, True)
+    if TOP_P:
+        wanted = top_p * _measure(row_ptr, vocab_size, temperature, highest, least, BLOCK, False)
+        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, wanted, BLOCK, False)
+    tl.store(smallest_ptr + row, (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _choice_kernel(
-    logits_ptr, stats_ptr, uniforms_ptr, tokens_ptr, log_probs_ptr, stride, vocab_size, blocks, temperature,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits_ptr, smallest_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, tokens_ptr, log_probs_ptr,
+    stride, vocab_size, blocks, temperature,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCKS)
-    there = each < blocks
-    maxima = tl.load(stats_ptr + (row * blocks + each) * 2, mask=there, other=float("-inf"))
-    sums = tl.load(stats_ptr + (row * blocks + each) * 2 + 1, mask=there, other=0.0)
-    highest = tl.max(maxima, 0)
-    weights = sums * tl.exp(maxima - highest)
+    highest, all_weights = _row_statistics(stats_ptr, row, blocks, BLOCKS)
+    _, weights = _row_statistics(kept_stats_ptr, row, blocks, BLOCKS)
     passed = tl.cumsum(weights, 0)
-    total = tl.sum(weights, 0)
-    target = tl.load(uniforms_ptr + row) * total
+    target = tl.load(uniforms_ptr + row) * tl.sum(weights, 0)
     # Rounding may leave the last cumulative sum below the target: take the last block, or token, that has weight.
     last = tl.max(tl.where(weights > 0.0, each, 0), 0)
     block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
     rest = target - tl.sum(tl.where(each < block, weights, 0.0), 0)
     inside = tl.arange(0, BLOCK)
-    at = block * BLOCK + inside
-    x = tl.load(logits_ptr + row * stride + at, mask=at < vocab_size, other=float("-inf")) / temperature
+    smallest = tl.load(smallest_ptr + row) if TRUNCATED else float("-inf")
+    x = _load(logits_ptr + row * stride, block * BLOCK + inside, vocab_size, temperature, smallest)
     exponentials = tl.exp(x - highest)
     last = tl.max(tl.where(exponentials > 0.0, inside, 0), 0)
     token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= rest).to(tl.int32), 0), last)
     chosen = tl.sum(tl.where(inside == token, x, 0.0), 0)
     tl.store(tokens_ptr + row, tl.minimum(block * BLOCK + token, vocab_size - 1).to(tl.int64))
-    tl.store(log_probs_ptr + row, chosen - highest - tl.log(total))
+    tl.store(log_probs_ptr + row, chosen - highest - tl.log(tl.sum(all_weights, 0)))
 
 
 @on_its_device
-def launch(logits_NV: Tensor, uniforms_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return tokens `[N]` int64 and their log-probs `[N]` for fp32 logits, whose rows are contiguous."""
+def draw_tokens(
+    logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int | None = None, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return tokens `[N]` int64 and their log-probs `[N]` before the truncation, for contiguous fp32 logits."""
     num, vocab_size = logits_NV.shape
-    blocks = cdiv(vocab_size, _BLOCK)
-    stats = logits_NV.new_empty(num, blocks, 2)
+    blocks, stride = cdiv(vocab_size, _BLOCK), logits_NV.stride(0)
+    width = next_power_of_2(blocks)
     tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
+    stats, smallest = logits_NV.new_empty(num, blocks, 2), torch.empty_like(log_probs)
+    kept, truncated = stats, top_k is not None or top_p < 1
     if num:
+        numbers = (stride, vocab_size, temperature)
         _statistics_kernel[(num, blocks)](
-            logits_NV, stats, logits_NV.stride(0), vocab_size, temperature, BLOCK=_BLOCK, num_warps=8
+            logits_NV, smallest, stats, *numbers, BLOCK=_BLOCK, TRUNCATED=False, num_warps=8
         )
+        if truncated:
+            kept = torch.empty_like(stats)
+            _truncation_kernel[(num,)](
+                logits_NV, stats, smallest, stride, vocab_size, blocks, temperature, float(top_k or 0), top_p,
+                BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
+            )  # fmt: skip
+            _statistics_kernel[(num, blocks)](
+                logits_NV, smallest, kept, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
+            )
         _choice_kernel[(num,)](
-            logits_NV, stats, uniforms_N, tokens, log_probs, logits_NV.stride(0), vocab_size, blocks, temperature,
-            BLOCK=_BLOCK, BLOCKS=next_power_of_2(blocks), num_warps=8,
+            logits_NV, smallest, stats, kept, uniforms_N, tokens, log_probs, stride, vocab_size, blocks, temperature,
+            BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, num_warps=8,
         )  # fmt: skip
     return tokens, log_probs
