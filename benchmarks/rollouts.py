@@ -2,6 +2,7 @@
 
     python benchmarks/rollouts.py                                  # 1B shape, 256 and 512 sequences
     python benchmarks/rollouts.py --peers transformers vllm --json rollouts.json
+    python benchmarks/rollouts.py --step                           # a PPO step of an actor and a critic around it
     python benchmarks/rollouts.py --tiny                           # to see that it works, on a CPU too
 
 The model has the shape of Llama 3.2 1B and random weights. 64 prompts of 96 to 160 tokens have `sequences / 64`
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="New tokens of each response.")
     parser.add_argument("--peers", nargs="*", default=[], choices=["transformers", "vllm"], help="Measure these, too.")
     parser.add_argument("--rounds", type=int, default=3, help="Calls that are counted.")
+    parser.add_argument("--step", action="store_true", help="Measure a whole PPO step, too.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model and few sequences.")
     parser.add_argument("--trace", help="Write a profile of one call to this folder.")
     parser.add_argument("--json", help="Write the figures to this file.")
@@ -162,6 +164,9 @@ def main() -> None:
             if args.trace and engine == "ours":
                 trace(partial(generate, prompts, sequences[0] // len(prompts), tokens), args.trace)
             generate = None
+            if args.step and engine == "ours":
+                report["step"] = ppo_step(Path(name), prompts, sequences[0] // len(prompts), tokens, args.rounds)
+                print("step, seconds:", json.dumps(report["step"]), flush=True)
     mean = sum(lengths) / len(lengths)
     limits = {number: roofline(shape, number, mean, tokens, rate) for number in sequences}
     print(json.dumps(machine()))
@@ -173,10 +178,48 @@ def main() -> None:
             f"{found['peak GiB']:.1f}",
         )
         for engine, found in report.items()
+        if engine in ENGINES  # not the step
     ]
     rows.append(("roofline", "", *(f"{limits[n] / 1e3:.1f}" for n in sequences), ""))
     print(table(("", "ready s", *(f"{n} sequences, k tokens/s" for n in sequences), "peak GiB"), rows))
     write_json(args.json, tokens_per_second=report, roofline=limits)
+
+
+def ppo_step(folder: Path, prompts: Sequence[Sequence[int]], n: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each part of a PPO step, in bf16 with fp32 master weights, on one GPU."""
+    from rl_models import Actor, Critic, OptimizerOptions, losses
+
+    optimizer = OptimizerOptions(learning_rate=1e-6)
+    actor = Actor.from_pretrained(folder, device=DEVICE, optimizer=optimizer)
+    critic = Critic.from_pretrained(folder, device=DEVICE, optimizer=optimizer)
+
+    def policy_loss(log_probs: Any, entropy: Any, part: Any) -> Any:
+        return losses.ppo_clip(log_probs, part["old_log_probs"], part["advantages"])
+
+    def value_loss(values: Any, part: Any) -> Any:
+        return losses.LossTerms((values - part["returns"]) ** 2)
+
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        synchronize()
+        begun = time.perf_counter()
+        result = call()
+        synchronize()
+        seconds.setdefault(name, []).append(time.perf_counter() - begun)
+        return result
+
+    def step() -> None:
+        batch = timed("generate", lambda: actor.generate(prompts, max_new_tokens=tokens, n=n))
+        old = timed("log_probs", lambda: actor.log_probs(batch)).log_probs
+        values = timed("values", lambda: critic.values(batch))
+        scored = batch.with_fields(old_log_probs=old, advantages=torch.randn_like(old), returns=values)
+        timed("actor update", lambda: actor.update(scored, policy_loss))
+        timed("critic update", lambda: critic.update(scored, value_loss))
+
+    for _ in range(1 + rounds):
+        timed("whole", step)
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
 
 
 def trace(call: Callable[[], Any], folder: str) -> None:
