@@ -15,7 +15,7 @@ from hf_patches.call import Call, CallState
 from hf_patches.prefix import SharedPrefixes
 from hf_patches.vision import VISUAL_INPUTS
 from parallel_layers import PackedSequence
-from parallel_layers.inference import DecodeSteps, PagedKVCache, SequenceCache
+from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
 _SCORING = ("labels", "temperature", "entropy", "position_ids", "mm_token_type_ids", *VISUAL_INPUTS)
@@ -35,7 +35,7 @@ def decoding_call(
         ValueError: An argument has no meaning here, the number of sequences differs, the model has no output embedding,
             or the cache is longer than the rotary embedding allows.
     """
-    if not isinstance(batch, PackedSequence) or not isinstance(cache, PagedKVCache | DecodeSteps):
+    if not isinstance(batch, PackedSequence) or not isinstance(cache, SequenceCache):
         raise ValueError(f"a cache continues a PackedSequence; got {type(batch).__name__} and {type(cache).__name__}")
     if given := [name for name in _SCORING if kwargs.get(name) is not None]:
         raise ValueError(

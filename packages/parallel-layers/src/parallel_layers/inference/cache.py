@@ -9,94 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.inference.block_tables import BlockTables
-from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_decode
-
-
-class SequenceCache(Protocol):
-    """The cache that a model is given: a `PagedKVCache`, or its `DecodeSteps`.
-
-        for i, layer in enumerate(layers):
-            hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
-        cache.advance(cu_seqlens)
-
-    Attributes:
-        num_sequences: N; the first N segments of a forward continue the sequences, further segments are padding.
-        max_length: The most tokens of a sequence.
-        lengths: `[N]` int32, the tokens of each sequence, on the cache's device.
-    """
-
-    @property
-    def num_sequences(self) -> int: ...  # noqa: D102
-
-    @property
-    def max_length(self) -> int: ...  # noqa: D102
-
-    @property
-    def lengths(self) -> Tensor: ...  # noqa: D102
-
-    def layer(self, index: int) -> LayerCache:
-        """Return the part of layer `index`, the argument `cache` of `DecoderLayer.forward`."""
-        ...
-
-    def advance(self, cu_seqlens: Tensor) -> None:
-        """Add the tokens of the finished forward to the lengths; call it after the last layer."""
-        ...
-
-
-class LayerCache:
-    """The part of a cache for one layer."""
-
-    def __init__(self, cache: PagedKVCache | DecodeSteps, index: int) -> None:
-        self.cache, self.index = cache, index
-
-    def starts(self, cu_seqlens: Tensor) -> bool:
-        """Return whether this forward's tokens begin their sequences, and so attend to each other alone."""
-        return self.cache._starts(cu_seqlens)
-
-    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:
-        """Write keys and values as `attend` does, for a layer that computes attention itself."""
-        self._check_no_gradient(k_TKD, v_TKD)
-        self.cache._store(self.index, k_TKD, v_TKD, cu_seqlens)
-
-    def attend(
-        self,
-        q_TQD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        /,
-        **options: Unpack[AttentionOptions],
-    ) -> Tensor:
-        """Append these tokens' keys and values to their sequences, and attend to all keys of each sequence.
-
-        Args:
-            q_TQD: `[T, Q, D]` after rotation.
-            k_TKD: `[T, K, D]` after rotation.
-            v_TKD: `[T, K, D']`.
-            cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
-            max_seqlen: At least the length of the longest segment.
-            **options: Options of `packed_attention`.
-
-        Returns:
-            `[T, Q, D']`; arbitrary for padding.
-
-        Raises:
-            ValueError: There are fewer segments than sequences, there is no room, or an input requires a gradient.
-        """
-        self._check_no_gradient(q_TQD, k_TKD, v_TKD)
-        return self.cache._attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
-
-    def _check_no_gradient(self, *tensors: Tensor) -> None:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ValueError("a cache is for inference; run the model under torch.no_grad()")
+from parallel_layers.inference.sequence_cache import SequenceCache
 
 
 class _Plan(NamedTuple):
@@ -115,10 +35,10 @@ class _Plan(NamedTuple):
     blocks: Tensor
     offsets: Tensor
     starts: bool
-    keys: _Keys | None
+    keys: Keys | None
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """The keys that segments of a forward attend to: their blocks `[S, B]`, their numbers `[S]`, and `cu_seqlens`."""
 
     table: Tensor
@@ -127,7 +47,7 @@ class _Keys(NamedTuple):
     cu_seqlens: Tensor
 
 
-class PagedKVCache:
+class PagedKVCache(SequenceCache):
     """Keys (after rotation) and values of N sequences in blocks of one pool.
 
     Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
@@ -206,10 +126,6 @@ class PagedKVCache:
     def block_bytes(self) -> int:
         """The bytes of a block, keys and values of all layers."""
         return sum(pool[:, 0].nbytes for pool in (self.keys, self.values) if pool is not None)
-
-    def layer(self, index: int) -> LayerCache:
-        """See `SequenceCache`."""
-        return LayerCache(self, index)
 
     def advance(self, cu_seqlens: Tensor) -> None:
         """See `SequenceCache`."""
@@ -300,24 +216,27 @@ class PagedKVCache:
     def _numbers(self, numbers: Sequence[object] | Tensor) -> Tensor:
         return torch.as_tensor(numbers, dtype=torch.int32).to(self.table.device)
 
-    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys `[P+1, K, b, D]` and values `[P+1, K, b, D']` of a layer."""
         keys = self.keys[layer]
         return keys, keys[..., : self.value_dim] if self.values is None else self.values[layer]
 
-    def _starts(self, cu_seqlens: Tensor) -> bool:
+    def starts(self, cu_seqlens: Tensor) -> bool:
+        """See `SequenceCache`."""
         return self._plan_for(cu_seqlens).starts
 
-    def _store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+        """See `SequenceCache`."""
         plan = self._plan_for(cu_seqlens)
-        self._write(layer, k_TKD, v_TKD, plan.blocks, plan.offsets)
+        self.write(layer, k_TKD, v_TKD, plan.blocks, plan.offsets)
 
-    def _write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        """Write keys and values `[T, ...]` to places of blocks, `[T]` each."""
         self.keys[layer][blocks, :, offsets] = k_TKD.to(self.dtype)
         if self.values is not None:
             self.values[layer][blocks, :, offsets] = v_TKD.to(self.dtype)
 
-    def _attend(
+    def attend(
         self,
         layer: int,
         q: Tensor,
@@ -327,17 +246,18 @@ class PagedKVCache:
         max_seqlen: int,
         options: AttentionOptions,
     ) -> Tensor:
-        self._store(layer, k, v, cu_seqlens)
+        """See `SequenceCache`."""
+        self.store(layer, k, v, cu_seqlens)
         plan = self._plan_for(cu_seqlens)
         if plan.keys is None:
             own_q, own_k, own_v = (x.to(self.dtype) for x in (q, k, v))
             return packed_attention(own_q, own_k, own_v, cu_seqlens, max_seqlen, **options).to(q.dtype)
-        return self._attend_to(layer, q, plan.keys, max_seqlen, options)
+        return self.attend_to(layer, q, plan.keys, max_seqlen, options)
 
-    def _attend_to(self, layer: int, q: Tensor, keys: _Keys, max_seqlen: int, options: AttentionOptions) -> Tensor:
+    def attend_to(self, layer: int, q: Tensor, keys: Keys, max_seqlen: int, options: AttentionOptions) -> Tensor:
         """Gather keys and values of the segments, and attend to them."""
         room = keys.table.shape[1] * self.block_size
-        k, v = (pool[keys.table].transpose(2, 3).flatten(0, 2) for pool in self._pools(layer))
+        k, v = (pool[keys.table].transpose(2, 3).flatten(0, 2) for pool in self.pools(layer))
         starts = torch.arange(0, len(keys.table) * room + 1, room, dtype=torch.int32, device=k.device)
         options = {**options, "cu_seqlens_k": starts, "max_seqlen_k": keys.max_used, "used_k": keys.used}
         out = packed_attention(q.to(self.dtype), k, v, keys.cu_seqlens, max_seqlen, **options)
@@ -372,72 +292,6 @@ class PagedKVCache:
         keys = None
         if any(before[n] for n in bringing):
             used = [before[n] + counts[n] if tables[n] else 0 for n in bringing]
-            keys = _Keys(table, self._numbers(used), max(used), self._numbers(bounds))
+            keys = Keys(table, self._numbers(used), max(used), self._numbers(bounds))
         self._plan = _Plan(cu_seqlens, new, blocks, offsets, keys is None, keys)
         return self._plan
-
-
-class DecodeSteps:
-    """A `SequenceCache` for forwards of one token for each of the first M sequences of a `PagedKVCache`.
-
-    The host reads nothing of the device, so a CUDA graph can capture a forward. Before the forwards the caller reserves
-    blocks for them (`PagedKVCache.reserve`), after them it counts their tokens (`PagedKVCache.advance_by`). A sequence
-    that is not active brings a token, too, which does not count.
-
-    Args:
-        cache: The cache.
-        num_sequences: M.
-        active: `[N]` int32, 1 for each sequence that goes on; the caller may change the numbers between two forwards.
-        exact: Attend by the kernels of `packed_attention` to gathered keys, instead of by `kernels.paged_decode`.
-    """
-
-    def __init__(self, cache: PagedKVCache, num_sequences: int, active: Tensor, *, exact: bool = False) -> None:
-        self.cache, self.num_sequences, self.max_length = cache, num_sequences, cache.max_length
-        self.exact, self.active = exact, active[:num_sequences]
-        self.table, self.lengths = cache.table[:num_sequences], cache.lengths[:num_sequences]
-        self._keys: _Keys | None = None
-
-    def layer(self, index: int) -> LayerCache:
-        """See `SequenceCache`."""
-        return LayerCache(self, index)
-
-    def advance(self, cu_seqlens: Tensor) -> None:
-        """See `SequenceCache`."""
-        self.lengths += self.active
-        self._keys = None
-
-    def _starts(self, cu_seqlens: Tensor) -> bool:
-        return False
-
-    def _store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
-        size = self.cache.block_size
-        blocks = self.table.gather(1, (self.lengths // size).long()[:, None])[:, 0].long()
-        self.cache._write(layer, k_TKD, v_TKD, blocks, (self.lengths % size).long())
-
-    def _attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        options: AttentionOptions,
-    ) -> Tensor:
-        keys, values = self.cache._pools(layer)
-        if not self.exact and supports_paged_decode(q, keys):
-            scale = options.get("scale")
-            return paged_decode(
-                *(q, k.to(keys.dtype), v.to(keys.dtype), keys, values, self.table, self.lengths),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale,
-                softcap=options.get("softcap"),
-                window=options.get("window"),
-                sinks=options.get("sinks"),
-            )
-        self._store(layer, k, v, cu_seqlens)
-        if self._keys is None:
-            width = max(1, *(len(table) for table in self.cache.blocks.tables[: self.num_sequences]))
-            table = self.table[:, :width].long()
-            room = width * self.cache.block_size
-            self._keys = _Keys(table, (self.lengths + 1).clamp(max=room), room, cu_seqlens)
-        return self.cache._attend_to(layer, q, self._keys, 1, options)

@@ -1,0 +1,114 @@
+"""`SequenceCache`, the cache that a model is given, and `LayerCache`, its part for one layer.
+
+Shape legend: T tokens of this forward, N sequences of the cache, Q query heads and K key-value heads of this rank,
+D head size, D' size of a value head, S segments of this forward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from parallel_layers.attention.packed import AttentionOptions
+
+
+class SequenceCache(ABC):
+    """Keys (after rotation) and values of N sequences: the base of `PagedKVCache` and `DecodeSteps`.
+
+        for i, layer in enumerate(layers):
+            hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
+        cache.advance(cu_seqlens)
+
+    Attributes:
+        num_sequences: N; the first N segments of a forward continue the sequences, further segments are padding.
+        max_length: The most tokens of a sequence.
+        lengths: `[N]` int32, the tokens of each sequence, on the cache's device.
+    """
+
+    num_sequences: int
+    max_length: int
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Tensor: ...  # noqa: D102
+
+    def layer(self, index: int) -> LayerCache:
+        """Return the part of layer `index`, the argument `cache` of `DecoderLayer.forward`."""
+        return LayerCache(self, index)
+
+    @abstractmethod
+    def advance(self, cu_seqlens: Tensor) -> None:
+        """Add the tokens of the finished forward to the lengths; call it after the last layer."""
+
+    @abstractmethod
+    def starts(self, cu_seqlens: Tensor) -> bool:
+        """See `LayerCache.starts`."""
+
+    @abstractmethod
+    def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
+        """See `LayerCache.store`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See `LayerCache.attend`."""
+
+
+class LayerCache:
+    """The part of a cache for one layer."""
+
+    def __init__(self, cache: SequenceCache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def starts(self, cu_seqlens: Tensor) -> bool:
+        """Return whether this forward's tokens begin their sequences, and so attend to each other alone."""
+        return self.cache.starts(cu_seqlens)
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:
+        """Write keys and values as `attend` does, for a layer that computes attention itself."""
+        self._check_no_gradient(k_TKD, v_TKD)
+        self.cache.store(self.index, k_TKD, v_TKD, cu_seqlens)
+
+    def attend(
+        self,
+        q_TQD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        /,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:
+        """Append these tokens' keys and values to their sequences, and attend to all keys of each sequence.
+
+        Args:
+            q_TQD: `[T, Q, D]` after rotation.
+            k_TKD: `[T, K, D]` after rotation.
+            v_TKD: `[T, K, D']`.
+            cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
+            max_seqlen: At least the length of the longest segment.
+            **options: Options of `packed_attention`.
+
+        Returns:
+            `[T, Q, D']`; arbitrary for padding.
+
+        Raises:
+            ValueError: There are fewer segments than sequences, there is no room, or an input requires a gradient.
+        """
+        self._check_no_gradient(q_TQD, k_TKD, v_TKD)
+        return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
+
+    def _check_no_gradient(self, *tensors: Tensor) -> None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise ValueError("a cache is for inference; run the model under torch.no_grad()")
