@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "critic": ("LlamaForTokenClassification", {**SIZES, "num_labels": 1}),
     "reward": ("LlamaForSequenceClassification", {**SIZES, "num_labels": 1, "pad_token_id": 0}),
     "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
+    "deepseek": ("DeepseekV3ForCausalLM", SIZES),
 }
 
 

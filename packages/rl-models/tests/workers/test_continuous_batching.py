@@ -1,0 +1,52 @@
+"""Generation of mixtures of experts and of latent attention: the log-probs of the draws are those of `log_probs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch
+
+# DeepSeek-V3 with a dense first layer: latents are the cache's keys and values.
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> Batch:
+    """Return draws with the log-probs that scoring gives them; dp ranks have unlike numbers of prompts."""
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size)))
+    actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu")
+    prompts = [[1, 5, 7], [3], [9, 9, 9, 9, 2]][: 1 + 2 * (group.rank() % dims.dp)]
+    batch = actor.generate(prompts, max_new_tokens=20, n=2, seed=3, stop_ids=[4, 8], max_sequences=4)
+    return batch.with_fields(computed=actor.log_probs(batch).log_probs)
+
+
+@pytest.mark.parametrize(
+    ("model", "dims"),
+    [
+        ("mixture", ParallelDims(tp=2)),
+        ("mixture", ParallelDims(dp=2, ep=2)),
+        ("mixture", ParallelDims(cp=2, ep=2)),
+        ("latent", ParallelDims(tp=2)),
+        ("latent", ParallelDims(pp=2)),
+    ],
+    ids=str,
+)
+def test_draws_have_the_log_probs_of_scoring(
+    ranks: RankPool, tiny: Callable[..., Path], model: str, dims: ParallelDims
+) -> None:
+    path = tiny("mixture") if model == "mixture" else tiny("deepseek", **LATENT)
+    for batch in ranks.run(generate, path, dims, world=dims.world_size):
+        assert len(batch) > 0
+        expected = torch.where(batch.mask, batch["computed"], 0)
+        torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
