@@ -213,41 +213,6 @@ def test_pipeline_stages_add(ranks: RankPool) -> None:
         torch.testing.assert_close(norm, torch.tensor(math.sqrt(2 + 8)))
 
 
-def clip_main_grads(group: ProcessGroup) -> Tensor:
-    layer = ColumnParallelLinear(4, 8, placement=Placement(group))
-    layer.weight.main_grad = torch.ones(8 // group.size(), 4)  # type: ignore[assignment]
-    return clip_grad_norm_(layer, math.inf, groups=[group])
-
-
-def test_main_grads_count(ranks: RankPool) -> None:
-    torch.testing.assert_close(ranks.run(clip_main_grads, world=2), [torch.tensor(math.sqrt(32))] * 2)
-
-
-def clip_tied(group: ProcessGroup | None, max_norm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """A table that is embedding and head: its `.grad` and `main_grad`, before and after."""
-    table = VocabParallelEmbedding(8, 4, group=group)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    parts = [gradient_of((8, 4), seed).chunk(size)[rank].clone() for seed in range(2)]
-    table.weight.grad, table.weight.main_grad = parts  # type: ignore[attr-defined]
-    before = [part.clone() for part in parts]
-    return clip_grad_norm_(table, max_norm, groups=[group]), before, parts
-
-
-@pytest.mark.parametrize("max_norm", [0.5, math.inf])
-def test_a_gradient_in_two_tensors_is_their_sum(ranks: RankPool, max_norm: float) -> None:
-    norm = (gradient_of((8, 4), 0) + gradient_of((8, 4), 1)).norm()
-    for found, before, after in [clip_tied(None, max_norm), *ranks.run(clip_tied, max_norm, world=2)]:
-        torch.testing.assert_close(found, norm)
-        torch.testing.assert_close(after, [part * min(1.0, max_norm / norm.item()) for part in before])
-
-
-def test_a_main_grad_that_is_the_gradient_counts_once() -> None:
-    layer = nn.Linear(2, 2, bias=False)
-    layer.weight.grad = layer.weight.main_grad = torch.ones(2, 2)  # type: ignore[attr-defined]
-    assert clip_grad_norm_(layer, 1.0).item() == 2.0
-    torch.testing.assert_close(layer.weight.grad, torch.full((2, 2), 0.5))
-
-
 @pytest.mark.parametrize("max_norm", [1.0, math.inf])
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_a_norm_that_is_not_finite_leaves_the_gradients(wrong: float, max_norm: float) -> None:

@@ -259,7 +259,7 @@ def test_what_has_no_invariant_form() -> None:
     with pytest.raises(ValueError, match="self_attn: ring attention depends on where a sequence lies"):
         tp_invariant(ring)
     packed = PackedSequence.from_sequences([torch.arange(3)])
-    with pytest.raises(ValueError, match=r"no invariant attention backend can do this case: .*exact: .*sinks"):
+    with pytest.raises(ValueError, match=r"no invariant backend can do this case: .*exact: .*sinks"):
         tp_invariant(layer(attention_sinks=True))(torch.randn(3, 24), None, packed.cu_seqlens, 3)
     with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, not torch\.float64"):
         tp_invariant(ColumnParallelLinear(4, 4, dtype=torch.float64))(torch.randn(2, 4, dtype=torch.float64))

@@ -22,7 +22,6 @@ from parallel_layers.linear.peer_memory import peer_memory
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
-    matmul_reduce_scatter_beside_gather,
     why_not_peers,
     why_not_symmetric_memory,
 )
@@ -54,12 +53,12 @@ def calls_in_a_row(group: ProcessGroup, bias: bool) -> None:
             assert torch.equal(gather_matmul(x.chunk(size)[rank], weight, None, group)[0], x @ weight.T)
             for more in range(2):
                 parts = [whole_numbers(size * rows, 3, IN, seed=300 + call + r + more) for r in range(size)]
-                y = matmul_reduce_scatter(parts[rank], weight, add if bias else None, group)
+                y, _ = matmul_reduce_scatter(parts[rank], weight, add if bias else None, group)
                 total = torch.stack(parts).sum(0) @ weight.T
                 assert torch.equal(y, (total + add * bias).chunk(size)[rank])
             dys = [whole_numbers(size * rows, 3, OUT, seed=400 + call + r) for r in range(size)]
-            dx, dw = matmul_reduce_scatter_beside_gather(
-                dys[rank], weight.T, x.chunk(size)[rank], group, partial(weight_gradient, dys[rank])
+            dx, dw = matmul_reduce_scatter(
+                dys[rank], weight.T, None, group, x.chunk(size)[rank], partial(weight_gradient, dys[rank])
             )
             assert torch.equal(dx, (torch.stack(dys).sum(0) @ weight).chunk(size)[rank])
             assert torch.equal(dw, weight_gradient(dys[rank], x))
@@ -154,8 +153,8 @@ def in_graphs(group: ProcessGroup) -> None:
 
         return [
             gather_matmul(mine(x), weight, None, group)[0],
-            matmul_reduce_scatter(x, weight, None, group),
-            *matmul_reduce_scatter_beside_gather(x, weight, mine(other), group, use),
+            matmul_reduce_scatter(x, weight, None, group)[0],
+            *matmul_reduce_scatter(x, weight, None, group, mine(other), use),
             gather_matmul(mine(x), weight, None, group)[0],
         ]
 

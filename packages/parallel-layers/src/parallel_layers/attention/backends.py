@@ -32,6 +32,9 @@ class Backend:
         head_dim_multiple: Divisor of the head size.
         softcap: The backend supports soft-capped scores.
         lse: The backend returns the log-sum-exp, which attention sinks need, too.
+        invariant: The bits of a segment do not depend on the rest of the pack. Flash kernels compute a block of queries
+            of one segment and head in one program, which walks the keys in a fixed order. "sdpa" and "reference" pad
+            segments and call BLAS, whose bits depend on the shapes.
     """
 
     needs: str
@@ -43,6 +46,7 @@ class Backend:
     head_dim_multiple: int = 1
     softcap: bool = True
     lse: bool = True
+    invariant: bool = False
 
 
 def _has_flash_attention_4() -> bool:
@@ -57,7 +61,7 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-_flash = partial(Backend, devices=frozenset({"cuda"}), dtypes=HALF)
+_flash = partial(Backend, devices=frozenset({"cuda"}), dtypes=HALF, invariant=True)
 
 # "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {
@@ -85,9 +89,11 @@ BACKENDS: dict[str, Backend] = {
     ),
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
     "reference": Backend("torch", lambda: True, REFERENCE),
-    # Slow; used only by `parallel_layers.invariant`.
-    "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, lse=False),
+    # Slow: replaces the reference where it must be invariant.
+    "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, lse=False, invariant=True),
 }
+
+INVARIANT_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.invariant)
 
 # On a CPU "auto" takes the reference: it is exact, as fast as sdpa, and needs less memory.
 _AUTO_ORDER = {"cpu": ("reference",)}
@@ -124,7 +130,7 @@ def why_not(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: 
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str:
-    """Return the backend of a call: `name`, or for "auto" the first row of the table that supports the call.
+    """Return the backend of a call: `name`, or the first row that supports the call ("invariant": of invariant rows).
 
     Raises:
         ValueError: `name` is unknown or does not support the call, or no backend does; the message has the reasons.
@@ -139,14 +145,18 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _choose(name: str, device: str, *needs: Any) -> str:
-    if name not in ("auto", *BACKENDS):
+    if name not in ("auto", "invariant", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
-    reasons = {candidate: why_not(candidate, device, *needs) for candidate in BACKENDS}
+    candidates = INVARIANT_BACKENDS if name == "invariant" else tuple(BACKENDS)
+    reasons = {candidate: why_not(candidate, device, *needs) for candidate in candidates}
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if not able:
-        raise ValueError(f"no backend can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
+        kind = "invariant backend" if name == "invariant" else "backend"
+        raise ValueError(f"no {kind} can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
+    if name == "invariant":
+        return able[0]
     if name == "auto":
-        return next(candidate for candidate in _AUTO_ORDER.get(device, tuple(BACKENDS)) if candidate in able)
+        return next(candidate for candidate in _AUTO_ORDER.get(device, candidates) if candidate in able)
     if reasons[name] is not None:
         raise ValueError(
             f"backend={name!r} cannot do this case: {reasons[name]}; use 'auto' or one of {', '.join(able)}"

@@ -75,6 +75,7 @@ def packed_attention(
         max_seqlen_k: Upper bound of a segment's keys (default: `max_seqlen`).
         used_k: `[S]` int32, the number of valid keys at the start of each segment (a cache). Inference only.
         backend: A name of `available_backends()`, or "auto": the fastest installed backend that supports the call.
+            "invariant": the fastest whose bits do not depend on the rest of the pack.
 
     Returns:
         `[T, Q, D']` in q's dtype.

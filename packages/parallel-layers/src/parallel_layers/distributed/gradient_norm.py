@@ -30,9 +30,6 @@ def clip_grad_norm_(
     function takes modules because they know the sharding (`parallel_layers.sharding`); FSDP2 and `to_empty` replace
     parameter objects.
 
-    The gradient of a parameter is its `.grad`, its `main_grad` (`accumulate_main_grad`), or the sum of both (a table
-    that is embedding and head). Clear one of them if it is a copy of the other.
-
     Args:
         modules: The model, or the modules of the pipeline stages on this rank.
         max_norm: The largest norm that is left unscaled; `math.inf` only measures.
@@ -60,11 +57,10 @@ def clip_grad_norm_(
         by_name |= divided
         # All ranks of a group find the same classes, because parameters without a gradient count, too.
         pieces = classes.setdefault(frozenset(divided), [])
-        found = _gradients_of(parameter)
-        if found:
-            gradients += [_local(gradient) for gradient in found]
-            whole = found[0] if len(found) == 1 else found[0] + found[1]
-            pieces += _counted(whole, _local(whole), get_sharding(owner, name))
+        if (gradient := parameter.grad) is not None:
+            local = gradient.to_local() if is_dtensor(gradient) else gradient
+            gradients.append(local)
+            pieces += _counted(gradient, local, get_sharding(owner, name))
     parameters = [parameter for root in roots for parameter in root.parameters()]
     total = _sum_of_squares(classes, by_name, _device(parameters, pipeline_group))
     if pipeline_group is not None:
@@ -108,16 +104,6 @@ def _norms(pieces: Sequence[Tensor]) -> Tensor:
     for piece in pieces:
         by_dtype.setdefault(wide(piece.dtype), []).append(piece)
     return torch.stack([norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, dtype=dtype)])
-
-
-def _gradients_of(parameter: nn.Parameter) -> list[Tensor]:
-    """Return the tensors whose sum is the gradient of a parameter."""
-    grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
-    return [gradient for gradient in (grad, None if main_grad is grad else main_grad) if gradient is not None]
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if is_dtensor(gradient) else gradient
 
 
 def _device(parameters: Sequence[Tensor], pipeline_group: ProcessGroup | None) -> torch.device:

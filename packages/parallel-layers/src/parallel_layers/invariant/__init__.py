@@ -3,7 +3,8 @@
 from functools import partial
 
 from parallel_layers import head
-from parallel_layers.invariant.view import INVARIANT_BACKENDS, tp_invariant
+from parallel_layers.attention.backends import INVARIANT_BACKENDS
+from parallel_layers.invariant.view import tp_invariant
 from parallel_layers.linear.invariant import BLOCKS, linear
 
 linear_log_probs = partial(head.linear_log_probs, blocks=BLOCKS)

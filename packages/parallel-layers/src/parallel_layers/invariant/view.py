@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention.backends import BACKENDS, why_not
+from parallel_layers.attention.backends import BACKENDS, INVARIANT_BACKENDS
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
@@ -24,11 +24,6 @@ from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES
 from parallel_layers.shared_weights import Model, view_of
-
-# "auto" prefers earlier names. The flash kernels are invariant: one program computes a block of queries of one segment
-# and head, and walks the keys in a fixed order. "sdpa" and "reference" pad segments and call BLAS, whose bits depend on
-# the shapes; "exact" replaces them on a CPU and for fp32.
-INVARIANT_BACKENDS = ("flash-attn-4", "flash-attn", "varlen", "exact")
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
@@ -132,15 +127,6 @@ def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | No
     return cos * layer.attention_factor, sin * layer.attention_factor
 
 
-def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _attend(attend: Callable[..., Tensor], *tensors: Any, backend: str, **options: Any) -> Tensor:
     """Call `packed_attention` or its context-parallel form on an invariant backend."""
-    if options["backend"] == "auto":
-        case = q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])
-        needs = options.get("softcap") is not None, options.get("sinks") is not None
-        reasons = {name: why_not(name, *case, *needs) for name in INVARIANT_BACKENDS}
-        able = [name for name, reason in reasons.items() if reason is None]
-        if not able:
-            texts = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise ValueError(f"no invariant attention backend can do this case: {texts}")
-        options["backend"] = able[0]
-    return attend(q, k, v, *rest, **options)
+    return attend(*tensors, backend="invariant" if backend == "auto" else backend, **options)

@@ -16,9 +16,10 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,8 +30,6 @@ from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.linear.peer_memory import PeerMemory, peer_memory
 from parallel_layers.linear.products import multiply_into
-
-Used = TypeVar("Used")
 
 
 def gather_matmul(
@@ -73,83 +72,44 @@ def gather_matmul(
     return y.view(size * len(x), *x.shape[1:-1], -1), received.view(size * len(x), *x.shape[1:])
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """Return `reduce_scatter(x W^T) + b`: x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`.
-
-    The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's part has the bias.
-    """
-    async_collectives.check_divisible(x, 0, group)
-    parts = x.reshape(group.size(), -1, x.shape[-1])
-    memory = peer_memory(group, parts[..., 0].numel() * len(weight) * x.element_size(), x.device)
-    main, side, copies = _streams(x.device)
-
-    copies.wait_stream(main)
-    with copies:
-        memory.barrier()
-    side.wait_stream(main)
-    bias = bias if group.rank() == 0 else None
-    received, _sent = _send_products(parts, weight, bias, group, memory)
-    with copies:
-        memory.barrier()
-    main.wait_stream(copies)
-    return sum_parts(received).view(len(x) // group.size(), *x.shape[1:-1], -1)
-
-
-def matmul_reduce_scatter_beside_gather(
-    dy: Tensor, weight: Tensor, x: Tensor, group: ProcessGroup, use: Callable[[Tensor], Used]
-) -> tuple[Tensor, Used]:
-    """Return `matmul_reduce_scatter` of dy, and what `use` makes of `all_gather(x)`.
-
-    dy `[T, ..., O/tp]`, weight `[I, O/tp]`, x `[T/tp, ..., I]` -> `[T/tp, ..., I]`. The gathered tokens `[T, ..., I]`,
-    which are good until `use` returns, arrive under the GEMM of dx; the ranks send each other dx under `use`.
-    """
-    size, rank = group.size(), group.rank()
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    parts = dy.reshape(size, -1, dy.shape[-1])
-    shape = (size, *rows.shape)
-    memory = peer_memory(group, 2 * size * rows.nbytes, x.device)
-    gathered = memory.of(rank, shape, x.dtype)
-    main, side, copies = _streams(x.device)
-
-    copies.wait_stream(main)
-    with copies:
-        memory.barrier()
-        for step in range(1, size):
-            memory.of((rank + step) % size, shape, x.dtype)[rank].copy_(rows)
-        memory.barrier()
-        arrived = copies.record_event()
-    side.wait_stream(main)
-    gathered[rank].copy_(rows)
-    received, _sent = _send_products(parts, weight, None, group, memory, size * rows.numel())
-    with copies:
-        memory.barrier()
-    main.wait_event(arrived)
-    used = use(gathered.view(size * len(x), *x.shape[1:]))
-    main.wait_stream(copies)
-    return sum_parts(received).view(x.shape), used
-
-
-def _send_products(
-    parts: Tensor,
+def matmul_reduce_scatter(
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     group: ProcessGroup,
-    memory: PeerMemory,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Multiply each rank's part and send the product to that rank, into its memory from element `first` on.
+    beside: Tensor | None = None,
+    use: Callable[[Tensor], Any] = lambda gathered: None,
+) -> tuple[Tensor, Any]:
+    """Return `reduce_scatter(x W^T) + b`, and what `use` makes of `all_gather(beside)`, which is good until it returns.
 
-    Return the products that this rank receives, `[tp, T/tp, O]`, and those that it sends, `[tp - 1, T/tp, O]`. This
-    rank's own part is multiplied last, while the others are on their way. All have arrived after a barrier on the
-    copies' stream; keep the sent products until the current stream has waited for that barrier. The side stream must
-    have waited for the current one.
+    x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`; beside `[T/tp, ..., O]`, gathered
+    `[T, ..., O]`. The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's
+    part has the bias. The gather runs under the GEMMs of x. The ranks send each other their products under `use`.
     """
+    async_collectives.check_divisible(x, 0, group)
     size, rank = group.size(), group.rank()
-    shape = (size, parts.shape[1], weight.shape[0])
-    received = memory.of(rank, shape, parts.dtype, first)
-    sent = parts.new_empty(size - 1, *shape[1:])
+    parts = x.reshape(size, -1, x.shape[-1])
+    shape = (size, parts.shape[1], len(weight))
+    rows = None if beside is None else beside.reshape(shape[1:]).contiguous()
+    first = 0 if rows is None else math.prod(shape)  # of the products, which lie after the gathered tokens
+    memory = peer_memory(group, (first + math.prod(shape)) * x.element_size(), x.device)
+    gathered, received = memory.of(rank, shape, x.dtype), memory.of(rank, shape, x.dtype, first)
+    sent = parts.new_empty(size - 1, *shape[1:])  # other streams read it until the function returns
     others = [(rank + step) % size for step in range(1, size)]
-    _, side, copies = _streams(parts.device)
+    main, side, copies = _streams(x.device)
+
+    copies.wait_stream(main)
+    side.wait_stream(main)
+    with copies:
+        memory.barrier()
+        if rows is not None:
+            for other in others:
+                memory.of(other, shape, x.dtype)[rank].copy_(rows)
+            memory.barrier()
+            arrived = copies.record_event()
+    if rows is not None:
+        gathered[rank].copy_(rows)
+    bias = bias if rank == 0 else None
     done = []
     with side:
         for other, sending in zip(others, sent, strict=True):
@@ -158,10 +118,17 @@ def _send_products(
     with copies:
         for other, sending, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
-            memory.of(other, shape, parts.dtype, first)[rank].copy_(sending)
+            memory.of(other, shape, x.dtype, first)[rank].copy_(sending)
     async_collectives.head_start(parts)  # to the products that others wait for
     multiply_into(received[rank], parts[rank], weight, bias)
-    return received, sent
+    with copies:
+        memory.barrier()
+    used = None
+    if beside is not None:
+        main.wait_event(arrived)
+        used = use(gathered.view(len(x), *beside.shape[1:]))
+    main.wait_stream(copies)
+    return sum_parts(received).view(len(x) // size, *x.shape[1:-1], -1), used
 
 
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:

@@ -32,7 +32,6 @@ from parallel_layers.linear.products import PLAIN, Product, multiply_into
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
-    matmul_reduce_scatter_beside_gather,
     why_not_symmetric_memory,
 )
 
@@ -187,12 +186,12 @@ class _SymmetricMemory(_Serial):
         return gather_matmul(x, weight, bias, self.group, keep=keep)
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return matmul_reduce_scatter(x, weight, bias, self.group)
+        return matmul_reduce_scatter(x, weight, bias, self.group)[0]
 
     def product_scatter_beside_gather(
         self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
-        return matmul_reduce_scatter_beside_gather(dy, weight, x, self.group, use)
+        return matmul_reduce_scatter(dy, weight, None, self.group, x, use)
 
 
 class _Tree(_Serial):
