@@ -39,13 +39,14 @@ def run_on(
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """(log-probs per sequence, recorded routing per sequence, gradient norm) of a model that depends on no grid."""
+    from transformers_weights import load_transformers_state
+
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
     from megatron_utils.testing import device_of
-    from megatron_utils.testing.weights import load_transformers_state
     from parallel_layers.data.micro_batches import restore_order
 
     generator = torch.Generator().manual_seed(0)
@@ -237,12 +238,12 @@ def test_bad_rows_are_named(change: Any, message: str) -> None:
 def sessions_on(group: ProcessGroup) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay as Global
+    from transformers_weights import load_transformers_state
 
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.router_replay import router_replay
     from megatron_utils.testing import cpu_stand_in
-    from megatron_utils.testing.weights import load_transformers_state
 
     packed = PackedSequence.from_sequences([torch.arange(5)])
     with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:

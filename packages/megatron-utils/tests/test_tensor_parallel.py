@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_utils.tensor_parallel import (
-    log_probs_from_logits,
     response_log_probs,
     response_positions,
     response_slices,
@@ -53,7 +52,7 @@ def from_logits_on(group: ProcessGroup) -> tuple[Tensor, ...]:
     logits[2, 4] = logits[3, 0] = -torch.inf
     local = shard(logits, group, 1).requires_grad_()
     before = local.detach().clone()
-    result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+    result = vocab_parallel_log_probs(local, labels, group=group, vocab_size=V)
     (result.log_probs * 2 - result.entropy).sum().backward()
     assert torch.equal(local.detach(), before)
     whole = logits.double().requires_grad_()
@@ -81,16 +80,16 @@ def in_any_order_on(group: ProcessGroup, dtype: torch.dtype) -> None:
     before = local.detach().clone()
 
     def log_probs() -> tuple[Tensor, ...]:
-        return (log_probs_from_logits(local, labels, group=group, vocab_size=V, entropy=False).log_probs,)
+        return (vocab_parallel_log_probs(local, labels, group=group, vocab_size=V, entropy=False).log_probs,)
 
     def entropy() -> tuple[Tensor, ...]:
         return (vocab_parallel_log_probs(local, labels, group=group, vocab_size=V).entropy,)
 
     def both() -> tuple[Tensor, ...]:
-        return tuple(log_probs_from_logits(local, labels, group=group, vocab_size=V))
+        return tuple(vocab_parallel_log_probs(local, labels, group=group, vocab_size=V))
 
     def gradient() -> tuple[Tensor, ...]:
-        result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+        result = vocab_parallel_log_probs(local, labels, group=group, vocab_size=V)
         return torch.autograd.grad(result.log_probs.sum() + result.entropy.sum(), local)
 
     calls = (log_probs, entropy, both, gradient)
@@ -121,7 +120,7 @@ def minus_infinity_on(group: ProcessGroup) -> None:
     logits[-1, 1:] = -torch.inf
     labels = logits.argmax(-1)
     local = shard(logits, group, 1).requires_grad_()
-    result = log_probs_from_logits(local, labels, group=group, vocab_size=V)
+    result = vocab_parallel_log_probs(local, labels, group=group, vocab_size=V)
     (result.log_probs * 2 - result.entropy).sum().backward()
     finite = logits.double().clamp(min=-1e4).requires_grad_()
     log_probs, entropy = reference(finite, labels)
@@ -140,7 +139,7 @@ def large_vocabulary_on(group: ProcessGroup, vocabulary: int) -> None:
     torch.manual_seed(0)
     # From nearly uniform, whose entropy is a sum of many small numbers, to nearly certain.
     logits = (torch.randn(5, vocabulary) * torch.tensor([[0.01], [1.0], [4.0], [10.0], [100.0]])).bfloat16()
-    result = log_probs_from_logits(shard(logits, group, 1), torch.arange(5), group=group, vocab_size=vocabulary)
+    result = vocab_parallel_log_probs(shard(logits, group, 1), torch.arange(5), group=group, vocab_size=vocabulary)
     log_probs, entropy = reference(logits, torch.arange(5))
     assert result.entropy is not None
     torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=1e-3)
@@ -170,7 +169,7 @@ def test_the_largest_temporary_is_one_chunk(monkeypatch: pytest.MonkeyPatch, dty
     chunk = 1 << 12
     monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", chunk)
     logits, labels = torch.randn(64, 512).to(dtype).requires_grad_(), torch.arange(64)
-    result, forward = allocations(lambda: log_probs_from_logits(logits, labels, group=None))
+    result, forward = allocations(lambda: vocab_parallel_log_probs(logits, labels, group=None))
     # A chunk is computed with in fp32.
     assert forward[0] == 4 * chunk < logits.nbytes
     _, (gradient, *temporaries) = allocations(lambda: (result.log_probs.sum() + result.entropy.sum()).backward())
@@ -264,7 +263,7 @@ def group_of_the_grid_on(group: ProcessGroup) -> None:
                 own = tensor_parallel_group()
                 assert own is (grid.groups.tp if dims.tp == 2 else None)
                 part = logits if own is None else shard(logits, own, 1)
-                result = log_probs_from_logits(part, labels, group=own, vocab_size=V)
+                result = vocab_parallel_log_probs(part, labels, group=own, vocab_size=V)
                 torch.testing.assert_close(result.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
         with pytest.raises(RuntimeError, match="no Megatron grid is active"):
             tensor_parallel_group()

@@ -37,32 +37,6 @@ def tensor_parallel_group() -> ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def log_probs_from_logits(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    group: ProcessGroup | None,
-    vocab_size: int | None = None,
-    entropy: bool = True,
-) -> LogProbs:
-    """Return the log-prob of each label, and the entropy, from vocabulary-sharded logits, which stay unchanged.
-
-    Forward: one all-gather of a few numbers per token. Backward: no communication. The forward works in chunks and
-    makes no tensor of the logits' size; the backward makes their gradient.
-
-    Args:
-        logits_TV: `[T, V]`, this rank's columns; -inf is an entry of probability zero.
-        labels_T: `[T]`, integers of the whole vocabulary, already shifted; -100 means "no label".
-        group: The tensor-parallel group (Megatron's is `tensor_parallel_group()`); None for whole logits.
-        vocab_size: The true size of the vocabulary; columns beyond it are padding.
-        entropy: Whether to compute the entropy.
-
-    Raises:
-        ValueError: Shapes do not fit, or a label is outside the vocabulary (on every rank alike).
-    """
-    return vocab_parallel_log_probs(logits_TV, labels_T, group=group, vocab_size=vocab_size, entropy=entropy)
-
-
 def response_positions(packed: PackedSequence, response_lengths: Sequence[int]) -> list[Tensor]:
     """Return the positions that predict the response tokens of each sequence: int64 `[R_i]`, increasing.
 
@@ -131,7 +105,7 @@ def response_log_probs(
     if logits_TV is not None:
         if temperature != 1.0:
             raise ValueError(f"temperature={temperature} applies to hidden_TH; divide the logits where they are made")
-        result = log_probs_from_logits(logits_TV[rows], labels, group=group, vocab_size=vocab_size, entropy=entropy)
+        result = vocab_parallel_log_probs(logits_TV[rows], labels, group=group, vocab_size=vocab_size, entropy=entropy)
     else:
         assert hidden_TH is not None
         assert weight_VH is not None

@@ -78,12 +78,13 @@ def parity_on(
     tolerance: float = 1e-5,
     **options: Any,
 ) -> float:
+    from transformers_weights import expected_parameters, load_transformers_state
+
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
-    from megatron_utils.testing.weights import expected_parameters, load_transformers_state
 
     model = transformers_model(name)
     sequences = [torch.randint(0, VOCABULARY, (n,)) for n in LENGTHS]
@@ -208,11 +209,12 @@ def test_parity_on_gpus(nccl_ranks: RankPool, name: str, dims: ParallelDims, vir
 
 
 def repeated_on(group: ProcessGroup, name: str, device: str) -> None:
+    from transformers_weights import load_transformers_state
+
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
-    from megatron_utils.testing.weights import load_transformers_state
 
     model = transformers_model(name)
     packed = PackedSequence.from_sequences([torch.randint(0, VOCABULARY, (50,)).to(device) for _ in range(40)])
@@ -266,12 +268,13 @@ def test_experts_by_all_gather(ranks: RankPool) -> None:
 
 
 def values_on(group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    from transformers_weights import expected_parameters, load_transformers_state
+
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
     from megatron_utils.optimizer import wrap_data_parallel
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
-    from megatron_utils.testing.weights import expected_parameters, load_transformers_state
 
     dims = ParallelDims(tp=group.size())
     model = transformers_model("llama")

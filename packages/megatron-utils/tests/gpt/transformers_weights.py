@@ -1,7 +1,4 @@
-"""Map weights and gradients of a transformers model to the chunks of `build_gpt`, tensor by tensor.
-
-This module serves the tests of this package, where whole models fit in memory; rl-ckpt loads checkpoints.
-"""
+"""Map weights and gradients of a transformers model to the chunks of `build_gpt`, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -37,11 +34,6 @@ _LATENT_RENAMED = {
 }
 
 
-def layer_numbers(chunk: PackedGPTModel) -> list[int]:
-    """Return the global numbers, from 0, of the layers of a chunk."""
-    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
-
-
 def expected_parameters(
     chunk: PackedGPTModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -54,7 +46,7 @@ def expected_parameters(
         ValueError: The state dict has no tensor for a parameter.
     """
     tp, config = chunk.pg_collection.tp, chunk.config
-    numbers = layer_numbers(chunk)
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
 
     def part(whole: Tensor, shape: torch.Size) -> Tensor:
