@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
-from parallel_layers.attention.layer import AttentionCache, ParallelAttention
+from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
@@ -142,7 +143,7 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        cache: AttentionCache | None = None,
+        cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
         """Compute the layer.

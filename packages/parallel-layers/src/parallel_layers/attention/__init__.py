@@ -2,9 +2,10 @@
 `ParallelLatentAttention`."""
 
 from parallel_layers.attention.backends import available_backends
+from parallel_layers.attention.cache import CacheShape
 from parallel_layers.attention.config import AttentionConfig, LatentConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
-from parallel_layers.attention.layer import CacheShape, ParallelAttention
+from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.attention.packed import packed_attention
 
 __all__ = [

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
-from parallel_layers.attention.layer import AttentionCache, CacheShape, attention_over
+from parallel_layers.attention.layer import attention_over
 from parallel_layers.attention.packed import packed_attention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
@@ -134,7 +135,7 @@ class ParallelLatentAttention(ParallelModule):
         rotary: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        cache: AttentionCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend within each segment; see `ParallelAttention.forward`. cos and sin are `[T, R]`."""
         sizes = self.sizes
@@ -164,7 +165,7 @@ class ParallelLatentAttention(ParallelModule):
 
     def _attend_to_latents(
         self,
-        cache: AttentionCache,
+        cache: LayerCache,
         q_nope: Tensor,
         q_rope: Tensor,
         keys: Tensor,

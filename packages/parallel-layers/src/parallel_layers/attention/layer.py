@@ -6,12 +6,13 @@ Q query heads and K key-value heads of this rank, D head size, S segments.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
@@ -24,47 +25,6 @@ from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
 CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attention, "ring": ring_attention}
-
-
-class AttentionCache(Protocol):
-    """The cache of one layer's keys and values, such as `parallel_layers.inference.PagedKVCache.layer(i)`."""
-
-    def starts(self, cu_seqlens: Tensor) -> bool:
-        """Return whether these tokens begin their sequences."""
-        ...
-
-    def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:
-        """Add the keys and values of these tokens."""
-        ...
-
-    def attend(
-        self,
-        q_TQD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        /,
-        **options: Unpack[AttentionOptions],
-    ) -> Tensor:
-        """Add the keys and values of these tokens, and attend to all stored tokens: `[T, Q, D]`."""
-        ...
-
-
-class CacheShape(NamedTuple):
-    """The shape of a token's entry in the cache of one layer, on one rank.
-
-    Attributes:
-        num_kv_heads: Key-value heads.
-        head_dim: Size of a key.
-        value_dim: Size of a value.
-        values_in_keys: The value is the first `value_dim` dims of the key.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    values_in_keys: bool = False
 
 
 def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) -> Callable[..., Tensor]:
@@ -156,7 +116,7 @@ class ParallelAttention(ParallelModule):
         rotary: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        cache: AttentionCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend within each segment.
 

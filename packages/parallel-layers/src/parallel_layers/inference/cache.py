@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_layers.attention.cache import SequenceCache
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.inference.block_tables import BlockTables
-from parallel_layers.inference.sequence_cache import SequenceCache
 
 
 class _Plan(NamedTuple):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from parallel_layers.attention.cache import SequenceCache
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.inference.cache import Keys, PagedKVCache
-from parallel_layers.inference.sequence_cache import SequenceCache
 from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_decode
 
 

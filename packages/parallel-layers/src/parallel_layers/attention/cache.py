@@ -1,4 +1,4 @@
-"""`SequenceCache`, the cache that a model is given, and `LayerCache`, its part for one layer.
+"""Caches of keys and values as attention layers see them; `parallel_layers.inference` has the caches.
 
 Shape legend: T tokens of this forward, N sequences of the cache, Q query heads and K key-value heads of this rank,
 D head size, D' size of a value head, S segments of this forward.
@@ -7,12 +7,28 @@ D head size, D' size of a value head, S segments of this forward.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import AttentionOptions
+
+
+class CacheShape(NamedTuple):
+    """The shape of a token's entry in the cache of one layer, on one rank.
+
+    Attributes:
+        num_kv_heads: Key-value heads.
+        head_dim: Size of a key.
+        value_dim: Size of a value.
+        values_in_keys: The value is the first `value_dim` dims of the key.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    values_in_keys: bool = False
 
 
 class SequenceCache(ABC):
