@@ -62,6 +62,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "critic": ("LlamaForTokenClassification", {**SIZES, "num_labels": 1}),
     "reward": ("LlamaForSequenceClassification", {**SIZES, "num_labels": 1, "pad_token_id": 0}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            **SIZES,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
     "deepseek": ("DeepseekV3ForCausalLM", SIZES),
 }

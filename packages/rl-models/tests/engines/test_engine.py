@@ -302,7 +302,6 @@ FEW = {
         case(pp=2, vpp=2, dp=2, zero_bubble=True, recompute="selective"),
         case(pp=2, cp=2, recompute="full"),
         case(cp=2, tp=2, ring=True),
-        case(pp=4, vpp=2),
     ],
     "qwen3_moe": [
         case(dp=2, tp=2, ep=2, recompute="full"),

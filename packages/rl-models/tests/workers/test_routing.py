@@ -21,10 +21,8 @@ LENGTHS = (7, 1, 12, 0, 5)
 PLACES = [
     ("transformers", ParallelDims(dp=2)),
     ("transformers", ParallelDims(cp=2)),
-    ("parallel", ParallelDims()),
     ("parallel", ParallelDims(tp=2, ep=2)),
     ("parallel", ParallelDims(pp=2, cp=2)),
-    ("megatron", ParallelDims()),
     ("megatron", ParallelDims(tp=2)),
     ("megatron", ParallelDims(dp=2, ep=2)),
 ]

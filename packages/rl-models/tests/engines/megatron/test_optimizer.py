@@ -166,7 +166,7 @@ def divided_on(group: ProcessGroup, path: Path, dtype: torch.dtype) -> None:
                 assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, state[name]), name
         # Gradients are given up between steps, and weights and moments leave together.
         assert all(
-            buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in divided.engine.model.trained(None)[0].buffers
+            buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in divided.engine.trained(None)[0].buffers
         )
         divided.offload()
         divided.onload()

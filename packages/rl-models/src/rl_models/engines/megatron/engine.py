@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ckpt
-from megatron_utils import MegatronGrid
+from megatron_utils import MegatronGrid, megatron_device
 from megatron_utils.gpt import PackedGPTModel
+from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
-from parallel_layers import LogProbs, next_token_labels
-from rl_models.engines.decoding import CacheOptions, Decoding
+from parallel_layers import LogProbs, PackedSequence, next_token_labels
+from parallel_layers.data.micro_batches import pack_micro_batches
+from parallel_layers.inference import SequenceCache
+from parallel_layers.memory import HostOffload
+from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import Engine, Loss, MicroBatch, Outputs, Shards
 from rl_models.engines.megatron.chunks import stored_tensors
-from rl_models.engines.megatron.decoding import decoding
-from rl_models.engines.megatron.model import MegatronModel
 from rl_models.engines.megatron.optimizer import MegatronOptimizer
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.options import MegatronOptions
@@ -30,8 +32,9 @@ class MegatronEngine(Engine):
     """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
 
     Attributes:
-        model: This rank's pipeline chunks, in Megatron's global state.
+        chunks: This rank's pipeline chunks, which `module` holds.
         layout, places: The model's layout, and a place for each chunk.
+        distributed_optimizer: Masters and moments are divided over the ranks that hold the same parameters.
     """
 
     def __init__(
@@ -44,19 +47,40 @@ class MegatronEngine(Engine):
         source: str,
         options: MegatronOptions,
     ) -> None:
-        self.model = MegatronModel(chunks, grid, enter, options)
-        self.module, self.chunks = self.model.module, self.model.chunks
+        self.chunks, self._enter = list(chunks), enter
+        self.module = nn.ModuleList(chunks)
         self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
         self.routed_layers = moe_layers(chunks[0].config)
         self.num_experts = int(chunks[0].config.num_moe_experts or 0)
+        self.distributed_optimizer = options.distributed_optimizer and grid.dims.dp * grid.dims.cp > 1
         self._scale_loss: Callable[[Tensor], Tensor] | None = None
+        self._trained: list[Any] | None = None
+        self._gradient_memory = HostOffload()
+
+    @contextmanager
+    def entered(self) -> Iterator[MegatronGrid]:
+        """Enter Megatron's global state for this grid.
+
+        Raises:
+            ValueError: The device is not the current one, or a CPU without the stand-in.
+            RuntimeError: Inside another `megatron_grid`.
+        """
+        check_device(self.grid.device)
+        with self._enter() as megatron:
+            yield megatron
+
+    def trained(self, megatron: MegatronGrid) -> list[Any]:
+        """Return the chunks with buffers for gradients, which the first call makes: a reference model has none."""
+        if self._trained is None:
+            self._trained = wrap_data_parallel(self.chunks, megatron, distributed=self.distributed_optimizer)
+        return self._trained
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch."""
-        with self.model.entered() as megatron, torch.no_grad():
+        with self.entered() as megatron, torch.no_grad():
             outputs = self._run(self.chunks, micro_batches, megatron)
         return [_outputs(output) for output in outputs]
 
@@ -67,8 +91,9 @@ class MegatronEngine(Engine):
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
             return loss(micro_batches[number], _outputs(output)) * self.grid.dims.dp
 
-        with self.model.entered() as megatron:
-            chunks = self.model.with_gradients(megatron)
+        with self.entered() as megatron:
+            chunks = self.trained(megatron)
+            self._gradient_memory.onload()
             self._run(chunks, micro_batches, megatron, loss=total, grad_scale=self._scale_loss, broadcast=False)
 
     def _run(
@@ -88,28 +113,62 @@ class MegatronEngine(Engine):
 
     def build_optimizer(self, options: OptimizerOptions) -> MegatronOptimizer:
         """Return Megatron's AdamW; from now on its loss scale, if any, multiplies gradients."""
-        optimizer = MegatronOptimizer(self.model, options)
+        with self.entered() as megatron:
+            chunks = self.trained(megatron)
+        optimizer = MegatronOptimizer(
+            chunks,
+            options,
+            self.entered,
+            distributed=self.distributed_optimizer,
+            drop_gradients=self.drop_gradients,
+        )
         self._scale_loss = None if optimizer.loss_scale is None else optimizer.inner.scale_loss
         return optimizer
 
     def drop_gradients(self) -> None:
         """Drop the gradients, and give up their memory until the next `forward_backward`."""
-        self.model.drop_gradients()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if not self._gradient_memory.offloaded:
+            self._gradient_memory.offload([], discard=gradient_buffers(self._trained or []))
 
     def shards(self) -> Shards:
         """Return the parameters of this rank, and the routers' biases."""
         pairs = zip(self.chunks, self.places, strict=True)
         return Shards(self.layout, [(place, stored_tensors(chunk, place)) for chunk, place in pairs])
 
-    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
-        """See `Engine`."""
-        return decoding(
-            self.model,
-            options,
-            vocab_size=self.vocab_size,
-            tokens_multiple_of=self.tokens_multiple_of,
-            micro_batches_multiple_of=self.micro_batches_multiple_of,
+    @contextmanager
+    def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
+        """See `Engine`; inside, Megatron's global state is this grid's."""
+        # The interleaved schedule needs as many micro-batches as stages.
+        more = self.micro_batches_multiple_of - 1
+        fillers = pack_micro_batches([], [[]] * more, multiple_of=self.tokens_multiple_of, device=self.grid.device)
+        with self.entered() as megatron, torch.no_grad():
+
+            def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+                outputs = run_schedule(
+                    self.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
+                )
+                if not logits:
+                    return packed.input_ids
+                result = outputs[0] if outputs else None
+                assert result is None or isinstance(result, Tensor)
+                return from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid)
+
+            caches = options.build([chunk.new_cache for chunk in self.chunks], self.grid)
+            yield Decoding(caches, forward, options.exact)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError unless `device` is the one that Megatron-Core computes on."""
+    current = megatron_device()
+    if current is None or device.type != current.type:
+        raise ValueError(
+            f"backend='megatron' does not compute on device={str(device)!r}; use a GPU, or, for tests and "
+            "demonstrations on a CPU, enter megatron_utils.testing.cpu_stand_in() around everything"
         )
+    if device.index not in (None, current.index):
+        raise ValueError(f"{device} is not the current device; call torch.cuda.set_device({device.index}) first")
 
 
 def _outputs(output: LogProbs | Tensor) -> Outputs:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import megatron_utils.optimizer as megatron_core
-from rl_models.engines.megatron.model import MegatronModel
+from megatron_utils import MegatronGrid
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -20,21 +22,36 @@ class MegatronOptimizer(Optimizer):
 
     If masters and moments are divided (`MegatronOptions.distributed_optimizer`), `state` and `load_state` are
     collective. Vectors (norms and biases) have no weight decay.
+
+    Args:
+        chunks: The chunks with buffers for gradients.
+        options: The numbers.
+        enter: Enters Megatron's global state.
+        distributed: Divide masters and moments.
+        drop_gradients: Drops the gradients of all chunks.
     """
 
-    def __init__(self, model: MegatronModel, options: OptimizerOptions) -> None:
-        self.model = model
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        options: OptimizerOptions,
+        enter: Callable[[], AbstractContextManager[MegatronGrid]],
+        *,
+        distributed: bool,
+        drop_gradients: Callable[[], None],
+    ) -> None:
+        self._enter, self._drop_gradients = enter, drop_gradients
         config = megatron_core.OptimizerConfig(
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
             weight_decay=options.weight_decay,
             clip_grad=options.max_grad_norm if math.isfinite(options.max_grad_norm) else None,
-            precision=PRECISIONS[next(model.module.parameters()).dtype],  # type: ignore[arg-type]
-            distributed=model.distributed_optimizer,
+            precision=PRECISIONS[next(chunks[0].parameters()).dtype],  # type: ignore[arg-type]
+            distributed=distributed,
         )
-        with model.entered() as megatron:
-            self.inner = megatron_core.Optimizer(model.trained(megatron), megatron, config)
+        with enter() as megatron:
+            self.inner = megatron_core.Optimizer(chunks, megatron, config)
         self._states = megatron_core.ParameterStates(self.inner)
 
     @property
@@ -54,14 +71,14 @@ class MegatronOptimizer(Optimizer):
 
     def step(self, learning_rate: float) -> float:
         """Clip, step, and drop the gradients; return the norm before clipping, infinity after an overflow of fp16."""
-        with self.model.entered():
+        with self._enter():
             result = self.inner.step(learning_rate)
         self.zero_grad()
         return math.inf if result.grad_norm is None else result.grad_norm
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.model.drop_gradients()
+        self._drop_gradients()
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter; DTensors if divided."""
