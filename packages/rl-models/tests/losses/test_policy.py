@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_models.losses import LossTerms, entropy_bonus, gspo_clip, importance_weights, ppo_clip
+from rl_models.losses import LossTerms, entropy_bonus, gspo_clip, ppo_clip
 
 small = st.floats(-3, 3, allow_nan=False)
 
@@ -115,8 +115,6 @@ def test_mistakes_are_refused() -> None:
         ppo_clip(torch.zeros(2), torch.zeros(2, 1), torch.zeros(2))
     with pytest.raises(ValueError, match=r"dual_clip=1\.0 must be above 1"):
         ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), dual_clip=1.0)
-    with pytest.raises(ValueError, match="cap=0 must be positive"):
-        importance_weights(torch.zeros(2), torch.zeros(2), cap=0)
     for clip in (-0.1, math.nan):
         with pytest.raises(ValueError, match=f"clip_low={clip} .* must not be negative"):
             ppo_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip_low=clip)
@@ -154,15 +152,3 @@ def test_gspo_is_the_sequence_objective_and_has_its_gradient() -> None:
     torch.testing.assert_close((terms.loss.detach() * mask / counts.clamp(min=1)[sequence]).sum(), objective.detach())
     torch.testing.assert_close(actual, expected)
     assert 0 < terms.metrics["clip_fraction"][mask].mean() < 1
-
-
-def test_importance_weights_are_truncated_and_constant() -> None:
-    old = torch.tensor([0.0, -1.0, 0.0], requires_grad=True)
-    weights = importance_weights(old, torch.tensor([-5.0, 0.0, 0.0]), cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([2.0, math.exp(-1), 1.0]))
-    assert importance_weights(torch.zeros(2), torch.tensor([-1e4, 1e4])).tolist() == [2, 0]
-    assert not weights.requires_grad
-    terms = ppo_clip(old, old.detach(), torch.ones(3))
-    weighted = terms.weighted(weights)
-    torch.testing.assert_close(weighted.loss, terms.loss * weights)
-    assert torch.equal(weighted.metrics["weight"], weights)

@@ -68,7 +68,7 @@ def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
         return type(batch).from_sequences(rows, response_lengths=[4, 2, 4, 2])
 
     monkeypatch.setattr(loop.models.actor, "generate", ragged, raising=False)
-    found, values = loop._collect()
+    found, values = loop._collect(1)
     assert len(found.batch) == 2
     assert found.scores.tolist() == [[0.0, -0.5]]
     # What is logged is of all that was drawn, what was kept has names of its own.
@@ -123,7 +123,7 @@ def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
         again = run(alternating(4), algorithm="dapo", samples=2, steps=3, save_every=save_every)
         again.run()
         assert steps(out) == [1, 2, 3], "from the prompts after those of step 2"
-        assert again._position == 6
+        assert again._draws.position == 6
 
 
 def test_a_first_step_with_nothing_to_learn_saves_nothing(run: Run) -> None:
@@ -179,7 +179,7 @@ def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, mon
     seeded = random.Random
     monkeypatch.setattr(random, "Random", lambda seed: made.append(seed) or seeded(seed))
     loop = run(alternating(0), seed=77)
-    drawn = [index for _ in range(6) for index in loop._next(4)]
+    drawn = [index for place in range(0, 24, 4) for index in loop._draws._indices(place, 4)]
     first, second = drawn[:12], drawn[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second

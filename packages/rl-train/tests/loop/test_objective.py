@@ -96,15 +96,13 @@ def test_what_the_rows_say_of_the_loss() -> None:
 
 
 def test_what_the_options_add_to_the_loss() -> None:
-    batch = make_batch().with_fields(
-        advantages=torch.linspace(-1, 1, 16), log_probs=make_batch()["old_log_probs"] - 0.5
-    )
+    batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16), importance_weights=torch.full((16,), 1.5))
     log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
     kl = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
     of = options("dapo", dual_clip=3.0, importance_cap=1.5, aggregation="sequence-mean", **kl)
     found = policy_loss(of, log_probs, torch.zeros(16), batch).loss
     ratio, advantages = math.exp(1.5), batch["advantages"]
-    # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one; and e^0.5 is above the cap of 1.5.
+    # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one.
     surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
     penalty = 0.5 * (log_probs - batch["reference_log_probs"]).square()
     torch.testing.assert_close(found, 1.5 * surrogate + 0.5 * penalty)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.engines import MegatronOptions
+from rl_models.losses.importance import BOUNDS, LEVELS
 from rl_train.cli import app
 from rl_train.loop.objective import ADVANTAGES, SURROGATES
 from rl_train.loop.run import _models
@@ -136,6 +137,14 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"algorithm": "gspo", "dual_clip": 3.0}, "needs the surrogate of PPO, not gspo"),
         ({"clip_low": -0.1}, "clip_low=-0.1 must be greater than or equal to 0"),
         ({"importance_cap": 0.0}, "importance_cap=0.0 must be greater than 0"),
+        ({"importance_bound": "mask"}, "importance_bound=mask needs an importance_cap; give the cap, or leave"),
+        ({"importance_cap": 2.0, "importance_floor": 0.5}, "importance_floor=0.5 needs importance_bound=mask and an"),
+        (
+            {"importance_cap": 2.0, "importance_bound": "mask", "importance_floor": 3.0},
+            "an importance_cap that is no smaller, not mask and 2.0",
+        ),
+        ({"importance_level": "word"}, "importance_level='word' must be 'token', 'sequence' or 'geometric'"),
+        ({"staleness": -1}, "staleness=-1 must be greater than or equal to 0"),
         ({"learning_rate": -3.0}, "learning_rate=-3.0 must be greater than 0"),
         ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be a finite number"),
@@ -156,6 +165,11 @@ def test_the_algorithms_that_can_be_chosen_are_those_of_the_table() -> None:
     for row in ALGORITHMS.values():
         assert row.advantages in ADVANTAGES
         assert row.surrogate in SURROGATES
+
+
+def test_the_importance_weights_that_can_be_chosen_are_those_of_the_tables() -> None:
+    for name, table in (("importance_level", LEVELS), ("importance_bound", BOUNDS)):
+        assert typing.get_args(TrainOptions.model_fields[name].annotation) == tuple(table)
 
 
 def test_options_that_are_left_out_have_the_values_of_the_algorithm() -> None:

@@ -7,14 +7,16 @@ ranks, so no function here divides by a number of tokens.
 
 from rl_models.losses.advantages import Advantages, gae, token_rewards, whiten
 from rl_models.losses.group import discounted_returns, grpo_advantages, overlong_penalty, rloo_advantages
+from rl_models.losses.importance import Importance, importance_weights, rollout_mismatch
 from rl_models.losses.kl import KL_ESTIMATORS, kl_penalty
-from rl_models.losses.policy import entropy_bonus, gspo_clip, importance_weights, ppo_clip
+from rl_models.losses.policy import entropy_bonus, gspo_clip, ppo_clip
 from rl_models.losses.terms import LossTerms
 from rl_models.losses.value import value_clip
 
 __all__ = [
     "KL_ESTIMATORS",
     "Advantages",
+    "Importance",
     "LossTerms",
     "discounted_returns",
     "entropy_bonus",
@@ -26,6 +28,7 @@ __all__ = [
     "overlong_penalty",
     "ppo_clip",
     "rloo_advantages",
+    "rollout_mismatch",
     "token_rewards",
     "value_clip",
     "whiten",

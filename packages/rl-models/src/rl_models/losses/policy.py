@@ -114,31 +114,6 @@ def _clipped_surrogate(
     return LossTerms(terms, metrics)
 
 
-def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Compute truncated importance sampling weights between the rollout engine and the trainer.
-
-        w_t = min(exp(old_log_probs_t - rollout_log_probs_t), cap)
-
-    (Espeholt et al. 2018, arXiv:1802.01561, the truncation of V-trace; Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training"). Multiply a loss by the weights: `ppo_clip(...).weighted(w)`.
-
-    Args:
-        old_log_probs: `[T]` of the trainer, before the update.
-        rollout_log_probs: `[T]` of the engine that drew the tokens.
-        cap: The largest weight.
-
-    Returns:
-        `[T]` without gradient.
-
-    Raises:
-        ValueError: The shapes differ, or the cap is not positive.
-    """
-    same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    if not cap > 0:
-        raise ValueError(f"cap={cap} must be positive")
-    return (old_log_probs - rollout_log_probs).detach().exp().clamp(max=cap)
-
-
 def entropy_bonus(entropy: Tensor, coefficient: float) -> LossTerms:
     """Return `-coefficient * entropy` per token: a positive coefficient keeps the policy from collapsing.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.loop.draws import Draw, Draws
 from rl_train.loop.folder import newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
@@ -33,10 +34,11 @@ _MOST_BATCHES = 10
 
 @dataclass
 class _Experience:
-    """Responses, prompt by prompt, and their scores `[prompts, samples]`."""
+    """Responses, prompt by prompt, their scores `[prompts, samples]`, and the oldest version that drew them."""
 
     batch: Batch
     scores: Tensor
+    version: int
 
     @property
     def differs(self) -> Tensor:
@@ -69,7 +71,7 @@ class Loop:
     once: Callable[[Callable[[], Any]], Any]
     writes: bool
     tell: Callable[[Mapping[str, Any]], None]
-    _position: int = field(default=0, init=False)
+    _state: dict[str, Any] = field(default_factory=dict, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _said_equal: bool = field(default=False, init=False)
     _sample: str = field(default="", init=False)
@@ -88,15 +90,15 @@ class Loop:
         nothing: _NothingToLearnError | None = None
         try:
             for step in range(done + 1, options.steps + 1):
-                self._seconds, position = {}, self._position
+                self._seconds = {}
                 try:
                     values = self._step(step)
                 except FloatingPointError as error:
                     raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
                 except _NothingToLearnError as error:
-                    nothing, self._position = error, position
+                    nothing = error
                     break
-                done = step
+                done, self._state = step, self._draws.state
                 if self.plan.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     with self._phase("evaluating"):
                         values |= self._evaluate()
@@ -130,6 +132,10 @@ class Loop:
         return self.plan.options
 
     @cached_property
+    def _draws(self) -> Draws:
+        return Draws(self.plan, self.rollouts)
+
+    @cached_property
     def _codec(self) -> TextCodec:
         return TextCodec(self.options.model)
 
@@ -140,8 +146,9 @@ class Loop:
         if step:
             for name, model in trained.items():
                 found = model.load_training(training / name, step=step)
-                self._position = int(found.extra["position"])
+                self._state = found.extra
             self.rollouts.update_weights(self.models.actor, step)
+            self._draws.resume(self._state, step)
             self.tell({"message": f"going on after step {step} of {training}"})
         return step
 
@@ -152,18 +159,19 @@ class Loop:
         # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
         keep = self.options.keep + (self.models.critic is not None)
         for name, model in self.models.trained.items():
-            extra = {"position": self._position}
-            model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
+            model.save_training(training / name, step=step, keep=keep, extra=self._state, asynchronous=True)
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()
-        experience, values = self._collect()
+        experience, values = self._collect(step)
         self._say_if_equal(step, experience)
         with self._phase("estimating"):
             batch, estimates = self._estimate(experience)
             values |= estimates
         with self._phase("learning"):
             values |= self._learn(batch, step)
+        with self._phase("generating"):
+            self._draws.wait()
         with self._phase("handing_over"):
             self.rollouts.update_weights(self.models.actor, step)
         seconds = time.monotonic() - began
@@ -191,23 +199,22 @@ class Loop:
         key = f"seconds_{name}"
         self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
 
-    def _collect(self) -> tuple[_Experience, dict[str, float]]:
+    def _collect(self, step: int) -> tuple[_Experience, dict[str, float]]:
         """Draw responses to a step's prompts, and describe all of them.
 
         Under dynamic sampling the returned responses answer only prompts whose responses differ in score; the metrics
         describe the discarded responses, too.
         """
         options, wanted = self.options, self.options.prompts_per_step
+        drawn = [self._scored(partial(self._draws.take, step))]
         if not options.rule.dynamic_sampling:
-            found = self._joined([self._draw(wanted)])
+            found = self._joined(drawn)
             return found, self._describe(found)
-        drawn: list[_Experience] = []
-        kept: list[_Experience] = []
-        while wanted > 0 and len(drawn) < _MOST_BATCHES:
-            drawn.append(self._draw(wanted))
-            # Compare the scores without the length penalty, which would make equal responses differ.
+        # Compare the scores without the length penalty, which would make equal responses differ.
+        kept = [_informative(drawn[0])]
+        while (missing := wanted - sum(len(part.scores) for part in kept)) > 0 and len(drawn) < _MOST_BATCHES:
+            drawn.append(self._scored(partial(self._draws.more, missing)))
             kept.append(_informative(drawn[-1]))
-            wanted -= len(kept[-1].scores)
         found = self._joined(kept)
         if not len(found.batch):
             raise _NothingToLearnError(
@@ -227,7 +234,7 @@ class Loop:
                 lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
             )
             scores = scores + penalty.view_as(scores)
-        return _Experience(batch, scores)
+        return _Experience(batch, scores, min(part.version for part in parts))
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
@@ -242,41 +249,25 @@ class Loop:
             "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
             "responses": len(batch),
             "tokens": batch.num_tokens,
+            "rollout_version": drawn.version,
+            "staleness": self.rollouts.version - drawn.version,
         }
         if self.options.rule.groups:
             values["equal_rewards"] = float((~drawn.differs).float().mean())
         return values
 
-    def _draw(self, count: int) -> _Experience:
-        options = self.options
-        chosen = [self.plan.prompts[index] for index in self._next(count)]
+    def _scored(self, draw: Callable[[], Draw]) -> _Experience:
+        """Draw responses and score them."""
         with self._phase("generating"):
-            # Each batch of a run has a seed of its own.
-            sampling = self._sampling(
-                n=options.samples,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed * 1_000_003 + self._position,
-            )
-            batch = self.rollouts.generate([prompt.tokens for prompt in chosen], sampling)
-        asked = [prompt for prompt in chosen for _ in range(options.samples)]
+            drawn = draw()
+            batch = drawn.responses.result()
+        asked = [prompt for prompt in drawn.prompts for _ in range(self.options.samples)]
         if self.writes:
             tokens = batch.split()[0].tolist()
             self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
         with self._phase("scoring"):
-            scores = self._score(options.prompts, asked, batch)
-        return _Experience(batch, scores.view(count, options.samples))
-
-    def _sampling(self, **draws: Any) -> SamplingOptions:
-        return SamplingOptions(self.options.max_new_tokens, stop_ids=self.plan.stop_ids, **draws)
-
-    def _next(self, count: int) -> list[int]:
-        """Return the indices of the next prompts; each pass through the file has its own order."""
-        total = len(self.plan.prompts)
-        places = [divmod(position, total) for position in range(self._position, self._position + count)]
-        self._position += count
-        return [_order(self.options.seed, epoch, total)[place] for epoch, place in places]
+            scores = self._score(self.options.prompts, asked, batch)
+        return _Experience(batch, scores.view(len(drawn.prompts), -1), drawn.version)
 
     def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
         """Return the scores `[N]`; the user's function runs on one rank."""
@@ -296,12 +287,24 @@ class Loop:
         return torch.tensor(self.once(scores), dtype=torch.float32)
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
-        """Add the fields that the losses read; the policy has not been updated since it drew the responses."""
+        """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
         options, models = self.options, self.models
         batch = models.estimate(experience.batch, options)
         old = batch["old_log_probs"]
-        # Log-probs of training against log-probs of generation.
-        values = {"rollout_difference": float((old - batch["log_probs"]).abs()[batch.mask].max())}
+        # `log_probs` of a batch are the engine's, with the weights that drew the tokens.
+        values = losses.rollout_mismatch(old, batch["log_probs"], batch.mask)
+        if options.importance_cap is not None:
+            found = losses.importance_weights(
+                old,
+                batch["log_probs"],
+                batch.mask,
+                batch.lengths,
+                level=options.importance_level,
+                bound=options.importance_bound,
+                cap=options.importance_cap,
+                floor=options.importance_floor,
+            )
+            batch, values = batch.with_fields(importance_weights=found.weights), values | found.metrics
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
@@ -334,18 +337,13 @@ class Loop:
         """Return the mean score and length of greedy responses to the evaluation prompts."""
         options = self.options
         batch = self.rollouts.generate(
-            [prompt.tokens for prompt in self.plan.eval_prompts], self._sampling(temperature=0.0)
+            [prompt.tokens for prompt in self.plan.eval_prompts],
+            SamplingOptions(options.max_new_tokens, temperature=0.0, stop_ids=self.plan.stop_ids),
         )
         assert options.eval_prompts is not None
         scores = self._score(options.eval_prompts, self.plan.eval_prompts, batch)
         lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
         return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, total: int) -> list[int]:
-    """Return the order of the prompts in one pass through their file."""
-    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
 
 
 def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
@@ -365,4 +363,4 @@ def _text(codec: TextCodec, prompt: Prompt) -> str:
 def _informative(drawn: _Experience) -> _Experience:
     """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
     kept = drawn.differs.repeat_interleave(drawn.scores.shape[1]).nonzero().flatten()
-    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs])
+    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.version)

@@ -87,9 +87,7 @@ def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch
     """Add up the surrogate, the KL penalty and the entropy bonus."""
     terms = SURROGATES[options.rule.surrogate](options, log_probs, batch)
     if options.importance_cap is not None:
-        # `log_probs` of a batch come from generation, `old_log_probs` from training.
-        weights = losses.importance_weights(batch["old_log_probs"], batch["log_probs"], cap=options.importance_cap)
-        terms = terms.weighted(weights)
+        terms = terms.weighted(batch["importance_weights"])
     terms += losses.entropy_bonus(entropy, options.entropy_coefficient)
     if options.kl_coefficient and options.rule.kl == "loss":
         penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], options.kl_estimator)

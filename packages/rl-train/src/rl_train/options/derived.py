@@ -12,6 +12,7 @@ from rl_train.options.options import TrainOptions, numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
+OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor")
 
 
 def check(options: TrainOptions) -> None:
@@ -42,6 +43,16 @@ def check(options: TrainOptions) -> None:
     for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
             raise ValueError(f"share_backbone={options.share_backbone} has no {name}={value}; leave one of them out")
+    for name in () if options.importance_cap is not None else OF_IMPORTANCE_SAMPLING:
+        if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
+            raise ValueError(f"{name}={value} needs an importance_cap; give the cap, or leave {name} out")
+    if options.importance_floor and (
+        options.importance_bound == "truncate" or options.importance_floor > (options.importance_cap or 0)
+    ):
+        raise ValueError(
+            f"importance_floor={options.importance_floor} needs importance_bound=mask and an importance_cap that is no "
+            f"smaller, not {options.importance_bound} and {options.importance_cap}"
+        )
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(

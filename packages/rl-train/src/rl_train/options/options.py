@@ -160,6 +160,8 @@ class TrainOptions(BaseModel):
     """Nucleus sampling: sample from the likeliest tokens that together have this probability."""
     stop_ids: Text | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
+    staleness: CountOrZero = 0
+    """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0
     """Seed of the order of the prompts and of sampling."""
 
@@ -200,7 +202,13 @@ class TrainOptions(BaseModel):
     value_coefficient: Positive = 0.5
     """Coefficient of the critic's loss in the joint loss (--share-backbone)."""
     importance_cap: Positive | None = None
-    """Truncated importance sampling: weight tokens by p_train / p_rollout, capped here (default: off)."""
+    """Importance sampling: weight tokens by p_train / p_rollout, at most this number (default: off)."""
+    importance_bound: Literal["truncate", "mask"] = "truncate"
+    """Truncate ratios above --importance-cap (TIS), or mask: learn nothing from such tokens (MIS)."""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio p_train / p_rollout: of a token, of a sequence, or the geometric mean of a sequence's tokens."""
+    importance_floor: NotNegative = 0.0
+    """Mask ratios below this number, too (with --importance-bound mask)."""
     aggregation: Literal["token-mean", "sequence-mean"] = LEFT_OUT
     """Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."""
     kl_coefficient: NotNegative = 0.0

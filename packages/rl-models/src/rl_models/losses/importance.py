@@ -1,0 +1,116 @@
+"""Importance sampling between the policy that drew the tokens and the policy that learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_models.batch import sequence_ids
+from rl_models.losses.kl import k3
+from rl_models.losses.terms import same_shape
+
+# (each token's log-ratio, its sequence's sum, its sequence's number of masked tokens), each [T] -> log-ratio [T]
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "token": lambda own, total, count: own,
+    "sequence": lambda own, total, count: total,
+    "geometric": lambda own, total, count: total / count.clamp(min=1),
+}
+# (ratio [T], whether it lies outside of the bounds [T], cap) -> weight [T]
+BOUNDS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "truncate": lambda ratio, outside, cap: ratio.clamp(max=cap),
+    "mask": lambda ratio, outside, cap: ratio.masked_fill(outside, 0),
+}
+
+
+class Importance(NamedTuple):
+    """Weights `[T]` without gradient, and what the bounds did to them; see `importance_weights`."""
+
+    weights: Tensor
+    metrics: dict[str, float]
+
+
+def importance_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    level: str = "token",
+    bound: str = "truncate",
+    cap: float = 2.0,
+    floor: float = 0.0,
+) -> Importance:
+    """Compute importance sampling weights between the rollout engine and the trainer.
+
+    With l_t = old_log_probs_t - rollout_log_probs_t, the ratio r_t is
+
+        token       exp(l_t)
+        sequence    exp(sum of l over the sequence's masked tokens)
+        geometric   exp(mean of l over the sequence's masked tokens), as in GSPO (arXiv:2507.18071)
+
+    and the weight is
+
+        truncate    min(r_t, cap): truncated importance sampling (Espeholt et al. 2018, arXiv:1802.01561; Yao et al.
+                    2025, "Your efficient RL framework secretly brings you off-policy RL training")
+        mask        r_t if floor <= r_t <= cap, else 0: masked importance sampling (IcePop, arXiv:2510.18855)
+
+    Multiply a loss by the weights: `ppo_clip(...).weighted(weights)`. Masked tokens still count in the loss's average.
+
+    Args:
+        old_log_probs: `[T]` of the trainer, before the update.
+        rollout_log_probs: `[T]` of the engine that drew the tokens, with the weights that it had then.
+        mask: `[T]` bool, the drawn tokens.
+        lengths: The lengths of the sequences.
+        level: A key of `LEVELS`.
+        bound: A key of `BOUNDS`.
+        cap: The largest ratio.
+        floor: The smallest ratio; 0 with `truncate`.
+
+    Returns:
+        The weights, and the metrics `importance_outside`, the share of drawn tokens that were truncated or masked, and
+        `importance_sample_size`, the effective sample size (sum w)^2 / (T sum w^2) as a share of the T drawn tokens.
+
+    Raises:
+        ValueError: The shapes differ, the level or the bound is unknown, or cap or floor is out of its range.
+    """
+    same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    for name, value, known in (("level", level, LEVELS), ("bound", bound, BOUNDS)):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+    if not cap > 0:
+        raise ValueError(f"cap={cap} must be positive")
+    if not 0 <= floor <= cap or (floor and bound == "truncate"):
+        raise ValueError(f"floor={floor} must lie in [0, cap={cap}], and be 0 where ratios are truncated")
+    mask = mask.bool()
+    own = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
+    sequence = sequence_ids(lengths, mask)
+    sums = own.new_zeros(2, len(lengths)).index_add(1, sequence, torch.stack((own, mask.to(own))))[:, sequence]
+    ratio = LEVELS[level](own, *sums).exp()
+    outside = (ratio > cap) | (ratio < floor)
+    weights = BOUNDS[bound](ratio, outside, cap)
+    drawn = weights[mask].double()
+    size = drawn.sum() ** 2 / (len(drawn) * drawn.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
+    return Importance(
+        weights,
+        {"importance_outside": float(outside[mask].double().mean()), "importance_sample_size": float(size)},
+    )
+
+
+def rollout_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Measure how far the trainer's log-probs are from those of the engine that drew the tokens.
+
+    Returns:
+        Over the masked tokens `rollout_difference` and `rollout_difference_mean`, the largest and the mean absolute
+        difference, and `rollout_kl`, KL(engine || trainer) by the estimator k3 (J. Schulman, 2020,
+        http://joschu.net/blog/kl-approx.html).
+    """
+    same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    log_ratio = (rollout_log_probs - old_log_probs).detach()[mask.bool()]
+    return {
+        "rollout_difference": float(log_ratio.abs().max()),
+        "rollout_difference_mean": float(log_ratio.abs().mean()),
+        "rollout_kl": float(k3(log_ratio).mean()),
+    }

@@ -1,0 +1,219 @@
+"""Responses drawn ahead of learning: against a loop written out here, after a kill, and with an engine that dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models.workers.whole_batches import WholeBatches
+from rl_train.data.prompts import read_prompts
+from rl_train.loop.folder import write_options
+from rl_train.loop.loop import Loop
+from rl_train.loop.models import Models
+from rl_train.loop.objective import ADVANTAGES
+from rl_train.loop.plan import Plan
+from rl_train.options.options import TrainOptions
+from rl_train.rollouts import NativeEngine, RolloutEngine, SamplingOptions
+
+SAMPLES, PROMPTS, LONGEST = 2, 3, 4
+Make = Callable[..., Loop]
+
+
+def first_token(prompt: str, response: str, row: Any) -> float:
+    return float(response[:1] > "m")
+
+
+def fresh_actor(options: TrainOptions) -> WholeBatches:
+    optimizer = OptimizerOptions(options.learning_rate)
+    return WholeBatches(Actor.from_pretrained(options.model, device="cpu", optimizer=optimizer))
+
+
+class Recording(NativeEngine):
+    """Keeps the responses that it draws."""
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+        batch = super().generate(prompts, sampling)
+        vars(self).setdefault("drawn", []).append((self.version, batch))
+        return batch
+
+
+@pytest.fixture
+def make(model: Path, prompts: Path, tmp_path: Path) -> Make:
+    def loop(engine: Callable[[Any], RolloutEngine] = Recording, reward: Any = first_token, **options: Any) -> Loop:
+        given: dict[str, Any] = {
+            "out": tmp_path / "run", "algorithm": "grpo", "prompts_per_step": PROMPTS, "samples": SAMPLES, "steps": 4,
+            "max_new_tokens": LONGEST, "learning_rate": 0.02, "save_every": 0, "seed": 5,
+        }  # fmt: skip
+        resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **given | options)
+        write_options(resolved)
+        models = Models(fresh_actor(resolved))
+        plan = Plan(resolved, read_prompts(prompts, model, 99), [], (), None)
+        return Loop(plan, models, engine(models.actor), reward, lambda make: make(), True, lambda event: None)
+
+    return loop
+
+
+def metrics(loop: Loop) -> list[dict[str, Any]]:
+    lines = (loop.options.out / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if "second" not in name} for line in lines]
+
+
+def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str, float]]]:
+    """Return a fresh actor after all steps, the responses that each step learns from, and its updates' metrics.
+
+    Every step is written out; the responses of step k are drawn before step k - `staleness` is learned.
+    """
+    options, rows = loop.options, loop.plan.prompts
+    actor = fresh_actor(options)
+    models = Models(actor)
+    orders = [random.Random(f"{options.seed}/{epoch}").sample(range(len(rows)), len(rows)) for epoch in range(2)]
+    order = [index for epoch in orders for index in epoch]
+    drawn, said = list[Batch](), list[dict[str, float]]()
+    for step in range(options.steps):
+        while len(drawn) <= min(step + staleness, options.steps - 1):
+            end = (len(drawn) + 1) * PROMPTS
+            asked = [rows[index].tokens for index in order[end - PROMPTS : end]]
+            draws = {"n": SAMPLES, "max_new_tokens": LONGEST, "seed": options.seed * 1_000_003 + end}
+            drawn.append(actor.generate(asked, **draws))
+        batch = models.estimate(drawn[step], options)
+        texts = [loop._codec.decode(response.tolist()) for response in batch.responses()]
+        scores = torch.tensor([first_token("", text, None) for text in texts])
+        groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
+        batch = batch.with_fields(**ADVANTAGES["group-relative"](batch, scores, groups, options))
+        if options.importance_cap is not None:
+            weights = losses.importance_weights(
+                batch["old_log_probs"], batch["log_probs"], batch.mask, batch.lengths, cap=options.importance_cap
+            ).weights
+            batch = batch.with_fields(importance_weights=weights)
+        said.append(models.update(batch, options))
+    return actor, drawn, said
+
+
+@pytest.mark.parametrize(("staleness", "cap"), [(0, None), (1, 1.1), (2, None)])
+def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, cap: float | None) -> None:
+    loop = make(importance_cap=cap) if staleness == 0 else make(staleness=staleness, importance_cap=cap)
+    loop.run()
+    actor, drawn, said = by_hand(loop, staleness)
+    for (_, found), expected in zip(loop.rollouts.drawn, drawn, strict=True):
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found["log_probs"], expected["log_probs"])
+    for found, expected in zip(metrics(loop), said, strict=True):
+        assert {name: found[name] for name in expected} == expected
+    saved = Actor.from_pretrained(loop.options.out / "actor", device="cpu")
+    before = Actor.from_pretrained(loop.options.model, device="cpu")
+    weights = [list(worker.engine.module.parameters()) for worker in (saved, actor.worker, before)]
+    assert all(torch.equal(one, other) for one, other in zip(weights[0], weights[1], strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(weights[0], weights[2], strict=True)), "it learned"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness: int) -> None:
+    loop = make(staleness=staleness, importance_cap=2.0, learning_rate=0.05)
+    loop.run()
+    found = metrics(loop)
+    assert [line["rollout_version"] for line in found] == [max(0, step - staleness) for step in range(4)]
+    assert [line["staleness"] for line in found] == [min(step, staleness) for step in range(4)]
+    assert [version for version, _ in loop.rollouts.drawn] == [line["rollout_version"] for line in found]
+    for line in found:
+        # The sampler's own log-probs arrive: they are the trainer's where the versions are the same.
+        assert (line["rollout_difference"] < 1e-5) == (line["staleness"] == 0), line
+        assert (line["importance_sample_size"] < 1 - 1e-6) == (line["staleness"] > 0), line
+        assert 0 <= line["rollout_difference_mean"] <= line["rollout_difference"]
+        assert line["rollout_kl"] >= 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) -> None:
+    """The responses in flight are lost with the process and drawn again; the order of the prompts goes on."""
+    learned: list[list[int]] = []
+
+    def run(steps_before_the_kill: int | None) -> Loop:
+        scores = itertools.cycle([0.0, 1.0])
+        options: dict[str, Any] = {"algorithm": "dapo"} if dynamic else {}
+        loop = make(staleness=2, steps=6, save_every=1, reward=lambda *_: next(scores), **options)
+        update = loop.models.actor.update
+
+        def counted(part: Batch, *args: Any, **kwargs: Any) -> Any:
+            if len(learned) == steps_before_the_kill:
+                raise KeyboardInterrupt
+            starts = torch.tensor([0, *part.lengths[:-1]]).cumsum(0)
+            learned.append(part.tokens[starts].tolist()[::SAMPLES])
+            return update(part, *args, **kwargs)
+
+        loop.models.actor.update = counted
+        return loop
+
+    with pytest.raises(KeyboardInterrupt):
+        run(2).run()
+    again = run(None)
+    assert again._resume(again.options.out / "training") == 2
+    assert again._state == {"position": 4 * PROMPTS, "ahead": [2 * PROMPTS, 3 * PROMPTS]}
+    assert [(draw.position, draw.version) for draw in again._draws._ahead] == [(2 * PROMPTS, 2), (3 * PROMPTS, 2)]
+    run(None).run()
+    order = again._draws._indices(0, 6 * PROMPTS)
+    firsts = [int(again.plan.prompts[index].tokens[0]) for index in order]
+    assert [token for step in learned for token in step] == firsts
+    assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 2, 2, 2, 3]
+
+
+def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(make: Make) -> None:
+    equal = [1.0] * (SAMPLES * PROMPTS)
+    differ = [0.0, 1.0] * PROMPTS
+    scores = itertools.chain(differ, equal, differ, differ, differ)
+    loop = make(algorithm="dapo", staleness=1, steps=3, reward=lambda *_: next(scores))
+    loop.run()
+    assert [version for version, _ in loop.rollouts.drawn] == [0, 0, 1, 1]
+    assert [(line["rollout_version"], line["staleness"]) for line in metrics(loop)] == [(0, 0), (0, 1), (1, 1)]
+    assert loop._draws.state == {"position": 4 * PROMPTS, "ahead": []}
+
+
+class Apart(Recording):
+    """Draws in a thread of its own, and dies at a call."""
+
+    def __init__(self, actor: Any, dies_at: int = 99) -> None:
+        # Weights that do not change while the actor learns.
+        folder = actor.worker.engine.source
+        super().__init__(WholeBatches(Actor.from_pretrained(folder, device="cpu")))
+        self.thread, self.calls, self.dies_at = ThreadPoolExecutor(1), 0, dies_at
+
+    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+        self.calls += 1
+        if self.calls == self.dies_at:
+            return self.thread.submit(self.die)
+        return self.thread.submit(self.generate, prompts, sampling)
+
+    def die(self) -> Batch:
+        raise RuntimeError("the engine died")
+
+    def update_weights(self, actor: Any, version: int) -> None:
+        own = self.actor.worker.engine.module
+        own.load_state_dict(actor.worker.engine.module.state_dict())
+        self.version = version
+
+
+def test_an_engine_in_a_thread_draws_what_the_native_engine_draws(make: Make, tmp_path: Path) -> None:
+    """No weights change while responses are in flight."""
+    here, apart = make(staleness=1), make(Apart, staleness=1, out=tmp_path / "apart")
+    here.run()
+    apart.run()
+    assert metrics(here) == metrics(apart)
+    for (version, found), (expected, batch) in zip(apart.rollouts.drawn, here.rollouts.drawn, strict=True):
+        assert version == expected
+        assert torch.equal(found.tokens, batch.tokens)
+
+
+def test_an_engine_that_dies_is_raised_in_the_step_that_needs_its_responses(make: Make) -> None:
+    loop = make(lambda actor: Apart(actor, dies_at=3), staleness=1)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        loop.run()
+    assert [line["step"] for line in metrics(loop)] == [1, 2], "the third draw is asked for in step 2, for step 3"
