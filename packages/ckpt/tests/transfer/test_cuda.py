@@ -69,8 +69,8 @@ def test_parameters_are_filled_through_one_pinned_buffer_a_thread(
     buffers: set[int] = set()
     view = Staging.view
 
-    def pinned(self: Staging, shape: Any, dtype: torch.dtype) -> Tensor:
-        buffer = view(self, shape, dtype)
+    def pinned(self: Staging, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = view(self, shape, dtype, device)
         assert buffer.is_pinned()
         buffers.add(buffer.data_ptr())
         return buffer

@@ -25,7 +25,7 @@ from ckpt import (
     stream_hf,
     verify_live,
 )
-from ckpt.layout.overlaps import on_this_rank
+from ckpt.layout.dtensors import on_this_rank
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

@@ -81,9 +81,9 @@ def test_bytes_go_straight_into_the_tensors(
     staged: list[Any] = []
     view = Staging.view
 
-    def seen(self: Staging, shape: Any, dtype: torch.dtype) -> Tensor:
+    def seen(self: Staging, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         staged.append(shape)
-        return view(self, shape, dtype)
+        return view(self, shape, dtype, device)
 
     monkeypatch.setattr(Staging, "view", seen)
     folder = checkpoint("qwen3-moe")

@@ -60,10 +60,10 @@ def test_a_thread_has_one_buffer_at_most(checkpoint: Checkpoints, monkeypatch: p
     buffers = 0
     made = Staging.__init__
 
-    def counting(self: Staging, device: torch.device) -> None:
+    def counting(self: Staging) -> None:
         nonlocal buffers
         buffers += 1
-        made(self, device)
+        made(self)
 
     monkeypatch.setattr(Staging, "__init__", counting)
     load_hf(folder, layout_for(folder), dtype=torch.bfloat16, threads=3)

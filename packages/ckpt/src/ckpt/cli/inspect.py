@@ -91,8 +91,8 @@ def describe_training(folder: Path, check: bool) -> dict[str, Any]:
     the bytes of all files are compared with their recorded checksums.
     """
     from ckpt.files.contents import STATE
+    from ckpt.files.disk import while_unchanged
     from ckpt.files.tensor_bytes import check_bytes
-    from ckpt.files.unchanged import while_unchanged
     from ckpt.training.boxes import check_headers, read_metadata
     from ckpt.training.checkpoint import open_step
     from ckpt.training.runs import step_of

@@ -1,8 +1,12 @@
 """`ckpt plan`: show the bytes that each rank of a grid would hold."""
 
+from __future__ import annotations
+
 import dataclasses
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -10,7 +14,24 @@ from rich.filesize import decimal
 import ckpt
 from ckpt.cli import options
 from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
-from ckpt.layout.place import Grid
+from ckpt.layout.place import Grid, Place
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckpt.layout.model_layout import Layout
+
+# The first pattern that matches a canonical name decides the tensor's component.
+_COMPONENTS = (
+    ("embedding", r"embed_tokens"),
+    ("head", r"^lm_head|^score"),
+    ("vision", r"visual\."),
+    ("norms", r"norm"),
+    ("attention", r"self_attn\."),
+    ("router", r"\.gate\."),
+    ("experts", r"\.experts\."),
+    ("mlp", r"mlp\."),
+)
 
 
 @reports_mistakes
@@ -35,8 +56,8 @@ def plan(
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
     from ckpt.files.contents import INDEX, LAYOUT, SINGLE
+    from ckpt.files.dtypes import config_dtype
     from ckpt.layout.config import is_weights, load_config
-    from ckpt.transfer.memory_plan import config_dtype, plan_bytes, stored_dtypes
     from ckpt.transfer.sources import open_source
 
     grid = Grid(tp, pp, vpp, ep, etp)
@@ -49,17 +70,41 @@ def plan(
         vocab_multiple=vocab_multiple,
     )
     chosen = options.read_dtype(dtype)
-    known = {} if source is None or chosen is not None else stored_dtypes(source)
-    shares = plan_bytes(layout, grid, chosen or config_dtype(layout.text), known)
+    known: dict[str, torch.dtype] = {}
+    if source is not None and chosen is None:
+        known = {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.pieces.items()}
+    other = chosen or config_dtype(layout.text)
+    shares = [(place, _components(layout, place, known, other)) for place in grid.places()]
     if json:
         print_json(
-            [{"place": share.place.to_json(), "bytes": share.total, "components": share.components} for share in shares]
+            [
+                {"place": place.to_json(), "bytes": sum(components.values()), "components": components}
+                for place, components in shares
+            ]
         )
         return
-    used = [name for name in shares[0].components if any(share.components[name] for share in shares)]
+    used = [name for name in shares[0][1] if any(components[name] for _, components in shares)]
     rows = [
-        (str(share.place), *(decimal(share.components[name]) for name in used), decimal(share.total))
-        for share in shares
+        (str(place), *(decimal(components[name]) for name in used), decimal(sum(components.values())))
+        for place, components in shares
     ]
     uncounted = ", without its vision tower" if layout.family.carried and source is None else ""
     print_table(f"{folder} on {layout.target}{uncounted}", ("place", *used, "total"), rows)
+
+
+def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], other: torch.dtype) -> dict[str, int]:
+    """Return the bytes of each component at a place, padding and replicas included.
+
+    Args:
+        layout: The model.
+        place: The place.
+        known: Canonical name -> dtype.
+        other: The dtype of tensors that `known` does not name.
+    """
+    components = {label: 0 for label, _ in _COMPONENTS}
+    for block in layout.at(place).values():
+        if not layout.is_optional(block):
+            name = block.names[0]
+            label = next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
+            components[label] = components.get(label, 0) + block.numel * known.get(name, other).itemsize
+    return components

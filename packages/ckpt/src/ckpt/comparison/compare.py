@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,18 +13,16 @@ from torch.distributed import ProcessGroup
 
 from ckpt.comparison.config_fields import config_differences
 from ckpt.comparison.report import Difference, Kind, Report
-from ckpt.comparison.tally import Tally
 from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
-from ckpt.files.unchanged import while_unchanged
+from ckpt.files.disk import while_unchanged
+from ckpt.layout.dtensors import on_this_rank
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.overlaps import on_this_rank
 from ckpt.layout.pieces import Block, Box, Copy, Piece, carried_over, extents, full_box, shared, split_box, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json
 from ckpt.transfer.sources import Source, open_source, open_with_prediction_layers
 
-_CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 2 << 20
 _MOST_FILES = 128  # open at a time
 
@@ -170,7 +169,7 @@ class _Comparison:
         self._progress: Callable[[int, int], None] = lambda done, total: None
         self._done = self._total = 0
         self._fds: dict[Path, int] = {}
-        self._values, self._staging = (Staging(_CPU), Staging(_CPU)), Staging(_CPU)
+        self._values, self._staging = (Staging(), Staging()), Staging()
 
     def show(self, progress: Callable[[int, int], None], total: int) -> None:
         """Call `progress` from now on, with the bytes done and the bytes in all."""
@@ -210,7 +209,7 @@ class _Comparison:
                 yield dataclasses.replace(difference, detail=detail)
 
     def _boxes(self, name: str, box: Box, a: _Side, b: _Side) -> Iterator[Difference]:
-        tally = Tally(self.atol, self.rtol)
+        tally = _Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
             tally.add(self._read(0, a, name, part), self._read(1, b, name, part), part)
             self._done += volume(part) * a[2].itemsize
@@ -226,7 +225,7 @@ class _Comparison:
             yield Difference(name, "dtype", f"{stored} and {tensor.dtype}")
         self.report.tensors += 1
         self.report.elements += block.numel
-        tally = Tally(self.atol, self.rtol)
+        tally = _Tally(self.atol, self.rtol)
         for piece in block.pieces:
             if piece.canonical_range is None:
                 held = view_of(tensor, piece.local_range).cpu()
@@ -254,3 +253,45 @@ class _Comparison:
             view = view_of(values, copy.destination_range)
             read_box(self._fds[path], info, copy.source_range, view, self._staging, IOCounter())
         return values
+
+
+@dataclass
+class _Tally:
+    """Running comparison of one tensor, chunk by chunk."""
+
+    atol: float
+    rtol: float
+    elements: int = 0
+    worst: float = 0.0
+    first: tuple[int, ...] = ()
+
+    def add(self, a: Tensor, b: Tensor, at: Box) -> None:
+        """Compare two chunks; `at` is their box in the tensor."""
+        exact, same_type = self.atol == self.rtol == 0, a.dtype == b.dtype
+        if exact and same_type and torch.equal(_bits(a), _bits(b)):
+            return
+        gap = (a.double() - b.double()).abs()
+        if exact:
+            differs = _bits(a) != _bits(b) if same_type else a.double() != b.double()
+        else:
+            differs = ~torch.isclose(a.double(), b.double(), self.rtol, self.atol, equal_nan=True)
+        if not differs.any():
+            return
+        if not self.elements:
+            index = torch.nonzero(differs.reshape(a.shape))[0].tolist()
+            starts = [start for start, _ in at[len(at) - len(index) :]]
+            self.first = tuple(start + offset for start, offset in zip(starts, index, strict=True))
+        self.elements += int(differs.sum())
+        self.worst = max(self.worst, float(gap[differs].nan_to_num(nan=float("inf")).max()))
+
+    def differences(self, name: str) -> Iterator[Difference]:
+        """Yield the difference of all chunks, if there is one."""
+        if self.elements:
+            detail = f"{self.elements} elements differ, first at {list(self.first)}, by at most {self.worst:.6g}"
+            yield Difference(name, "values", detail, self.elements, self.worst, self.first)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the elements' bits as integers, so that NaN equals itself and -0.0 is not 0.0."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(widths[tensor.element_size()])

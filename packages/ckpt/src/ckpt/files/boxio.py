@@ -20,6 +20,7 @@ from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
 # The most bytes of one read or write call; the limit of Linux is 2 GiB.
 _CALL_BYTES = 1 << 30
 STAGING_BYTES = 16 << 20
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -38,35 +39,22 @@ class IOCounter:
 
 
 class Staging:
-    """One reused buffer for transfers that need a copy; pinned when the tensors are on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._buffer: Tensor | None = None
-
-    def view(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor over the buffer; valid until the next call."""
-        needed = math.prod(shape) * dtype.itemsize
-        if self._buffer is None or self._buffer.numel() < needed:
-            self._buffer = torch.empty(max(needed, STAGING_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
-        return self._buffer[:needed].view(dtype).view(shape)
-
-    def chunks(self, box: Box, itemsize: int) -> Iterator[Box]:
-        """Cut a box into boxes that fit the buffer."""
-        return split_box(box, STAGING_BYTES // itemsize)
-
-
-class StagingPool:
-    """One staging buffer for each device, made when first needed."""
+    """Reused buffers for transfers that need a copy: one in plain memory, and a pinned one for tensors on a GPU."""
 
     def __init__(self) -> None:
-        self._stagings: dict[torch.device, Staging] = {}
+        self._buffers: dict[bool, Tensor] = {}
 
-    def on(self, device: torch.device) -> Staging:
-        """Return the buffer for transfers with tensors on `device`."""
-        if device not in self._stagings:
-            self._stagings[device] = Staging(device)
-        return self._stagings[device]
+    def view(self, shape: Shape, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+        """Return a contiguous tensor over the buffer for transfers with `device`; valid until the next call."""
+        needed = math.prod(shape) * dtype.itemsize
+        pinned = device.type == "cuda"
+        if pinned not in self._buffers or self._buffers[pinned].numel() < needed:
+            self._buffers[pinned] = torch.empty(max(needed, STAGING_BYTES), dtype=torch.uint8, pin_memory=pinned)
+        return self._buffers[pinned][:needed].view(dtype).view(shape)
+
+    def chunks(self, box: Box, itemsize: int) -> Iterator[Box]:
+        """Cut a box into boxes that fit a buffer."""
+        return split_box(box, STAGING_BYTES // itemsize)
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
@@ -153,7 +141,7 @@ def read_box(
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
         part = part_of(destination, chunk, box)
-        buffer = staging.view(extents(chunk), info.dtype)
+        buffer = staging.view(extents(chunk), info.dtype, destination.device)
         _move(os.preadv, fd, info, chunk, buffer, counter)
         refuse_overflow(name, buffer, part.dtype)
         part.copy_(buffer.view(part.shape))
@@ -166,7 +154,7 @@ def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Stag
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
         part = part_of(source, chunk, box)
-        buffer = staging.view(extents(chunk), info.dtype)
+        buffer = staging.view(extents(chunk), info.dtype, source.device)
         buffer.view(part.shape).copy_(part)
         _move(os.pwritev, fd, info, chunk, buffer, counter)
 

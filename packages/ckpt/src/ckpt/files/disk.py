@@ -1,10 +1,10 @@
-"""Sync files to the disk, and explain a full disk."""
+"""Sync files to the disk, explain a full disk, and refuse files that were replaced while they were read."""
 
 import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -39,3 +39,27 @@ def room_for(needed: int, folder: str | os.PathLike[str]) -> Iterator[None]:
             f"the disk of {where} is full: the save needs {needed:,} bytes, {free:,} are free; free some, or save "
             f"elsewhere ({error.strerror})"
         ) from None
+
+
+@contextlib.contextmanager
+def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
+    """Check, after reading, that no file was replaced; a replaced file takes precedence over any other error.
+
+    A save replaces a folder as a whole, but a reader opens the files one after another, and could mix two versions. The
+    time of the last change, in ticks of the file system (mostly milliseconds), identifies a file's version. Inode
+    numbers would not do: some network file systems change them.
+
+    Args:
+        files: The time of each file's last change (`st_mtime_ns`), taken before the file was read.
+    """
+    try:
+        yield
+    finally:
+        for path, modified_ns in files.items():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime_ns == modified_ns:
+                    continue
+            raise ValueError(
+                f"{path} was replaced while it was read, so that the tensors may be of two versions; "
+                "read again once nothing is saved there"
+            )

@@ -1,5 +1,7 @@
 """The element types of safetensors files, by their name in a header."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,19 @@ def dtype_of_name(name: str) -> torch.dtype | None:
     """Return the dtype that a text such as "torch.bfloat16" names; None where files have no such dtype."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype in NAMES else None
+
+
+def config_dtype(config: Mapping[str, object]) -> torch.dtype:
+    """Return the dtype that a configuration names; float32 without a name.
+
+    Raises:
+        ValueError: torch has no dtype of this name.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = dtype_of_name(str(name))
+    if dtype is None:
+        raise ValueError(f"the config's dtype={name!r} is not a type of torch")
+    return dtype
 
 
 def joined_dtype(name: str, stored: set[torch.dtype], cast: torch.dtype | None) -> torch.dtype:

@@ -40,16 +40,6 @@ class Checkpoint:
         """The folder's config.json."""
         return load_config(self.path)
 
-    @property
-    def files(self) -> dict[Path, int]:
-        """The time of each file's last change (`ckpt.files.unchanged`)."""
-        return {self.path / file: header.modified_ns for file, header in self.headers.items()}
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of all headers."""
-        return sum(header.length for header in self.headers.values())
-
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.

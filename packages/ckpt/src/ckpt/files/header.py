@@ -56,7 +56,7 @@ class Header:
         tensors: In the order of their bytes.
         metadata: Strings by name.
         length: Bytes before the tensors.
-        modified_ns: The time of the file's last change, as `st_mtime_ns` (`ckpt.files.unchanged`).
+        modified_ns: The time of the file's last change, as `st_mtime_ns` (`ckpt.files.disk`).
         checksums: Tensor name -> CRC-32 of its bytes; empty where the file has no record.
     """
 

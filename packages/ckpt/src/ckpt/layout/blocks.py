@@ -1,16 +1,95 @@
 """Make canonical tensors, and the local tensors of a place, from one row of a family's entry."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt.layout.config import Config
-from ckpt.layout.families import Family, Row, Target
+from ckpt.layout.config import Config, integer
+from ckpt.layout.families import Family, Row, Size, Target
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
-from ckpt.layout.sizes import Dim, DoesNotDivide, divisors, full_shape, parse_shape
 
 # A part of a local tensor: its source, the box in the source (None: padding) and the box in the local tensor.
 _Part = tuple[str, Box | None, Box]
+
+
+class DoesNotDivide(ValueError):
+    """A size of the model does not divide over an axis of the grid."""
+
+    def __init__(self, message: str, axis: str) -> None:
+        super().__init__(message)
+        self.axis = axis
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of one dimension that is split by itself.
+
+    Attributes:
+        label: The config fields behind the count, for messages.
+        count: Units in the full tensor.
+        unit: Elements of one unit.
+        axis: "tp", "etp", or None where every rank holds all.
+        size: The symbol, with its rules for splitting.
+    """
+
+    label: str
+    count: int
+    unit: int
+    axis: str | None
+    size: Size
+
+    @property
+    def length(self) -> int:
+        """Elements in the full tensor."""
+        return self.count * self.unit
+
+    def part(self, place: Place, vocab_multiple: int) -> tuple[int, int, int]:
+        """Return this place's part, in elements: (start, stop, local length). The local length includes the padding.
+
+        Raises:
+            DoesNotDivide: The count does not divide over the axis; names the field.
+        """
+        rank, ranks = (0, 1) if self.axis is None else place.expert_tp if self.axis == "etp" else place.tp
+        if self.size.pad and self.axis is not None:
+            rows = -(-self.count // (ranks * vocab_multiple)) * vocab_multiple
+            start, stop = (min(edge * rows, self.count) for edge in (rank, rank + 1))
+            return start * self.unit, stop * self.unit, rows * self.unit
+        if self.count % ranks == 0:
+            units = self.count // ranks
+            return rank * units * self.unit, (rank + 1) * units * self.unit, units * self.unit
+        if self.size.replicate and ranks % self.count == 0:
+            held = rank * self.count // ranks
+            return held * self.unit, (held + 1) * self.unit, self.unit
+        # Without etp, tp splits the experts.
+        axis = "tp" if place.etp is None else str(self.axis)
+        if self.size.replicate:
+            raise DoesNotDivide(
+                f"{self.label}={self.count} neither divides {axis}={ranks} nor is divisible by it", axis
+            )
+        raise DoesNotDivide(f"{self.label}={self.count} is not divisible by {axis}={ranks}", axis)
+
+
+Dim = tuple[Segment, ...]
+
+
+def _dimensions(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
+    """Return the dimensions of a shape such as "Q/tp H". Only the first dimension may have several segments."""
+    return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
+
+
+def _segment(term: str, family: Family, config: Config) -> Segment:
+    symbol, _, axis = term.partition("/")
+    size = family.sizes[symbol]
+    return Segment(size.count, _evaluate(size.count, config), _evaluate(size.unit, config), axis or None, size)
+
+
+def _evaluate(expression: str, config: Config) -> int:
+    """Return a sum of products of config fields and numbers."""
+    return sum(
+        math.prod(int(word) if word.isdigit() else integer(config, word) for word in term.split(" * "))
+        for term in expression.split(" + ")
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +117,7 @@ class SizedRow:
         cls, row: Row, family: Family, target: Target, config: Config, num_experts: int, vocab_multiple: int
     ) -> "SizedRow":
         """Return a row with the numbers of a configuration."""
-        sources = {name: parse_shape(text, family, config) for name, text in row.sources.items()}
+        sources = {name: _dimensions(text, family, config) for name, text in row.sources.items()}
         return cls(row, family, target, sources, num_experts if row.of_experts else 0, vocab_multiple)
 
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
@@ -50,7 +129,8 @@ class SizedRow:
         """Yield the names in files, the canonical one first, and the shape of every source and expert."""
         for expert in range(self.num_experts or 1):
             for source, dims in self.sources.items():
-                yield self.file_names(source, layer, expert), full_shape(dims)
+                shape = tuple(sum(segment.length for segment in dim) for dim in dims)
+                yield self.file_names(source, layer, expert), shape
 
     def local(self, place: Place, layer: int = 0, index: int = 0) -> Iterator[tuple[str, Block]]:
         """Yield the local tensors at `place`: one, or one for each local expert.
@@ -83,7 +163,9 @@ class SizedRow:
     def _local_experts(self, place: Place) -> range:
         rank, ranks = place.ep
         if self.num_experts % ranks:
-            fits = divisors(self.num_experts)
+            fits = ", ".join(
+                str(size) for size in range(1, min(self.num_experts, 1024) + 1) if self.num_experts % size == 0
+            )
             raise ValueError(f"{self.num_experts} experts are not divisible by ep={ranks}; use ep in {{{fits}}}")
         each = self.num_experts // ranks
         return range(rank * each, (rank + 1) * each)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files.folder import open_checkpoint
-from ckpt.layout.blocks import SizedRow
+from ckpt.layout.blocks import DoesNotDivide, SizedRow
 from ckpt.layout.config import (
     Config,
     ConfigLike,
@@ -29,7 +29,6 @@ from ckpt.layout.config import (
 from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, family_of
 from ckpt.layout.pieces import Block, Box, Shape, cover_problem
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
-from ckpt.layout.sizes import DoesNotDivide
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000

@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 from ckpt.files.atomic import remove_abandoned
 from ckpt.files.boxio import IOCounter
 from ckpt.files.contents import CONFIG, STATE
-from ckpt.files.disk import room_for
+from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.tensor_bytes import check_bytes
-from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout

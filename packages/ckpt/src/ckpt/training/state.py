@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ckpt.files.header import TensorInfo, read_header
+from ckpt.layout.dtensors import on_this_rank, require_memory
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.overlaps import on_this_rank, require_memory
 from ckpt.layout.pieces import Block, extents, full_box, volume
 from ckpt.layout.place import Place
 from ckpt.training.boxes import Stored

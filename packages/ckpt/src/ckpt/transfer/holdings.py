@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import view_of
 from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
+from ckpt.layout.dtensors import on_this_rank
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.overlaps import on_this_rank
 from ckpt.layout.pieces import Block, Box, Piece, Shape, cover_problem, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json, rank_in

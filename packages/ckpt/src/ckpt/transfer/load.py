@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import IOCounter
+from ckpt.files.disk import while_unchanged
 from ckpt.files.dtypes import check_cast
-from ckpt.files.unchanged import while_unchanged
+from ckpt.layout.dtensors import on_this_rank, require_memory
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.overlaps import on_this_rank, require_memory
 from ckpt.layout.pieces import Block
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same

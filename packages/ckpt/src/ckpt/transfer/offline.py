@@ -13,10 +13,9 @@ from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import IOCounter, Staging, read_box, write_box
 from ckpt.files.contents import CONFIG, LAYOUT
-from ckpt.files.disk import room_for
+from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.header import TensorInfo
-from ckpt.files.unchanged import while_unchanged
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.families import Role, Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
@@ -26,7 +25,6 @@ from ckpt.transfer.sources import Source, open_source
 
 Progress = Callable[[int, int], None]
 Blocks = dict[str, Block]
-_CPU = torch.device("cpu")
 
 
 def reshard(
@@ -167,7 +165,7 @@ def _write(
         progress: Called with bytes done and bytes in all, padding excepted.
     """
     done, total = 0, sum(_filled_bytes(plan, blocks) for plan, blocks in parts)
-    counter, staging, buffer = IOCounter(), Staging(_CPU), Staging(_CPU)
+    counter, staging, buffer = IOCounter(), Staging(), Staging()
 
     def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
         nonlocal done

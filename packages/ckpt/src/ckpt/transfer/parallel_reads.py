@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt.files.boxio import IOCounter, StagingPool, part_of, read_box
+from ckpt.files.boxio import IOCounter, Staging, part_of, read_box
 from ckpt.files.header import TensorInfo
 from ckpt.layout.pieces import Box, split_box, volume
 
@@ -74,14 +74,14 @@ def read_all(
         count = IOCounter()
         if ended.is_set():
             return count
-        stagings: StagingPool = local.__dict__.setdefault("stagings", StagingPool())
+        if not hasattr(local, "staging"):
+            local.staging = Staging()
         try:
             with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
                 for part in batch:
                     device, name = part.destination.device, f"{part.name} in {part.path}"
                     with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
-                        staging = stagings.on(device)
-                        read_box(file.fileno(), part.info, part.box, part.destination, staging, count, name)
+                        read_box(file.fileno(), part.info, part.box, part.destination, local.staging, count, name)
         except BaseException:
             ended.set()
             raise

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ckpt.files.boxio import view_of
+from ckpt.files.disk import while_unchanged
 from ckpt.files.dtypes import joined_dtype
 from ckpt.files.folder import open_checkpoint
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
-from ckpt.files.unchanged import while_unchanged
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
@@ -52,7 +52,7 @@ class Source:
 
     @property
     def files(self) -> dict[Path, int]:
-        """The time of each file's last change (`ckpt.files.unchanged`)."""
+        """The time of each file's last change (`ckpt.files.disk`)."""
         return {path: header.modified_ns for path, header in self.headers.items()}
 
     def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:

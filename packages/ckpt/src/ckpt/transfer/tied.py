@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import StagingPool, view_of
+from ckpt.files.boxio import Staging, view_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box
 from ckpt.layout.place import Place
@@ -66,13 +66,13 @@ def _listed(wheres: list[str]) -> str:
 
 def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
     """Return this rank's pieces of the named tensors, with their checksums."""
-    stagings = StagingPool()
+    staging = Staging()
     return [
         (
             piece.name,
             piece.canonical_range,
             f"{local} at {chunk.place}",
-            _checksum(chunk.tensors[local], piece.local_range, stagings),
+            _checksum(chunk.tensors[local], piece.local_range, staging),
         )
         for chunk in holdings.chunks
         for local, block in chunk.blocks.items()
@@ -81,13 +81,12 @@ def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
     ]
 
 
-def _checksum(tensor: Tensor, box: Box, stagings: StagingPool) -> str:
+def _checksum(tensor: Tensor, box: Box, staging: Staging) -> str:
     """Return the CRC-32 of a box's bytes, in row-major order."""
-    staging = stagings.on(tensor.device)
     value = 0
     for part in staging.chunks(box, tensor.element_size()):
         view = view_of(tensor.detach(), part)
-        buffer = staging.view(tuple(view.shape), view.dtype)
+        buffer = staging.view(tuple(view.shape), view.dtype, view.device)
         buffer.copy_(view)
         nbytes = buffer.numel() * buffer.element_size()
         value = zlib.crc32((ctypes.c_char * nbytes).from_address(buffer.data_ptr()), value)

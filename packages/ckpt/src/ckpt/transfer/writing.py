@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, StagingPool, write_box
+from ckpt.files.boxio import IOCounter, Staging, write_box
 from ckpt.files.disk import room_for
 from ckpt.files.written_files import FilePlan
 from ckpt.layout.pieces import Box, volume
@@ -71,7 +71,7 @@ def write_pieces(
     mine = [(held, want) for held, want in pieces if holdings.rank in want.ranks]
     total = sum(volume(want.piece.local_range) * plan.tensors[want.tensor][1].dtype.itemsize for _, want in mine)
     room = room_for(nbytes, folder.parent)
-    stagings = StagingPool()
+    staging = Staging()
     done = 0
     errors: list[OSError] = []
     with contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ def write_pieces(
                 return
             try:
                 file, info = plan.tensors[want.tensor]
-                write_box(fds[file], info, box, values, stagings.on(values.device), counter)
+                write_box(fds[file], info, box, values, staging, counter)
             except OSError as error:
                 errors.append(error)
                 return

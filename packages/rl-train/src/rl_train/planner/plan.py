@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 
 import ckpt
+from ckpt.files.dtypes import config_dtype
 from ckpt.layout.families import Role
 from ckpt.transfer.match import match
-from ckpt.transfer.memory_plan import config_dtype
 from parallel_layers import ParallelDims
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor. DTensors are not imported, because the import takes over a second."""
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    # DTensors are not imported, because the import takes over a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -42,7 +42,7 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
     require_memory(name, tensor.device)
     box = list(full_box(shape))
-    if not is_dtensor(tensor):
+    if not _is_dtensor(tensor):
         return tensor.detach(), tuple(box)
     from torch.distributed.tensor import Shard
 
