@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.attention import LatentConfig
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.head.embedding import VocabParallelEmbedding
-from parallel_layers.initialization import draw, initialize_, normal, uniform
+from parallel_layers.initialization import as_linear, draw, initialize_, normal
 from parallel_layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -133,7 +133,7 @@ def test_distributions() -> None:
     gaussian = draw(shape, whole, 0, "w", normal(0.02))
     assert gaussian.std().item() == pytest.approx(0.02, rel=5e-3)
     assert abs(gaussian.mean().item()) < 1e-4
-    flat = draw(shape, whole, 0, "w", uniform(0.5))
+    flat = draw(shape, whole, 0, "w", as_linear(4))
     assert flat.abs().max() <= 0.5
     assert flat.std().item() == pytest.approx(0.5 / 3**0.5, rel=5e-3)
     tiles = gaussian.unfold(0, 128, 128).unfold(1, 1024, 1024).reshape(-1, 128 * 1024)

@@ -42,9 +42,10 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 continue
             seen.add(parameter)
             canonical = prefix + (f"{path}.{name}" if path else name)
-            is_bias = name.endswith("bias")  # experts' biases are matrices, too
-            if is_bias or parameter.dim() >= 2:
-                fill_parameter_(owner, name, seed, zeros if is_bias else normal(std), canonical=canonical)
+            if name.endswith("bias"):  # experts' biases are matrices, too
+                nn.init.zeros_(parameter)
+            elif parameter.dim() >= 2:
+                fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
 
 
 def _reset_the_rest(owner: nn.Module) -> None:
@@ -59,7 +60,7 @@ def _reset_the_rest(owner: nn.Module) -> None:
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:
     """Fill `module`'s own parameter `name` with this rank's part of the full tensor; padding becomes 0.
 
-    `fill` is `normal(std)`, `uniform(bound)`, `zeros`, or another function that fills a tensor from a generator;
+    `fill` is `normal(std)`, `as_linear(in_features)`, or another function that fills a tensor from a generator;
     `canonical` the name in the hash (default: `name`).
 
     Raises:
@@ -104,24 +105,15 @@ def normal(std: float) -> Fill:
     return lambda tile, generator: tile.normal_(0.0, std, generator=generator)
 
 
-def uniform(bound: float) -> Fill:
-    """Fill from U(-bound, bound)."""
+def as_linear(in_features: int) -> Fill:
+    """Fill from U(-bound, bound) with bound 1 / sqrt(in_features), as torch initialises a linear layer."""
+    bound = 1 / math.sqrt(max(in_features, 1))
     return lambda tile, generator: tile.uniform_(-bound, bound, generator=generator)
-
-
-def zeros(tile: Tensor, generator: torch.Generator) -> None:
-    """Fill with 0."""
-    tile.zero_()
 
 
 def shared_seed() -> int:
     """Draw a seed from torch's default CPU generator; ranks with the same generator state get the same seed."""
     return int(torch.randint(2**62, (), device="cpu"))
-
-
-def linear_bound(in_features: int) -> float:
-    """Return 1 / sqrt(in_features), the bound of torch's default initialisation of a linear layer."""
-    return 1 / math.sqrt(max(in_features, 1))
 
 
 def _empty(size: Sequence[int]) -> Tensor:

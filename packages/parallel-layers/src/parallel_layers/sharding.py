@@ -56,8 +56,13 @@ class Sharding:
             offset += block.stop - block.start
 
 
-def shard_evenly(sizes: Sequence[int], group: ProcessGroup, dim: int, name: str) -> Sharding:
-    """Divide consecutive parts of a dim, each evenly over the group; raise ValueError as `divide` does."""
+def shard_evenly(sizes: Sequence[int], group: ProcessGroup | None, dim: int, name: str) -> Sharding | None:
+    """Divide consecutive parts of a dim, each evenly over the group; raise ValueError as `divide` does.
+
+    Without a group there is nothing to divide: None.
+    """
+    if group is None:
+        return None
     rank, start, blocks = group.rank(), 0, []
     for size in sizes:
         local = divide(size, group.size(), name)
@@ -74,12 +79,15 @@ def divide(size: int, tp: int, name: str) -> int:
     return size // tp
 
 
-def set_sharding(module: nn.Module, name: str, *shardings: Sharding) -> None:
-    """Record the division of `module`'s own parameter `name`: one `Sharding` per divided dim."""
+def set_sharding(module: nn.Module, name: str, *shardings: Sharding | None) -> None:
+    """Record the division of `module`'s own parameter `name`: one `Sharding` per divided dim (None: not divided)."""
+    divided = tuple(sharding for sharding in shardings if sharding is not None)
+    if not divided:
+        return
     if "_shardings" not in module.__dict__:
         module.register_state_dict_post_hook(guard_state_dict)
         module.register_load_state_dict_pre_hook(unguard_state_dict)
-    module.__dict__.setdefault("_shardings", {})[name] = shardings
+    module.__dict__.setdefault("_shardings", {})[name] = divided
 
 
 def get_sharding(module: nn.Module, name: str) -> tuple[Sharding, ...]:

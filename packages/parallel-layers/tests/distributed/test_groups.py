@@ -109,14 +109,15 @@ def backward_on_two_grids(group: ProcessGroup, x: Tensor, weight: Tensor, grad: 
     """A layer on all four ranks, fed alike, and one on each pair of ranks, fed half the tokens, in one backward."""
     pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
     pair = group.rank() // 2
-    options = {"gather_output": True, "dtype": torch.float64}
-    wide = ColumnParallelLinear(HIDDEN, 16, placement=Placement(group), **options)
-    narrow = ColumnParallelLinear(HIDDEN, 16, placement=Placement(pairs[pair], sequence_parallel=True), **options)
+    wide = ColumnParallelLinear(HIDDEN, 16, placement=Placement(group), dtype=torch.float64)
+    narrow_placement = Placement(pairs[pair], sequence_parallel=True)
+    narrow = ColumnParallelLinear(HIDDEN, 16, placement=narrow_placement, dtype=torch.float64)
     for layer in (wide, narrow):
         load_full_(layer, {"weight": weight})
     whole, part = x.clone().requires_grad_(), x.chunk(4)[group.rank()].clone().requires_grad_()
-    loss = (wide(whole) * grad).sum() + (narrow(part) * grad.chunk(2)[pair]).sum()
-    loss.backward()
+    all_columns = collectives.gather_from_tensor_parallel(wide(whole), group)
+    some_tokens = collectives.gather_from_tensor_parallel(narrow(part), pairs[pair])
+    ((all_columns * grad).sum() + (some_tokens * grad.chunk(2)[pair]).sum()).backward()
     return [whole.grad, part.grad, wide.weight.grad, narrow.weight.grad]
 
 

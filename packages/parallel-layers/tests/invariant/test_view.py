@@ -24,6 +24,7 @@ from parallel_layers import (
 )
 from parallel_layers.attention.config import LatentConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
+from parallel_layers.distributed.collectives import gather_from_tensor_parallel, scatter_to_tensor_parallel
 from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.linear import Placement
@@ -180,12 +181,12 @@ def test_gradients_are_the_ordinary_ones(ranks: RankPool, name: str, world: int,
 
 
 def _options(group: ProcessGroup | None) -> list[Tensor]:
-    """Layers with options of their own, gathered to whole outputs; and their gradients against the ordinary ones'."""
+    """Whole outputs of layers with a bias; and their gradients against the ordinary ones'."""
     torch.manual_seed(0)
     place: dict[str, Any] = {"placement": Placement(group), "bias": True}
     layers = [
-        ColumnParallelLinear(16, 24, gather_output=True, **place),
-        RowParallelLinear(16, 24, input_is_parallel=False, **place),
+        ColumnParallelLinear(16, 24, **place),
+        RowParallelLinear(16, 24, **place),
     ]
     x = torch.randn(5, 3, 16)
     outputs = []
@@ -197,13 +198,16 @@ def _options(group: ProcessGroup | None) -> list[Tensor]:
         for module in (tp_invariant(layer), layer):
             leaf = x.clone().requires_grad_()
             layer.zero_grad()
-            y = module(leaf)
+            if layer is layers[0]:
+                y = gather_from_tensor_parallel(module(leaf), group)
+            else:
+                y = module(scatter_to_tensor_parallel(leaf, group))
             y.square().sum().backward()
             results.append((y.detach(), leaf.grad, layer.weight.grad))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-        empty = tp_invariant(layer)(x[:0])
-        assert empty.shape == (0, 3, 24)
+        empty = tp_invariant(layer)(x[:0, :, : layer.weight.shape[1]])
+        assert empty.shape == (0, 3, len(layer.weight))
         outputs.append(results[0][0])
     return outputs
 

@@ -129,15 +129,14 @@ def _run_options(group: ProcessGroup) -> None:
     place: dict[str, Any] = {"placement": Placement(group), "bias": True}
     divided: dict[str, Any] = {"placement": Placement(group, sequence_parallel=True), "bias": True}
     layers = [
-        ColumnParallelLinear(32, 32, gather_output=True, **place),
         ColumnParallelLinear(32, 32, reduce_gradient=False, **place),
-        RowParallelLinear(32, 32, input_is_parallel=False, **place),
+        RowParallelLinear(32, 32, **place),
         RowParallelLinear(32, 32, **divided),
     ]
     with TransformerEngine().installed():
         for layer in layers:
             nn.init.normal_(layer.bias)
-            size = layer.weight.shape[1] if layer is layers[3] else 32
+            size = layer.weight.shape[1]
             results = []
             for module in (with_float8(layer), layer):
                 x = torch.arange(6.0 * size).view(2, 3, size).div(99).requires_grad_()

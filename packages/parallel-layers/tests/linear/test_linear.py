@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, new_group
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
+from parallel_layers.distributed.collectives import gather_from_tensor_parallel, reduce_from_tensor_parallel
 from parallel_layers.linear import (
     ColumnParallelLinear,
     Execution,
@@ -102,12 +102,12 @@ def run_layer(
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     x, dy = full["x"].to(device), full["dy"].to(device)
     if kind == "row":
-        x = x.chunk(size, -1)[rank] if options.get("input_is_parallel", True) else x
+        x = x.chunk(size, -1)[rank]
         dy = dy.chunk(size, 0)[rank] if sp else dy
     else:
         x = x.chunk(size, 0)[rank] if sp else x
-        dy = dy if options.get("gather_output") else local_rows(layer, dy)
-        if getattr(layer, "kv_replicas", 1) == 2:
+        dy = local_rows(layer, dy)
+        if getattr(layer, "shared_rows", None) is not None:
             # The two copies of a head see different queries: their gradients are unequal parts of the whole.
             dy = torch.cat([dy[:, :4], dy[:, 4:] * (2.0 if rank % 2 == 0 else -1.0)], -1)
     x = x.clone().requires_grad_()
@@ -137,10 +137,9 @@ def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], 
         return t.chunk(world, 0)[rank] if sp else t
 
     if kind == "row":
-        parallel = options.get("input_is_parallel", True)
         return {
             "output": tokens(full.output),
-            "x": grads["x"].chunk(world, -1)[rank] if parallel else grads["x"],
+            "x": grads["x"].chunk(world, -1)[rank],
             "weight": grads["weight"].chunk(world, -1)[rank],
             "bias": grads["bias"],
         }
@@ -154,7 +153,7 @@ def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], 
         start += part
     rows = torch.cat(index)
     return {
-        "output": full.output if options.get("gather_output") else full.output[:, rows],
+        "output": full.output[:, rows],
         "x": tokens(grads["x"]),
         "weight": grads["weight"][rows],
         "bias": grads["bias"][rows],
@@ -163,10 +162,6 @@ def expected_on_rank(kind: str, rank: int, world: int, options: dict[str, Any], 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *[(kind, {"sequence_parallel": sp}) for kind in LAYERS for sp in (False, True)],
-    ("column", {"gather_output": True}),
-    ("column", {"gather_output": True, "sequence_parallel": True}),
-    ("row", {"input_is_parallel": False}),
-    ("row", {"input_is_parallel": False, "sequence_parallel": True}),
 ]
 
 
@@ -259,7 +254,7 @@ def compile_two_lengths(
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     pairs = []
     for tokens in (8, 12):
-        features = IN // group.size() if kind == "row" and options.get("input_is_parallel", True) else IN
+        features = IN // group.size() if kind == "row" else IN
         rows = tokens // group.size() if options.get("sequence_parallel") and kind != "row" else tokens
         x = torch.randn(rows, features, dtype=dtype, requires_grad=True)
         eager, ours = (
@@ -274,8 +269,6 @@ def compile_two_lengths(
 COMPILED = [(kind, {}, number % 2 == 0) for number, kind in enumerate(LAYERS)]
 COMPILED_SLOWLY = [
     *((kind, {}, not sp) for kind, _, sp in COMPILED),
-    *(("column", {"gather_output": True}, sp) for sp in (False, True)),
-    *(("row", {"input_is_parallel": False}, sp) for sp in (False, True)),
 ]
 
 
@@ -328,30 +321,28 @@ def test_what_does_not_divide_is_refused_by_name(ranks: RankPool) -> None:
         assert all("gather x with gather_from_sequence_parallel" in message for message in messages[7:])
 
 
-def shared_heads(group: ProcessGroup) -> tuple[int, int, int, list[bool]]:
+def shared_heads(group: ProcessGroup) -> tuple[int, int, Any, list[bool]]:
     layer = QKVParallelLinear(*QKV, placement=Placement(group))
     counted = [block.counted for block in get_sharding(layer, "weight")[0].blocks]
-    return layer.num_heads_local, layer.num_kv_heads_local, layer.kv_replicas, counted
+    return layer.num_heads_local, layer.num_kv_heads_local, layer.shared_rows, counted
 
 
 def test_kv_heads_are_repeated_and_counted_once(ranks: RankPool) -> None:
     once, repeated = [True, True, True], [True, False, False]
-    assert ranks.run(shared_heads, world=2) == [(4, 1, 1, once)] * 2
-    assert ranks.run(shared_heads, world=4) == [(2, 1, 2, once), (2, 1, 2, repeated)] * 2
+    assert ranks.run(shared_heads, world=2) == [(4, 1, None, once)] * 2
+    assert ranks.run(shared_heads, world=4) == [(2, 1, (4, 2), once), (2, 1, (4, 2), repeated)] * 2
 
 
 def two_grids(group: ProcessGroup, pair_ranks: list[list[int]], full: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     pairs = [new_group(members) for members in pair_ranks]
     mine = pairs[group.rank() // 2]
-    wide = ColumnParallelLinear(IN, OUT, placement=Placement(group), gather_output=True, dtype=torch.float64)
-    narrow = ColumnParallelLinear(
-        IN, OUT, placement=Placement(mine, sequence_parallel=True), gather_output=True, dtype=torch.float64
-    )
+    wide = ColumnParallelLinear(IN, OUT, placement=Placement(group), dtype=torch.float64)
+    narrow = ColumnParallelLinear(IN, OUT, placement=Placement(mine, sequence_parallel=True), dtype=torch.float64)
     for layer in (wide, narrow):
         load_full_(layer, {"weight": full["weight"]})
     assert isinstance(mine, ProcessGroup)
     tokens = full["x"].chunk(2)[mine.rank()]
-    return wide(full["x"]), narrow(tokens)
+    return gather_from_tensor_parallel(wide(full["x"]), group), gather_from_tensor_parallel(narrow(tokens), mine)
 
 
 def test_two_grids_in_one_process(ranks: RankPool) -> None:

@@ -78,18 +78,18 @@ class Part:
 
     def x(self, whole: Tensor) -> Tensor:
         if self.row:
-            return self.features(whole) if self.options.get("input_is_parallel", True) else whole
+            return self.features(whole)
         return self.tokens(whole) if self.options.get("sequence_parallel") else whole
 
     def y(self, whole: Tensor) -> Tensor:
         if self.row:
             return self.tokens(whole) if self.options.get("sequence_parallel") else whole
-        return whole if self.options.get("gather_output") else part_of_rows(self.layer, whole, -1)
+        return part_of_rows(self.layer, whole, -1)
 
     def dy(self, whole: Tensor) -> Tensor:
         """Two ranks that hold the same rows each have a part of the gradient; the parts add up to the whole."""
         dy = self.y(whole)
-        if getattr(self.layer, "kv_replicas", 1) == 2:
+        if getattr(self.layer, "shared_rows", None) is not None:
             dy[..., self.layer.local_sizes[0] :] *= 2.0 if self.group.rank() % 2 == 0 else -1.0  # type: ignore[union-attr, index]
         return dy
 
@@ -132,8 +132,6 @@ def check(group: ProcessGroup, kind: str, options: dict[str, Any]) -> None:
 CASES = [
     *[(kind, {}) for kind in LAYERS],
     *[(kind, {"overlap": "collectives"}) for kind in LAYERS],
-    ("column", {"gather_output": True}),
-    ("row", {"input_is_parallel": False}),
 ]
 worlds = pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 sequence_parallel = pytest.mark.parametrize("sp", [False, True], ids=["whole tokens", "divided tokens"])

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.head.embedding import vocab_range
 from parallel_layers.head.linear_log_probs import LogProbs, linear_log_probs
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
 
@@ -70,7 +70,7 @@ class VocabParallelHead(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw this rank's rows from U(-1/sqrt(H), 1/sqrt(H)) and set the padding to 0."""
         if self.weight is not None:
-            fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.hidden_size)))
+            fill_parameter_(self, "weight", shared_seed(), as_linear(self.hidden_size))
 
     def forward(
         self,

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.distributed.collectives import (
-    copy_to_tensor_parallel,
-    gather_from_tensor_parallel,
-    scatter_to_tensor_parallel,
-)
+from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.distributed.parallel_dims import divisors
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform
+from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
 from parallel_layers.parallel_module import ParallelModule
@@ -67,8 +63,7 @@ class _Linear(ParallelModule):
         if sharding is not None:
             shape[sharding.dim] = sum(block.stop - block.start for block in sharding.blocks)
             set_sharding(self, "weight", sharding)
-            if sharding.dim == 0:
-                set_sharding(self, "bias", sharding)
+            set_sharding(self, "bias", sharding if sharding.dim == 0 else None)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         bias_O = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias_O)
@@ -85,7 +80,7 @@ class _Linear(ParallelModule):
         The layer takes one number from torch's default CPU generator and draws its part of the full weight from that:
         ranks that are seeded alike and build the same layers hold parts of the same weights, at every group size.
         """
-        fill_parameter_(self, "weight", shared_seed(), uniform(linear_bound(self.in_features)))
+        fill_parameter_(self, "weight", shared_seed(), as_linear(self.in_features))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -116,12 +111,11 @@ class ColumnLinear(_Linear):
     """The layers whose weight's rows are divided; the attributes are arguments of `column_parallel_linear`."""
 
     shared_rows: tuple[int, int] | None = None
-    gather_output = False
     reduce_gradient = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]` (`gather_output`: `[T, ..., O]`)."""
-        y = column_parallel_linear(
+        """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]`."""
+        return column_parallel_linear(
             x,
             self.weight,
             self.bias,
@@ -130,18 +124,16 @@ class ColumnLinear(_Linear):
             reduce_gradient=self.reduce_gradient,
             shared_rows=self.shared_rows,
         )
-        return gather_from_tensor_parallel(y, self.group) if self.gather_output else y
 
 
 class ColumnParallelLinear(ColumnLinear):
     """`y = x W^T + b` with the rows of W divided over the group: weight `[O/tp, I]`, bias `[O/tp]`.
 
-    Communication as in `column_parallel_linear`; `gather_output` adds an all-gather (backward: split).
+    Communication as in `column_parallel_linear`; `collectives.gather_from_tensor_parallel` gives all O columns.
 
     Args:
         in_features: I.
         out_features: O.
-        gather_output: Return all O columns on every rank, instead of this rank's `O/tp`.
         reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
         **options: See `LinearOptions`.
 
@@ -154,13 +146,14 @@ class ColumnParallelLinear(ColumnLinear):
         in_features: int,
         out_features: int,
         *,
-        gather_output: bool = False,
         reduce_gradient: bool = True,
         **options: Unpack[LinearOptions],
     ) -> None:
-        check_reduce_gradient(reduce_gradient, options.get("placement", UNDIVIDED))
-        super().__init__(in_features, out_features, _divided([out_features], 0, "out_features", options), **options)
-        self.gather_output, self.reduce_gradient = gather_output, reduce_gradient
+        placement = options.get("placement", UNDIVIDED)
+        check_reduce_gradient(reduce_gradient, placement)
+        sharding = shard_evenly([out_features], placement.group, 0, "out_features")
+        super().__init__(in_features, out_features, sharding, **options)
+        self.reduce_gradient = reduce_gradient
 
 
 class MergedColumnParallelLinear(ColumnLinear):
@@ -179,7 +172,8 @@ class MergedColumnParallelLinear(ColumnLinear):
     """
 
     def __init__(self, in_features: int, out_features: Sequence[int], **options: Unpack[LinearOptions]) -> None:
-        sharding = _divided(out_features, 0, "out_features", options)
+        group = options.get("placement", UNDIVIDED).group
+        sharding = shard_evenly(out_features, group, 0, "out_features")
         super().__init__(in_features, sum(out_features), sharding, **options)
         self.local_sizes = [size // self.placement.tp for size in out_features]
 
@@ -202,7 +196,6 @@ class QKVParallelLinear(ColumnLinear):
     Attributes:
         num_heads_local: This rank's query heads.
         num_kv_heads_local: This rank's key-value heads.
-        kv_replicas: How many ranks hold each key-value head.
 
     Raises:
         ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
@@ -236,40 +229,29 @@ class QKVParallelLinear(ColumnLinear):
             sharding = Sharding(group, 0, out_features, rows)
         super().__init__(hidden_size, out_features, sharding, **options)
         self.shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
-        self.num_heads_local, self.num_kv_heads_local, self.kv_replicas = heads, kv_heads, replicas
+        self.num_heads_local, self.num_kv_heads_local = heads, kv_heads
         self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
 
 class RowParallelLinear(_Linear):
     """`y = x W^T + b` with the columns of W divided over the group: weight `[O, I/tp]`, bias `[O]` on every rank.
 
-    Communication as in `row_parallel_linear`.
+    Communication as in `row_parallel_linear`; `collectives.scatter_to_tensor_parallel` gives this rank's part of an x
+    that is whole.
 
     Args:
         in_features: I.
         out_features: O.
-        input_is_parallel: x is this rank's `[..., I/tp]`; False: x is replicated and its part is taken here (no
-            communication; backward: all-gather).
         **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide I.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, input_is_parallel: bool = True, **options: Unpack[LinearOptions]
-    ) -> None:
-        super().__init__(in_features, out_features, _divided([in_features], 1, "in_features", options), **options)
-        self.input_is_parallel = input_is_parallel
+    def __init__(self, in_features: int, out_features: int, **options: Unpack[LinearOptions]) -> None:
+        group = options.get("placement", UNDIVIDED).group
+        super().__init__(in_features, out_features, shard_evenly([in_features], group, 1, "in_features"), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`)."""
-        if not self.input_is_parallel:
-            x = scatter_to_tensor_parallel(x, self.group)
         return row_parallel_linear(x, self.weight, self.bias, placement=self.placement, execution=self.execution)
-
-
-def _divided(sizes: Sequence[int], dim: int, name: str, options: LinearOptions) -> Sharding | None:
-    """Divide parts laid end to end along a dim of the weight, each evenly over the placement's group."""
-    group = options.get("placement", UNDIVIDED).group
-    return None if group is None else shard_evenly(sizes, group, dim, name)

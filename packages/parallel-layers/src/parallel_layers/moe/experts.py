@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.mlp.layer import GatedActivation, check_gated, gated
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.grouped import grouped_bias, grouped_linear
@@ -88,12 +88,12 @@ class GroupedExperts(ParallelModule):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(shape[:2], dtype=dtype, device=device))
             self.down_proj_bias = nn.Parameter(torch.empty(shape[0], hidden_size, dtype=dtype, device=device))
         self.tp = 1 if group is None else group.size()
-        by_expert = [] if expert_group is None else [shard_evenly([num_experts], expert_group, 0, "num_experts")]
+        by_expert = shard_evenly([num_experts], expert_group, 0, "num_experts")
         for name, dim, parts in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
-            inside = [] if group is None else [shard_evenly([intermediate_size] * parts, group, dim, name)]
-            set_sharding(self, name, *by_expert, *inside)
+            inside = shard_evenly([intermediate_size] * parts, group, dim, name)
+            set_sharding(self, name, by_expert, inside)
             if bias:
-                set_sharding(self, f"{name}_bias", *by_expert, *(inside if dim == 1 else []))
+                set_sharding(self, f"{name}_bias", by_expert, inside if dim == 1 else None)
         self.fan_in = {"gate_up_proj": hidden_size, "down_proj": intermediate_size}
         self.reset_parameters()
 
@@ -101,9 +101,9 @@ class GroupedExperts(ParallelModule):
         """Draw every expert as `ColumnParallelLinear.reset_parameters` does, and set biases to 0."""
         seed = shared_seed()
         for name, fan_in in self.fan_in.items():
-            fill_parameter_(self, name, seed, uniform(linear_bound(fan_in)))
-            if getattr(self, f"{name}_bias") is not None:
-                fill_parameter_(self, f"{name}_bias", seed, zeros)
+            fill_parameter_(self, name, seed, as_linear(fan_in))
+            if (bias := getattr(self, f"{name}_bias")) is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.initialization import fill_parameter_, linear_bound, shared_seed, uniform, zeros
+from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (
@@ -119,10 +119,9 @@ class TopKRouter(ParallelModule):
 
     def reset_parameters(self) -> None:
         """Draw the weight as a linear layer does, the same on ranks with equal seeds, and set biases to 0."""
-        seed = shared_seed()
-        fill_parameter_(self, "weight", seed, uniform(linear_bound(self.weight.shape[1])))
+        fill_parameter_(self, "weight", shared_seed(), as_linear(self.weight.shape[1]))
         if self.bias is not None:
-            fill_parameter_(self, "bias", seed, zeros)
+            nn.init.zeros_(self.bias)
         if self.e_score_correction_bias is not None and not self.e_score_correction_bias.is_meta:
             self.e_score_correction_bias.zero_()
 
