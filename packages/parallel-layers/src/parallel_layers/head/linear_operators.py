@@ -1,9 +1,8 @@
 """The two custom operators of `linear_log_probs`, with shapes and an autograd formula for torch.compile.
 
-The forward all-gathers the statistics (`[4, T]` fp32 of each rank) and merges them in order of rank, so results are
-bitwise equal on all ranks. The backward all-reduces the hidden states' gradient in fp32 (sequence parallel:
-reduce-scatter) during the GEMM of the weight's last slice. With sequence parallelism the hidden states are gathered
-again in the backward instead of saved.
+The statistics are merged in order of rank, so results are bitwise equal on all ranks. The hidden states' gradient is
+summed over the ranks during the GEMM of the weight's last slice. With sequence parallelism the backward gathers the
+hidden states again.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """

@@ -33,8 +33,7 @@ def true_vocab_size(rows: int, vocab_size: int | None, group: dist.ProcessGroup 
     """Return the size of the vocabulary; the default on a single rank is `rows`.
 
     Raises:
-        ValueError: The size is missing for several ranks, is not positive, or exceeds the rows of a single rank.
-            `check_rows` checks several ranks.
+        ValueError: The size is missing for several ranks. `check_rows` checks a size that is given.
     """
     size = 1 if group is None else group.size()
     if vocab_size is None and size > 1:
@@ -42,11 +41,7 @@ def true_vocab_size(rows: int, vocab_size: int | None, group: dist.ProcessGroup 
             f"vocab_size is left out, but {size} ranks of {rows} rows each may hold a vocabulary of "
             f"{(rows - 1) * size + 1} to {rows * size} entries and padding; pass vocab_size, or use VocabParallelHead"
         )
-    if vocab_size is None:
-        return rows
-    if vocab_size < 1 or (size == 1 and vocab_size > rows):
-        raise ValueError(f"vocab_size={vocab_size} must be in 1..{rows * size}, the rows that {size} rank(s) hold")
-    return vocab_size
+    return rows if vocab_size is None else vocab_size
 
 
 # The rows and vocabulary sizes that the ranks of each group have already compared.
@@ -58,18 +53,15 @@ def check_rows(rows: int, vocab_size: int, group: dist.ProcessGroup | None, devi
 
     Communication: an all-gather of two numbers, once for each group and pair of numbers.
     """
-    if group is None or group.size() == 1 or (rows, vocab_size) in _compared.setdefault(group, set()):
-        return
-    told = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
-    if any(pair != told[0] for pair in told):
-        listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
-        raise ValueError(
-            f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
-            "last ones padded, as VocabParallelHead does"
-        )
-    if vocab_size > rows * group.size():
-        raise ValueError(
-            f"vocab_size={vocab_size} must be in 1..{rows * group.size()}, the rows that {group.size()} rank(s) of "
-            f"{rows} hold"
-        )
-    _compared[group].add((rows, vocab_size))
+    size = 1 if group is None else group.size()
+    if group is not None and size > 1 and (rows, vocab_size) not in _compared.setdefault(group, set()):
+        told = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
+        if any(pair != told[0] for pair in told):
+            listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
+            raise ValueError(
+                f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
+                "last ones padded, as VocabParallelHead does"
+            )
+        _compared[group].add((rows, vocab_size))
+    if not 0 < vocab_size <= rows * size:
+        raise ValueError(f"vocab_size={vocab_size} must be in 1..{rows * size}, the rows that {size} rank(s) hold")

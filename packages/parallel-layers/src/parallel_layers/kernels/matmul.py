@@ -143,7 +143,6 @@ def invariant_matmul(
     leaves: int = 1,
     in_tree: bool = False,
     dtype: torch.dtype | None = None,
-    programs: int | None = None,
 ) -> Tensor:
     """Return `x W^T + b` `[M, N]`, summed in fp32 and rounded once.
 
@@ -154,7 +153,6 @@ def invariant_matmul(
         leaves: Parts of the contraction: 1, 2 or 4.
         in_tree: The leaves belong to a tree over several ranks; a single leaf then has the same steps as the tree.
         dtype: dtype of the result, x's or fp32 (default: x's).
-        programs: Programs that walk the tiles (default: one per multiprocessor). The bits do not depend on it.
     """
     assert leaves in (1, 2, MAX_LEAVES)
     dtype = x_MK.dtype if dtype is None else dtype
@@ -164,7 +162,7 @@ def invariant_matmul(
     # A tensor descriptor writes rows of whole 16 bytes.
     y = torch.empty(num_rows, -(-num_columns // 8) * 8, dtype=dtype, device=x_MK.device)[:, :num_columns]
     tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)
-    programs = min(num_multiprocessors(x_MK.device) if programs is None else programs, tiles)
+    programs = min(num_multiprocessors(x_MK.device), tiles)
     scratch = y.new_empty(programs, _PARTS if leaves > 1 else 0, 2, BLOCK_M, BLOCK_N // _PARTS, dtype=torch.float32)
     _matmul_kernel[(programs,)](
         descriptor(_readable(x_MK), (BLOCK_M, block_k)),
