@@ -277,7 +277,7 @@ def run_native(
     part = batch.select(indices)
     results = [worker.values(part)] if value else list(worker.log_probs(part, temperature=TEMPERATURE))
     loss, tokens = (critic_loss if value else actor_loss), worker.max_tokens_per_micro_batch
-    accumulate(worker.engine, part, loss, tokens, aggregation="token-mean", temperature=TEMPERATURE)
+    accumulate(worker.engine, part, loss, tokens, call="update", aggregation="token-mean", temperature=TEMPERATURE)
     shards = worker.engine.shards()
     local = [
         {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in chunk.items()}

@@ -98,7 +98,9 @@ def measure(
     worker = load(group, path, kind, dims, **options)
     batch = make_batch(dims, worker.grid.rank("dp"))
     outputs = worker.predict(batch, temperature=0.8)
-    metrics = accumulate(worker.engine, batch, LOSSES[kind], 12, aggregation="token-mean", temperature=0.8)
+    metrics = accumulate(
+        worker.engine, batch, LOSSES[kind], 12, call="update", aggregation="token-mean", temperature=0.8
+    )
     shards = worker.engine.shards()
     chunks = [
         {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in part.items()}
@@ -108,9 +110,8 @@ def measure(
     return Numbers(worker.grid.rank("dp"), outputs, metrics, {name: x.detach() for name, x in gradients.items()})
 
 
-def joined(ranks: RankPool, path: Path, router_losses: RouterLosses | None = None) -> Numbers:
+def joined(ranks: RankPool, path: Path, **options: Any) -> Numbers:
     """Return what an actor and a critic of one rank say, and the sum of their gradients under the joint loss."""
-    options = {"router_losses": router_losses}
     (actor,) = ranks.run(measure, path, Actor, ParallelDims(), options, world=1)
     (critic,) = ranks.run(measure, path, Critic, ParallelDims(), {}, world=1)
     gradients = dict(actor.gradients)
@@ -122,7 +123,7 @@ def joined(ranks: RankPool, path: Path, router_losses: RouterLosses | None = Non
 
 @pytest.fixture(scope="module")
 def expected(ranks: RankPool, models: dict[str, Path]) -> Callable[..., Numbers]:
-    return cache(lambda name, router_losses=None: joined(ranks, models[name], router_losses))
+    return cache(lambda name, **options: joined(ranks, models[name], **options))
 
 
 def check(found: Numbers, expected: Numbers, dims: ParallelDims) -> None:
@@ -180,10 +181,10 @@ def test_both_heads_say_and_learn_on_every_grid_what_two_models_do_on_one_rank(
 def test_the_routers_losses_count_once(
     ranks: RankPool, models: dict[str, Path], expected: Callable[..., Numbers]
 ) -> None:
-    router_losses, dims = RouterLosses(balance=3.0, sequence_balance=2.0, z=1.0), ParallelDims(dp=2, tp=2, ep=2)
-    options = {"router_losses": router_losses}
+    options = {"router_losses": RouterLosses(balance=3.0, sequence_balance=2.0, z=1.0)}
+    dims = ParallelDims(dp=2, tp=2, ep=2)
     for found in ranks.run(measure, models["moe"], ActorCritic, dims, options, world=4, timeout=120):
-        check(found, expected("moe", router_losses), dims)
+        check(found, expected("moe", **options), dims)
 
 
 # With so large an epsilon the first step is proportional to the clipped gradient.

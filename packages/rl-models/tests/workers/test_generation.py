@@ -270,7 +270,7 @@ def test_a_diverged_model_is_named_on_every_rank_and_nothing_hangs(
         other = "rank 1: " if dims.dp == 2 and rank == 0 else ""
         nan = "the model gives NaN or infinite logits after 0 tokens of the responses (prompt, response) "
         assert all(text.startswith(f"{other}{nan}[(1, 0), (1, 1)]: ") for text in said[:3])
-        assert all(text.startswith(f"{other}token id 61 ") for text in said[3:])
+        assert all(text.startswith(f"{other}prompt 1: token id 61 ") for text in said[3:])
         assert after["log_probs"].isfinite().all()
 
 

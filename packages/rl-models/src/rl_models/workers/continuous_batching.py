@@ -6,8 +6,8 @@ Shape legend: R responses, L most tokens of a response, N places, M <= N places 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from parallel_layers import PackedSequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import DecodeSteps, OutOfBlocks
-from parallel_layers.inference.sampling import sample
 from rl_models.engines.decoding import Decoding
 
 STEPS = 16
@@ -27,21 +26,8 @@ STEPS = 16
 _FEWEST_PLACES = 8
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The draws of all responses.
-
-    Attributes:
-        uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
-        temperature, top_k, top_p: See `sample`.
-        stop: `[n]` int64, tokens that end a response.
-    """
-
-    uniforms: Tensor
-    temperature: float
-    top_k: int | None
-    top_p: float
-    stop: Tensor
+# (logits [M, V], a number in [0, 1) for each row) -> tokens [M] and their log-probs [M]; see `sample`
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Responses(NamedTuple):
@@ -63,7 +49,9 @@ class ContinuousBatching:
     Args:
         decoding: The model.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
-        draws: The draws.
+        uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
+        draw: Draws a token for each place.
+        stop: `[n]` int64, tokens that end a response.
         max_tokens: The most tokens of prompts in one forward pass.
         multiple_of: The tokens of a forward pass are a multiple of this number, which divides N.
         together: Ranks that run every forward pass together, because they share experts.
@@ -73,27 +61,28 @@ class ContinuousBatching:
         self,
         decoding: Decoding,
         prompts: Sequence[Tensor],
-        draws: Draws,
+        uniforms: Tensor,
+        draw: Draw,
+        stop: Tensor,
         *,
         max_tokens: int,
         multiple_of: int,
         together: ProcessGroup | None,
     ) -> None:
-        self.decoding, self.prompts, self.draws = decoding, prompts, draws
+        self.decoding, self.prompts, self.draw, self.stop = decoding, prompts, draw, stop
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.tables = decoding.caches[0].blocks
-        responses, self.longest = draws.uniforms.shape
+        responses, self.longest = uniforms.shape
         places = len(self.tables.lengths)
         # On the host: the responses that wait, the response at each place, and the tokens of each response.
         self.waiting = deque(range(responses))
         self.at: list[int | None] = [None] * places
         self.drawn = [0] * responses
         # On the device: the results, whose last row takes the draws of places that have stopped.
-        self._uniforms = torch.cat((draws.uniforms, draws.uniforms.new_zeros(1, self.longest)))
+        self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
         self._log_probs = torch.zeros_like(self._uniforms)
         self._results = torch.zeros_like(self._uniforms, dtype=torch.int64)
-        ends = [prompt[-1:] for prompt in prompts]
-        self._ends = torch.cat([*ends, self._results.new_zeros(1)])
+        self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
         # For each place: its last token, its response, the tokens of this response, and whether it goes on.
         self._token = self._results.new_zeros(places)
         self._response, self._drawn = torch.zeros_like(self._token), torch.zeros_like(self._token)
@@ -249,16 +238,13 @@ class ContinuousBatching:
         steps = [DecodeSteps(cache, size, self._active, exact=self.decoding.exact) for cache in self.decoding.caches]
         packed = PackedSequence(token, steps[0].lengths.long(), self._bounds[: size + 1], 1)
         logits = self.decoding.forward(packed, steps, logits=True)
-        draws = self.draws
-        place = response, drawn.clamp(max=self.longest - 1)
-        new, log_probs = sample(
-            logits, self._uniforms[place], temperature=draws.temperature, top_k=draws.top_k, top_p=draws.top_p
-        )
-        place = torch.where(active > 0, response, len(self.drawn)), place[1]
+        column = drawn.clamp(max=self.longest - 1)
+        new, log_probs = self.draw(logits, self._uniforms[response, column])
+        place = torch.where(active > 0, response, len(self.drawn)), column
         self._results[place], self._log_probs[place] = new, log_probs
         token.copy_(new)
         drawn += active
-        stops = torch.isin(new, draws.stop) | log_probs.isnan() | (drawn >= self.longest)
+        stops = torch.isin(new, self.stop) | log_probs.isnan() | (drawn >= self.longest)
         active.masked_fill_(stops, 0)
 
     def _look(self) -> None:

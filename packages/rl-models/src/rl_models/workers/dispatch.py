@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.head.embedding import check_token_ids
-from rl_models.batch import Batch, require_batch, token_rows
+from rl_models.batch import Batch, prompt_rows, require_batch, token_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 Division = list[list[int]]
@@ -113,15 +113,8 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split prompts, for a method that returns a batch with the same number of sequences for each prompt."""
-    rows = [row.cpu() for row in token_rows(prompts, "prompt")]
-    # On a rank of its own this would leave the others waiting for it.
-    if empty := [i for i, row in enumerate(rows) if not len(row)]:
-        raise ValueError(f"prompts {empty} are empty; give each at least one token, such as beginning-of-text")
-    for i, row in enumerate(rows):
-        try:
-            check_token_ids(row, vocab_size)
-        except ValueError as mistake:
-            raise ValueError(f"prompt {i}: {mistake}") from None
+    # Checked here: an error on one dp rank alone would leave the other ranks waiting.
+    rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
     division = divide([len(row) for row in rows], dp)
 
     def join(results: list[Any]) -> Any:
@@ -137,7 +130,7 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
 def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]:
     require_batch(batch)
     batch = batch.to("cpu")
-    # On a rank of its own this would leave the others waiting for it.
+    # Checked here: an error on one dp rank alone would leave the other ranks waiting.
     check_token_ids(batch.tokens, vocab_size)
     division = divide(batch.lengths, dp)
     return [batch.select(indices) for indices in division], division

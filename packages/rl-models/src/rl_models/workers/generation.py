@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,14 +13,13 @@ from torch.nn import functional as F
 
 from ckpt import agree
 from parallel_layers.distributed.async_collectives import all_gather
-from parallel_layers.head.embedding import check_token_ids
-from parallel_layers.inference.sampling import MIN_TEMPERATURE
-from rl_models.batch import Batch, token_rows
+from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample
+from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
-from rl_models.workers.continuous_batching import ContinuousBatching, Draws, Responses
+from rl_models.workers.continuous_batching import ContinuousBatching, Responses
 from rl_models.workers.digests import described_lengths, digests
 
 
@@ -107,7 +107,7 @@ def generate(
     def prepare() -> Given:
         nonlocal rows, options
         options = make_options()
-        rows = _checked(engine, prompts, positions)
+        rows = prompt_rows(prompts, engine.vocab_size, positions)
         flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found, _ = digests({"prompt_tokens": flat})
         given = {"prompts": described_lengths([len(row) for row in rows]), **vars(options)}
@@ -116,28 +116,6 @@ def generate(
     agree_on_call(engine.grid, call, prepare)
     rows = [row.to(engine.grid.device) for row in rows]
     return _responses(engine, rows, options, max_tokens_per_pass)
-
-
-def _checked(engine: Engine, prompts: Sequence[Tensor | Sequence[int]], positions: int | None) -> list[Tensor]:
-    """Return the prompts as tokens, where they are.
-
-    Raises:
-        ValueError: A prompt is empty, no row of integers, longer than the model's positions, or has a token outside the
-            vocabulary.
-    """
-    rows = token_rows(prompts, "prompt")
-    if empty := [i for i, row in enumerate(rows) if not len(row)]:
-        raise ValueError(
-            f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
-        )
-    for i, row in enumerate(rows):
-        if positions is not None and len(row) > positions:
-            raise ValueError(
-                f"prompt {i} has {len(row)} tokens, more than the model's {positions} positions "
-                "(max_position_embeddings in its config.json); shorten the prompt"
-            )
-        check_token_ids(row, engine.vocab_size)  # on a GPU a bad id is a device assertion
-    return rows
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, max_tokens: int) -> Batch:
@@ -189,10 +167,10 @@ def _draw(
     longest = max((len(row) for row in rows), default=1) + options.max_new_tokens
     sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
-    draws = Draws(uniforms, options.temperature, options.top_k, options.top_p, stop)
+    draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     with engine.decoding(sizes) as decoding:
         batching = ContinuousBatching(
-            decoding, prompts, draws, max_tokens=max_tokens, multiple_of=multiple_of, together=together
+            decoding, prompts, uniforms, draw, stop, max_tokens=max_tokens, multiple_of=multiple_of, together=together
         )
         responses = batching.run()
     broken = responses.log_probs.isnan()
@@ -215,8 +193,7 @@ def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -
     lengths = responses.tokens.new_tensor(responses.lengths)
     missing = rows - len(lengths)
     tokens, log_probs = (F.pad(x, (0, 0, 0, missing)) for x in (responses.tokens, responses.log_probs))
-    together = (all_gather(x, group) for x in (tokens, log_probs, F.pad(lengths, (0, missing))))
-    tokens, log_probs, lengths = together
+    tokens, log_probs, lengths = (all_gather(x, group) for x in (tokens, log_probs, F.pad(lengths, (0, missing))))
     return Responses(tokens, log_probs, lengths.tolist())
 
 

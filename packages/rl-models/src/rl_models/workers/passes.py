@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,16 +31,16 @@ def predict(
 
     With `record_routing` the last result is the routing `[T, M, k]`.
     """
-    divided = _divide(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
-    outputs = engine.forward(divided.micro_batches)
+    micro_batches, positions = _divide(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
+    outputs = engine.forward(micro_batches)
     results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
-    for where, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
+    for where, micro_batch, output in zip(positions, micro_batches, outputs, strict=True):
         assert micro_batch.batch is not None
         for result, column in zip(results, output, strict=True):
             result[where] = _shift_to_own_token(column, micro_batch.batch)
     if record_routing:
-        found = [micro_batch.replay for micro_batch in divided.micro_batches]
-        return *results, recorded(found, divided.positions, batch.num_tokens)
+        found = [micro_batch.replay for micro_batch in micro_batches]
+        return *results, recorded(found, positions, batch.num_tokens)
     return results
 
 
@@ -53,30 +52,17 @@ def accumulate(
     *,
     aggregation: str,
     temperature: float,
-    call: str = "update",
+    call: str,
 ) -> dict[str, float]:
     """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`.
 
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
     """
-    divided = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
+    micro_batches, _ = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
     total = _Total(loss)
-    engine.forward_backward(divided.micro_batches, total)
+    engine.forward_backward(micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """The micro-batches of this rank, in equal number on all dp ranks.
-
-    Attributes:
-        micro_batches: The micro-batches; an empty one holds padding alone, so that ranks run in step.
-        positions: Where in the batch the tokens of each micro-batch stand.
-    """
-
-    micro_batches: Sequence[MicroBatch]
-    positions: Sequence[Tensor]
 
 
 def _divide(
@@ -88,10 +74,14 @@ def _divide(
     *,
     aggregation: str | None = None,
     record_routing: bool = False,
-) -> _Divided:
+) -> tuple[list[MicroBatch], list[Tensor]]:
     """Check a call on every rank, see `agree_on_call`, and divide the batch into micro-batches of about equal work.
 
     With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`.
+
+    Returns:
+        The micro-batches, in equal number on all dp ranks (an empty one holds padding alone), and where in the batch
+        the tokens of each stand.
 
     Raises:
         ValueError: On some rank the temperature is no number above 0, a token on the CPU is outside the vocabulary,
@@ -134,13 +124,11 @@ def _divide(
     routes: Sequence[RouterReplay | None] = [RouterReplay() if record_routing else None for _ in packs]
     if ROUTING in placed.fields:
         routes = replays(placed, positions, packs, engine)
-    return _Divided(
-        [
-            MicroBatch(pack, temperature, route, placed.select(chosen), sum(counts[i] for i in chosen))
-            for pack, route, chosen in zip(packs, routes, indices, strict=True)
-        ],
-        positions,
-    )
+    micro_batches = [
+        MicroBatch(pack, temperature, route, placed.select(chosen), sum(counts[i] for i in chosen))
+        for pack, route, chosen in zip(packs, routes, indices, strict=True)
+    ]
+    return micro_batches, positions
 
 
 def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rl_models.batch import Batch
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.dispatch import Join, Split, methods_of, on_cpu
 from rl_models.workers.worker import Worker
-
-T = TypeVar("T")
 
 
 class WholeBatches:
@@ -74,25 +71,3 @@ class WholeBatches:
             results = [None] * grid.dims.dp
             dist.all_gather_object(results, own, group=group)
         return join(results)
-
-
-def from_first(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Call `make` on the first rank and return its result on every rank.
-
-    For results that may differ between ranks, and for functions that must run once.
-
-    Raises:
-        ValueError: The error of `make`, on every rank.
-    """
-    if group is None:
-        return make()
-    message: list[Any] = [None, None]
-    if group.rank() == 0:
-        try:
-            message[0] = make()
-        except (ValueError, OSError) as mistake:
-            message[1] = str(mistake)
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    if message[1] is not None:
-        raise ValueError(message[1])
-    return message[0]

@@ -5,30 +5,18 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
-from parallel_layers.attention.config import ContextParallel
 from rl_models.batch import Batch
-from rl_models.engines import (
-    OUTPUTS,
-    Engine,
-    EngineOptions,
-    MegatronOptions,
-    PipelineOptions,
-    Role,
-    RouterLosses,
-    load_engine,
-    require_learning,
-)
+from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.grid import Grid
-from rl_models.models.decoder import Recompute
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched, for_all, per_token
@@ -68,19 +56,10 @@ class Worker(WorkerState):
         backend: str = "parallel",
         dims: ParallelDims | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         mesh: DeviceMesh | None = None,
-        sequence_parallel: bool | None = None,
-        pipeline: PipelineOptions | None = None,
-        context_parallel: ContextParallel = "ulysses",
-        router_losses: RouterLosses | None = None,
-        recompute: Recompute = None,
-        keep_probabilities: bool = False,
-        tp_invariant: bool = False,
-        deterministic: bool = False,
-        megatron: MegatronOptions | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
+        **options: Any,
     ) -> Self:
         """Load a Hugging Face checkpoint; each rank reads its own slices.
 
@@ -92,35 +71,24 @@ class Worker(WorkerState):
             mesh: A mesh of `dims.build_mesh(...)` for a grid on some of the ranks (default: all ranks).
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
-            dtype, sequence_parallel, pipeline, context_parallel, router_losses, recompute, keep_probabilities: See
-                `EngineOptions`.
-            tp_invariant, deterministic, megatron: See `EngineOptions`.
+            **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
+                `context_parallel`, `router_losses`, `recompute`, `keep_probabilities`, `tp_invariant`, `deterministic`
+                and `megatron`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
                 options differ between ranks; on every rank alike.
         """
-        if deterministic:
+        engine_options = EngineOptions(**options)
+        if engine_options.deterministic:
             be_deterministic()
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
-        options = EngineOptions(
-            dtype=dtype,
-            sequence_parallel=sequence_parallel,
-            pipeline=pipeline or PipelineOptions(),
-            context_parallel=context_parallel,
-            router_losses=router_losses or RouterLosses(),
-            recompute=recompute,
-            keep_probabilities=keep_probabilities,
-            tp_invariant=tp_invariant,
-            deterministic=deterministic,
-            megatron=megatron or MegatronOptions(),
-        )
 
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
             folder = checkpoint_folder(path)
             if optimizer is not None:
-                require_learning(backend, dtype or stored_dtype(folder))
+                require_learning(backend, engine_options.dtype or stored_dtype(folder))
             return Given()
 
         agree_on_call(
@@ -129,10 +97,10 @@ class Worker(WorkerState):
             prepare,
             backend=backend,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            **vars(options),
+            **vars(engine_options),
             **vars(optimizer or OptimizerOptions()),
         )
-        engine = load_engine(backend, os.fspath(path), cls.role, grid, options)
+        engine = load_engine(backend, os.fspath(path), cls.role, grid, engine_options)
         return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(path))
 
     @dispatched(per_token)

@@ -59,7 +59,7 @@ class Loop:
         models: The models that learn, and the reference.
         rollouts: The engine that generates; its weights are those after `version` steps.
         reward: The user's function; None on ranks where `once` does not call it.
-        once: Calls a function on one rank and returns its result on all (`rl_models.workers.whole_batches.from_first`).
+        once: Calls a function on one rank and returns its result on all.
         writes: Whether this process writes the metrics.
         tell: Called with the metrics of every step and with messages.
     """

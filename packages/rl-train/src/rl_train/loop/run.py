@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
 from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
-from rl_models.workers.whole_batches import WholeBatches, from_first
+from rl_models.workers.whole_batches import WholeBatches
 from rl_models.workers.worker import Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.loop.folder import saves_cleaned, write_options
@@ -98,7 +99,7 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
         return WholeBatches(kind.from_pretrained(path, device=device, **arguments))
 
     models = _models(planned.options, make)
-    once = partial(from_first, group=models.actor.grid.everyone)
+    once = partial(_from_first, group=models.actor.grid.everyone)
     tell = send if first else lambda event: None
     rollouts = NativeEngine(models.actor)
     return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
@@ -127,3 +128,25 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
         models = _models(options, make)
         rollouts = NativeEngine(models.actor)
     return Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()
+
+
+def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
+    """Call `make` on the first rank and return its result on every rank.
+
+    For results that may differ between ranks, and for functions that must run once.
+
+    Raises:
+        ValueError: The error of `make`, on every rank.
+    """
+    if group is None:
+        return make()
+    message: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            message[0] = make()
+        except (ValueError, OSError) as mistake:
+            message[1] = str(mistake)
+    dist.broadcast_object_list(message, group_src=0, group=group)
+    if message[1] is not None:
+        raise ValueError(message[1])
+    return message[0]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import ckpt
+from parallel_layers import PackedSequence
 from parallel_layers.data.micro_batches import pad_to
+from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import BatchTotals, MoE, RoutingContext
-from rl_models.engines.decoding import CacheOptions, Decoding
+from parallel_layers.shared_weights import view_of
+from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
-from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, release, shard_over_dp
+from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, gathered, release, shard_over_dp
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions, RouterLosses
-from rl_models.engines.parallel.decoding import decode
 from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, tied_gradients
 from rl_models.engines.parallel.replay import complete, local_replay
 from rl_models.engines.parallel.stage import Stage, batch_totals, compute, count_loads
@@ -149,11 +153,41 @@ class ParallelEngine(Engine):
         ]
         return Shards(self.layout, chunks)
 
-    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
+    @contextmanager
+    def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`."""
-        assert isinstance(self.model, CausalLM)
-        hidden_shape = partial(self.model.hidden_shape, cached=True)
-        return decode(self.model, self.stages, self.pipeline, self.grid, hidden_shape, options)
+        model, grid, pipeline = self.model, self.grid, self.pipeline
+        assert isinstance(model, CausalLM)
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
+            stack.enter_context(torch.no_grad())
+            plain = view_of(model, _without_hooks)
+
+            def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+                (cache,) = caches
+
+                def run(stage: Stage, hidden: Tensor | None) -> Tensor:
+                    if stage.chunk.last and logits:
+                        return plain.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=options.exact)
+                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache)
+                    return output
+
+                if pipeline is None:
+                    return run(self.stages[0], None)
+                result = pipeline.relay(model.hidden_shape(packed.num_tokens, cached=True), run)
+                if not logits:
+                    return packed.input_ids
+                return from_last_stage(result, (packed.num_sequences, self.vocab_size), grid)
+
+            # The sizes of an exchange of experts' tokens go to the host.
+            capturable = grid.device.type == "cuda" and pipeline is None and grid.dims.ep == 1 and not options.exact
+            yield Decoding(options.build([model.new_cache], grid), forward, options.exact, capturable)
+
+
+def _without_hooks(module: nn.Module, view: nn.Module) -> None:
+    """Remove FSDP2's hooks from the view: all parameters stay gathered, and a CUDA graph cannot capture the hooks."""
+    view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
 
 
 def _trimmed(micro_batch: MicroBatch, outputs: Outputs) -> Outputs:
