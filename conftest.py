@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,13 +19,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip slow tests unless asked for, and GPU tests without the devices (`@pytest.mark.gpu(2)` needs two)."""
+    """Skip slow tests unless asked for, GPU tests without the devices (`gpu(2)` needs two), vLLM's without vLLM."""
     import torch
 
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if item.get_closest_marker("vllm") and find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `.ci/run` has an environment with it"))
         if gpu := item.get_closest_marker("gpu"):
             needed = gpu.args[0] if gpu.args else 1
             if devices < needed:

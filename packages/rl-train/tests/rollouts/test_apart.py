@@ -1,0 +1,175 @@
+"""Engines in processes of their own: hand-over, balance, and what happens when one ends, hangs or refuses."""
+
+from __future__ import annotations
+
+import signal
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor
+from rl_models.batch import Batch
+from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions
+from rl_train.rollouts.process import HostMemory
+
+from .stub import Fragile, Refusing, Stub
+
+PROMPTS = [[1, number] for number in range(2, 14)]
+SAMPLING = SamplingOptions(3, n=2, seed=1)
+
+
+def group_of(actor: Any, model: Path, make: Any, devices: int = 2, **options: Any) -> tuple[EngineOnRanks, list[str]]:
+    told: list[str] = []
+    start = partial(Apart, make, [""] * devices, tell=told.append, **{"silence": 5.0, "bucket_bytes": 8192, **options})
+    return EngineOnRanks(actor, model, start, bucket_bytes=8192), told
+
+
+@pytest.fixture(scope="module")
+def actor(model: Path) -> Actor:
+    return Actor.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(actor: Actor, model: Path) -> Batch:
+    """The responses of an engine in this process, with version 1 of the weights."""
+    engine = EngineOnRanks(actor, model, Stub)
+    engine.update_weights(actor, 1)
+    return engine.generate(PROMPTS, SAMPLING)
+
+
+def same(found: Batch, expected: Batch) -> bool:
+    return torch.equal(found.tokens, expected.tokens) and torch.equal(found["log_probs"], expected["log_probs"])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
+def test_lost_requests_are_repeated(actor: Actor, model: Path, tmp_path: Path, expected: Batch, how: int) -> None:
+    """The other engine answers them; the lost one takes part again from the next update on."""
+    engine, told = group_of(actor, model, partial(Fragile, tmp_path / "mark", "begin", how), check=True)
+    engine.update_weights(actor, 1)
+    begun = time.monotonic()
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert time.monotonic() - begun < 15
+    assert len(told) == 1
+    assert ("hangs: no sign of life for 5 s" if how == signal.SIGSTOP else "(exit status -9)") in told[0]
+    engine.update_weights(actor, 2)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(told) == 1
+    assert len(engine._local._current) == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("method", ["begin", "load"])
+def test_the_only_engine_gets_the_weights_anew(
+    actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str
+) -> None:
+    engine, told = group_of(actor, model, partial(Fragile, tmp_path / "mark", method, signal.SIGKILL), devices=1)
+    engine.update_weights(actor, 1)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(told) == 1
+    assert engine.version == 1
+    engine.close()
+
+
+def test_it_works_in_the_background(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
+    engine, _ = group_of(actor, model, partial(Slow, 1.0), devices=1)
+    engine.update_weights(actor, 1)
+    begun = time.monotonic()
+    future = engine.generate_async(PROMPTS, SAMPLING)
+    assert time.monotonic() - begun < 0.5
+    assert same(future.result(), expected)
+    engine.close()
+
+
+class Slow(Stub):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def begin(self, *args: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().begin(*args)
+
+
+def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
+    (tmp_path / "mark").touch()
+    engine, told = group_of(actor, model, partial(Refusing, tmp_path / "mark"))
+    with pytest.raises(RuntimeError, match="update to version 1 broke off: no room for the fourth tensor"):
+        engine.update_weights(actor, 1)
+    with pytest.raises(RuntimeError, match="does not generate"):
+        engine.generate(PROMPTS, SAMPLING)
+    (tmp_path / "mark").unlink()
+    engine.update_weights(actor, 2)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert not told
+    engine.close()
+
+
+class Flipping(HostMemory):
+    """A transport that flips one bit."""
+
+    def unpack(self, message: Any) -> list[tuple[str, Tensor]]:
+        pairs = super().unpack(message)
+        pairs[0][1].view(torch.uint8).flatten()[0] ^= 1
+        return pairs
+
+
+def test_a_flipped_bit_is_seen(actor: Actor, model: Path) -> None:
+    engine, _ = group_of(actor, model, Stub, devices=1, check=True, transport=Flipping())
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
+        engine.update_weights(actor, 1)
+    engine.close()
+
+
+def test_an_engine_that_does_not_start_is_named(actor: Actor, model: Path) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
+        group_of(actor, model, _fail)
+
+
+def _fail() -> Stub:
+    raise ValueError("no engine in this place")
+
+
+def with_engines(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
+    """An actor on 4 ranks; rank 0 has the engines, both of which end while they generate."""
+    actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
+    make = partial(Fragile, mark, "begin", signal.SIGKILL)
+    start = partial(Apart, make, [""], silence=20.0, tell=lambda text: None)
+    engine = EngineOnRanks(actor, model, start, ranks=[0])
+    engine.update_weights(actor, 1)
+    found = engine.generate(PROMPTS, SAMPLING)
+    engine.close()
+    return [found.tokens.tolist(), found["log_probs"].tolist()]
+
+
+def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, expected: Batch) -> None:
+    for tokens, log_probs in ranks.run(with_engines, model, tmp_path / "mark"):
+        assert tokens == expected.tokens.tolist()
+        assert log_probs == expected["log_probs"].tolist()
+
+
+def test_the_extra_memory_of_a_transfer_is_a_bucket() -> None:
+    """When a bucket is packed, the sender holds nothing of the buckets before."""
+    packed: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watching(HostMemory):
+        def pack(self, bucket: list[tuple[str, Tensor]]) -> Any:
+            alive.append(sum(reference() is not None for reference in packed))
+            message = super().pack(bucket)
+            packed.extend(weakref.ref(tensor) for _, tensor in message)
+            return message
+
+    apart = Apart(Stub, [""], bucket_bytes=1 << 20)
+    apart._transport = Watching()
+    apart.load((f"w{number}", torch.zeros(1 << 17)) for number in range(10))
+    apart.close()
+    assert alive == [0] * 5

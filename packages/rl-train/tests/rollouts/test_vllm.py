@@ -1,0 +1,140 @@
+"""The real vLLM: its sampled log-probs are the actor's, before and after hand-overs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch
+from rl_models.workers.whole_batches import WholeBatches
+from rl_train.rollouts import EngineOnRanks, SamplingOptions, VllmEngine
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[1, 4], [3, 5, 6], [9] * 10]
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with heads of 32 numbers, the smallest that vLLM's attention on a CPU takes."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def actor(llama: Path) -> Actor:
+    return Actor.from_pretrained(llama, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(actor: Actor, llama: Path) -> Iterator[VllmEngine]:
+    engine = VllmEngine(actor, llama, **SETTINGS)
+    yield engine
+    engine.close()
+
+
+def change(actor: Actor) -> None:
+    torch.manual_seed(1)
+    for parameter in actor.engine.module.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+
+
+def difference(actor: Any, engine: EngineOnRanks, **draws: Any) -> float:
+    """Return the largest difference between vLLM's log-probs and the actor's."""
+    options = SamplingOptions(6, **draws)
+    batch = engine.generate(PROMPTS, options)
+    assert len(batch) == len(PROMPTS) * options.n
+    mine = actor.log_probs(batch, temperature=options.temperature or 1.0).log_probs
+    return float((mine - batch["log_probs"]).abs()[batch.mask].max())
+
+
+def test_log_probs_are_the_actor_s(actor: Actor, engine: VllmEngine) -> None:
+    """At the sampling temperature, before the truncation."""
+    assert difference(actor, engine, n=2) < 1e-5
+    assert difference(actor, engine, temperature=0.7, top_k=5, n=2) < 1e-5
+    assert difference(actor, engine, temperature=0.0, n=2) < 1e-5
+    before = engine.generate(PROMPTS, SamplingOptions(6, seed=3))
+    change(actor)
+    assert difference(actor, engine) > 1e-3
+    engine.update_weights(actor, 1)
+    assert difference(actor, engine, temperature=1.4, top_p=0.8) < 1e-5
+    assert difference(actor, engine, n=3) < 1e-5
+    after = engine.generate(PROMPTS, SamplingOptions(6, seed=3))
+    assert not torch.equal(before.tokens, after.tokens)
+
+
+def test_draws(engine: VllmEngine) -> None:
+    """A seed gives the same responses, whatever else is asked; a response ends with a stop token."""
+    whole = engine.generate(PROMPTS, SamplingOptions(8, n=2, seed=5))
+    assert torch.equal(engine.generate(PROMPTS, SamplingOptions(8, n=2, seed=5)).tokens, whole.tokens)
+    assert torch.equal(engine.generate(PROMPTS[:1], SamplingOptions(8, n=2, seed=5)).tokens, whole.tokens[:20])
+    responses = whole.responses()
+    assert any(not torch.equal(one, other) for one, other in zip(responses[::2], responses[1::2], strict=True))
+    stop = int(responses[0][3])
+    (stopped, *_) = engine.generate(PROMPTS[:1], SamplingOptions(8, n=2, seed=5, stop_ids=[stop])).responses()
+    assert stopped.tolist() == responses[0].tolist()[: responses[0].tolist().index(stop) + 1]
+    with pytest.raises(ValueError, match=r"have 70 tokens, more than the longest sequence of vLLM, 64"):
+        engine.generate(PROMPTS, SamplingOptions(60))
+
+
+def test_sleep_and_refusal(actor: Actor, engine: VllmEngine) -> None:
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\)"):
+        engine.generate(PROMPTS, SamplingOptions(4))
+    engine.wake()
+    stream = actor.stream_weights
+    try:
+        actor.stream_weights = lambda **options: iter(list(stream(**options))[:-2])  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="update to version 8 broke off: the stream ended without"):
+            engine.update_weights(actor, 8)
+    finally:
+        del actor.stream_weights
+    with pytest.raises(RuntimeError, match="does not generate: the update to version 8 broke off"):
+        engine.generate(PROMPTS, SamplingOptions(4))
+    engine.update_weights(actor, 9)
+    assert difference(actor, engine) < 1e-5
+
+
+def on_ranks(group: ProcessGroup, llama: Path) -> tuple[float, list[int]]:
+    """Four ranks; the first has the engine, in a process of its own."""
+    actor = Actor.from_pretrained(llama, dims=ParallelDims(dp=2, tp=2), device="cpu")
+    engine = VllmEngine(actor, llama, devices=[""], **SETTINGS)
+    change(actor)
+    engine.update_weights(actor, 1)
+    batch: Batch = engine.generate(PROMPTS, SamplingOptions(6, n=2))
+    mine = WholeBatches(actor).log_probs(batch).log_probs
+    engine.close()
+    return float((mine - batch["log_probs"]).abs()[batch.mask].max()), batch.tokens.tolist()
+
+
+def test_an_engine_beside_four_ranks(ranks: RankPool, llama: Path) -> None:
+    found = ranks.run(on_ranks, llama)
+    assert max(difference for difference, _ in found) < 1e-5
+    assert all(tokens == found[0][1] for _, tokens in found)
+
+
+def test_a_killed_engine(actor: Actor, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It starts again with the newest weights, and its requests are repeated."""
+    engine = VllmEngine(actor, llama, devices=[""], check=True, **SETTINGS)
+    engine.update_weights(actor, 1)
+    before = engine.generate(PROMPTS, SamplingOptions(6, n=2, seed=2))
+    os.kill(engine._local._engines[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+    again = engine.generate(PROMPTS, SamplingOptions(6, n=2, seed=2))
+    assert torch.equal(again.tokens, before.tokens)
+    assert "engine 0 (device cpu) ended during generate (exit status -9)" in capsys.readouterr().out
+    engine.close()
