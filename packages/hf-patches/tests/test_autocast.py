@@ -2,17 +2,16 @@
 
 import pytest
 import torch
+from comparing import gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
 from hf_patches.families import FAMILIES
 from hf_patches.testing import (
-    gradients,
     join_inputs,
     one_by_one,
     random_sample,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

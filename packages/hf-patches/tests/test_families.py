@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from transformers import GPT2Config
 
 from hf_patches import patch
 from hf_patches.families import FAMILIES, family_of
 from hf_patches.families.refused import REFUSED_MODEL_TYPES, longest_exact_sequence
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_config,
     tiny_model,
 )

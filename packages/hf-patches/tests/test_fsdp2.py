@@ -4,17 +4,15 @@ from itertools import product
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_patches import patch
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from hf_patches import patch
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
     randomize,
-    scalar_loss,
     tiny_config,
     tiny_model,
 )

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,11 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from hf_patches import kernels, patch
 from hf_patches.families import FAMILIES
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.nn import functional
 
 from hf_patches import patch
-from hf_patches.testing import assert_gradients_equal, gradients, one_by_one, random_sequences, scalar_loss, tiny_model
+from hf_patches.testing import (
+    one_by_one,
+    random_sequences,
+    tiny_model,
+)
 from parallel_layers import PackedSequence
 
 LENGTHS = (11, 1, 17, 6)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaForCausalLM
@@ -15,11 +16,8 @@ from hf_patches import Patch, patch
 from hf_patches.attention import ATTENTION_NAME, packed_attention_forward
 from hf_patches.batch import PLAN_KEYWORD, plan_batch
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

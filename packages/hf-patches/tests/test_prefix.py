@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
@@ -11,11 +12,8 @@ from torch.distributed import ProcessGroup
 from hf_patches import patch, share_prefixes
 from hf_patches.testing import (
     TokenScores,
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

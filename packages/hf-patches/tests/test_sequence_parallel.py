@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
 from hf_patches.testing import (
-    assert_gradients_equal,
-    gradients,
     one_by_one,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from hf_patches import patch
-from hf_patches.testing import assert_gradients_equal, gradients, random_sequences, scalar_loss, tiny_model
+from hf_patches.testing import (
+    random_sequences,
+    tiny_model,
+)
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from parallel_layers import PackedSequence
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
@@ -9,13 +10,10 @@ from hf_patches.attention import ATTENTION_NAME
 from hf_patches.families import FAMILIES
 from hf_patches.testing import (
     Sample,
-    assert_gradients_equal,
-    gradients,
     join_inputs,
     one_by_one,
     random_sample,
     random_sequences,
-    scalar_loss,
     tiny_model,
 )
 from parallel_layers import PackedSequence

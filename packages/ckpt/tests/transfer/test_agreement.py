@@ -24,7 +24,6 @@ def call(name: str, group: Any, source: str, target: str, differs: str) -> None:
     own: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "max_shard_size": 20_000,
-        "metadata": {"run": "7"},
         "bucket_bytes": 1000,
         "to": [1],
         "keep": 2,
@@ -49,7 +48,7 @@ def call(name: str, group: Any, source: str, target: str, differs: str) -> None:
 
 CASES = [
     *(("load_hf", differs) for differs in ("layout", "dtype")),
-    *(("save_hf", differs) for differs in ("layout", "dtype", "max_shard_size", "metadata")),
+    *(("save_hf", differs) for differs in ("layout", "dtype", "max_shard_size")),
     *(("stream_hf", differs) for differs in ("layout", "dtype", "to", "bucket_bytes")),
     *(("redistribute", differs) for differs in ("layout", "to_layout", "bucket_bytes")),
     *(("save_training", differs) for differs in ("layout", "step", "keep")),

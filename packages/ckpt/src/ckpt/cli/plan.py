@@ -95,11 +95,7 @@ def plan(
 def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], other: torch.dtype) -> dict[str, int]:
     """Return the bytes of each component at a place, padding and replicas included.
 
-    Args:
-        layout: The model.
-        place: The place.
-        known: Canonical name -> dtype.
-        other: The dtype of tensors that `known` does not name.
+    `known` has dtypes by canonical name; all other tensors are of the dtype `other`.
     """
     components = {label: 0 for label, _ in _COMPONENTS}
     for block in layout.at(place).values():

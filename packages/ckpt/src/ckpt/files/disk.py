@@ -21,9 +21,7 @@ def sync(path: Path) -> None:
 def room_for(needed: int, folder: str | os.PathLike[str]) -> Iterator[None]:
     """Explain the error of a call that finds the disk full; let any other error pass.
 
-    Args:
-        needed: The bytes of the whole save.
-        folder: The folder of the save; it need not exist yet.
+    The whole save needs `needed` bytes in `folder`, which need not exist yet.
 
     Raises:
         OSError: The disk or a quota is full; names the folder, the bytes needed and the bytes free.

@@ -52,12 +52,9 @@ def config_dtype(config: Mapping[str, object]) -> torch.dtype:
 
 
 def joined_dtype(name: str, stored: set[torch.dtype], cast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a local tensor that joins tensors of the dtypes `stored`.
+    """Return the dtype of the local tensor `name`, which joins tensors of the dtypes `stored`.
 
-    Args:
-        name: The local tensor.
-        stored: The dtypes of the tensors it joins.
-        cast: The dtype that floating-point tensors are cast to; None: they keep theirs.
+    `cast` is the dtype that floating-point tensors are cast to; with None they keep theirs.
 
     Raises:
         ValueError: The dtypes differ, and they are not cast.

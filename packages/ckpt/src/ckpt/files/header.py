@@ -54,14 +54,12 @@ class Header:
 
     Attributes:
         tensors: In the order of their bytes.
-        metadata: Strings by name.
         length: Bytes before the tensors.
         modified_ns: The time of the file's last change, as `st_mtime_ns` (`ckpt.files.disk`).
         checksums: Tensor name -> CRC-32 of its bytes; empty where the file has no record.
     """
 
     tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
     length: int
     modified_ns: int
     checksums: dict[str, str]
@@ -101,7 +99,7 @@ def read_header(path: Path) -> Header:
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{path}: tensor {name!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}")
         tensors[name] = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]), length + entry["data_offsets"][0])
-    return Header(tensors, metadata, length, modified_ns, _read_checksums(path, metadata, tensors))
+    return Header(tensors, length, modified_ns, _read_checksums(path, metadata, tensors))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -142,24 +140,19 @@ def _kind(dtype: torch.dtype, shape: Shape) -> str:
     return f"{dtype_name(dtype)} {'x'.join(map(str, shape))}"
 
 
-def build_header(
-    tensors: Kinds, metadata: Mapping[str, str], sums: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, TensorInfo], int]:
+def build_header(tensors: Kinds, sums: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, TensorInfo], int]:
     """Lay out a file: its header, and the place of each tensor.
 
-    Wider dtypes come first, so that every tensor is aligned to its dtype. Spaces pad the header to 8 bytes.
-
-    Args:
-        tensors: Name -> dtype and shape.
-        metadata: Strings by name.
-        sums: The checksum of each tensor; None writes zeros in their place, in a header of the same length.
+    Wider dtypes come first, so that every tensor is aligned to its dtype. Spaces pad the header to 8 bytes. Without
+    `sums`, the checksum of each tensor, zeros stand in their place, in a header of the same length.
 
     Returns:
         The bytes before the tensors, each tensor's place in the file, and the size of the whole file.
     """
     texts = {name: f"{_UNKNOWN if sums is None else sums[name]} {_kind(*kind)}" for name, kind in tensors.items()}
     record = {_CHECKSUMS: json.dumps(texts, separators=(",", ":"), sort_keys=True)}
-    entries: dict[str, Any] = {"__metadata__": {**metadata, **record}}
+    # transformers reads files of the format "pt" alone.
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **record}}
     position = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         end = position + math.prod(shape) * dtype.itemsize

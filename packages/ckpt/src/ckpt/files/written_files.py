@@ -38,28 +38,26 @@ class FilePlan:
 
     Attributes:
         contents: File name -> the tensors in it.
-        metadata: The strings of every header.
         prefixes: File name -> the bytes before its tensors.
         sizes: File name -> its size.
         tensors: Tensor name -> (file name, where it lies).
     """
 
     contents: dict[str, dict[str, tuple[torch.dtype, Shape]]]
-    metadata: dict[str, str]
     prefixes: dict[str, bytes] = field(init=False, default_factory=dict)
     sizes: dict[str, int] = field(init=False, default_factory=dict)
     tensors: dict[str, tuple[str, TensorInfo]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for file, shard in self.contents.items():
-            self.prefixes[file], infos, self.sizes[file] = build_header(shard, self.metadata)
+            self.prefixes[file], infos, self.sizes[file] = build_header(shard)
             self.tensors.update({name: (file, info) for name, info in infos.items()})
 
     def record_checksums(self, folder: Path, sums: Mapping[str, str]) -> None:
         """Write the checksums into the headers of files that are otherwise complete, and sync the files."""
         for file, shard in self.contents.items():
             with open(folder / file, "r+b", buffering=0) as opened:
-                os.pwrite(opened.fileno(), build_header(shard, self.metadata, sums)[0], 0)
+                os.pwrite(opened.fileno(), build_header(shard, sums)[0], 0)
                 os.fsync(opened.fileno())
 
     def complete(self, folder: Path) -> None:
@@ -82,16 +80,9 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def plan_files(
-    tensors: Mapping[str, tuple[torch.dtype, Shape]],
-    max_shard_size: int | str,
-    metadata: Mapping[str, str],
-) -> FilePlan:
+def plan_files(tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard_size: int | str) -> FilePlan:
     """Spread tensors over files in order, at most `max_shard_size` bytes a file; a larger tensor has its own file."""
     limit = parse_size(max_shard_size)
-    odd = {key: value for key, value in metadata.items() if not isinstance(key, str) or not isinstance(value, str)}
-    if odd:
-        raise ValueError(f"metadata={odd!r:.200} must map strings to strings: a header holds no other values")
     shards: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -103,7 +94,7 @@ def plan_files(
         filled += nbytes
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return FilePlan(dict(zip(names, shards, strict=True)), {"format": "pt", **metadata})
+    return FilePlan(dict(zip(names, shards, strict=True)))
 
 
 def create_files(folder: Path, plan: FilePlan) -> None:

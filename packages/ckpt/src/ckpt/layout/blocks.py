@@ -133,13 +133,7 @@ class SizedRow:
                 yield self.file_names(source, layer, expert), shape
 
     def local(self, place: Place, layer: int = 0, index: int = 0) -> Iterator[tuple[str, Block]]:
-        """Yield the local tensors at `place`: one, or one for each local expert.
-
-        Args:
-            place: The place.
-            layer: The layer in the model.
-            index: The layer in its pipeline chunk.
-        """
+        """Yield the local tensors of a layer, the `index`th of its chunk: one, or one for each local expert."""
         name = self.row.local_name(self.target, layer, index)
         grouped = self.row.megatron_order == "groups" and self.target != "parallel"
         shape, parts = self._grouped(place) if grouped else self._parts(place)

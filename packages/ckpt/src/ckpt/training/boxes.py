@@ -89,7 +89,7 @@ def write_boxes(
             pieces.append((held, Want(frozenset((writer,)), key, _piece(name, box))))
             if writer == holdings.rank:
                 contents.setdefault(file, {})[key] = (stored.dtype, extents(box))
-    plan = FilePlan(contents, {})
+    plan = FilePlan(contents)
     room = room_for(holdings.nbytes, folder.parent)
     agree(room(lambda: create_files(folder, plan)), group)
     write_pieces(folder, plan, pieces, holdings, group, counter, holdings.nbytes)

@@ -73,14 +73,11 @@ def described(error: Exception) -> list[str]:
 
 
 def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> None:
-    """Raise the first failure of a group on every rank of the group; return if no rank has failed.
+    """Raise the first failure of a group on every rank of the group, as `agree` says; return if no rank has failed.
 
     Args:
         own: This rank's error.
         failures: `described` of every rank's error in rank order; None for a rank that has not failed.
-
-    Raises:
-        ValueError, OSError, RuntimeError: As `agree` says.
     """
     first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
     if first is None:

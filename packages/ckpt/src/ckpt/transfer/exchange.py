@@ -103,17 +103,11 @@ def plan_moves(
 def exchange(
     holdings: Holdings, buckets: Iterable[Bucket], group: ProcessGroup | None, deliver: Deliver
 ) -> Iterator[list[str]]:
-    """Bring every wanted piece to its ranks; collective over `group`, which must run it to the end on every rank.
+    """Bring every wanted piece to its ranks, and yield the names that have become complete.
 
-    Args:
-        holdings: The ranks' tensors.
-        buckets: From `plan_moves`, of holdings with the same pieces.
-        group: The ranks; None: this process alone.
-        deliver: Called on the receiving rank with the want, the box in its tensor, and the values, which are valid only
-            during the call. Their extents equal the box's, apart from leading dimensions of 1.
-
-    Yields:
-        The names that have become complete.
+    Collective over `group`: every rank must consume the iterator to the end. `buckets` come from `plan_moves`, of
+    holdings with the same pieces. The receiving rank calls `deliver` with the want, the box in its tensor, and the
+    values, which are valid only during the call. Their extents equal the box's, apart from leading dimensions of 1.
     """
     for bucket in buckets:
         _all_to_all(bucket, holdings, group, deliver)

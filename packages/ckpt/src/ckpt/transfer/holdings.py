@@ -192,12 +192,9 @@ def take_stock(
 def gather_holdings(own: OwnParts, layout: Layout, group: ProcessGroup | None, prefix: str = "") -> Holdings:
     """Return what all ranks hold, without the tensors.
 
-    Args:
-        own: This rank's parts. A name may have a prefix that ends in a slash; the names of its canonical tensors get
-            the same prefix. A name that is no local tensor's is the name of a canonical tensor of one element.
-        layout: The layout of the model.
-        group: The ranks.
-        prefix: The prefix of the model's weights, all of which the ranks must hold.
+    A name in `own` may have a prefix that ends in a slash; the names of its canonical tensors get the same prefix. A
+    name that is no local tensor's is the name of a canonical tensor of one element. The ranks must hold all of the
+    model's weights, under `prefix`.
 
     Raises:
         ValueError: Dtypes differ between ranks, or no rank holds one of the weights; on every rank.

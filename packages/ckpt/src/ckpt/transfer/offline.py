@@ -68,7 +68,7 @@ def reshard(
     parts: list[tuple[FilePlan, Blocks]] = []
     for index, place in enumerate(grid.places()):
         blocks, contents = _contents(opened, layout.at(place), dtype)
-        parts.append((FilePlan({shard_name(index, grid.size): contents}, {}), blocks))
+        parts.append((FilePlan({shard_name(index, grid.size): contents}), blocks))
 
     def describe(folder: Path) -> None:
         copy_companions(origin, folder)
@@ -110,7 +110,7 @@ def merge(
     layout = opened.layout
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
-    plan = plan_files(contents, max_shard_size, {})
+    plan = plan_files(contents, max_shard_size)
 
     def describe(folder: Path) -> None:
         write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
@@ -125,11 +125,7 @@ def _open(
     dtype: torch.dtype | None,
     check: bool,
 ) -> tuple[Path, Source]:
-    """Return the source's folder, and the opened source.
-
-    Raises:
-        ValueError: The source cannot be converted, or source and destination are one folder.
-    """
+    """Return the source's folder, and the opened source; refuse a destination that is the source."""
     check_cast(dtype)
     path, out = Path(source), Path(destination)
     folder = path.parent if path.is_file() else path
@@ -155,14 +151,9 @@ def _write(
     describe: Callable[[Path], None],
     progress: Progress | None,
 ) -> None:
-    """Write planned files, one part after another, and the files beside them, into a folder that appears at once.
+    """Write planned files, one part after another, into a folder that appears at once.
 
-    Args:
-        source: The files to copy from.
-        out: The folder to write.
-        parts: The files, and the blocks of their tensors by name.
-        describe: Writes the other files into the folder that it is given.
-        progress: Called with bytes done and bytes in all, padding excepted.
+    `describe` writes the other files. `progress` counts no padding.
     """
     done, total = 0, sum(_filled_bytes(plan, blocks) for plan, blocks in parts)
     counter, staging, buffer = IOCounter(), Staging(), Staging()

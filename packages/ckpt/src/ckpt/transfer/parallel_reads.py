@@ -51,13 +51,8 @@ def read_all(
 ) -> None:
     """Read all boxes, in the order of their bytes in the files; return when all are complete.
 
-    Memory: one staging buffer of 16 MiB a thread, for tensors that are cast or on a GPU.
-
-    Args:
-        reads: The boxes to read.
-        threads: The number of threads.
-        counter: Counts the bytes and calls.
-        progress: Called in the calling thread with the bytes read so far and the bytes in all.
+    Each thread has one staging buffer of 16 MiB, for tensors that are cast or on a GPU. The calling thread calls
+    `progress` with the bytes read so far and the bytes in all.
 
     Raises:
         ValueError: A file ended early, or a value is too large for the dtype of the cast.

@@ -1,7 +1,7 @@
 """Save a Hugging Face checkpoint: lay out the files, then let every rank write its own bytes. Nothing is gathered."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,6 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
-    metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
     counter: IOCounter | None = None,
 ) -> None:
@@ -57,23 +56,16 @@ def save_hf(
         dtype: The stored dtype; None: the tensors' own.
         max_shard_size: Bytes of one file, or a text such as "5GB".
         copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.
-        metadata: Strings recorded in every file's header.
         progress: Called on the group's first rank with its bytes written so far and its bytes in all.
         counter: Counts the bytes and calls of this rank's writes.
 
     Raises:
         ValueError: Tensors are missing or unexpected, shapes or dtypes differ between ranks, the ranks together lack a
             part of the model, the copies of a tied embedding differ between pipeline stages, or the ranks differ in
-            `layout`, `dtype`, `max_shard_size` or `metadata`; names the tensor or argument; on every rank.
+            `layout`, `dtype` or `max_shard_size`; names the tensor or argument; on every rank.
         OSError: The disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
-    require_same(
-        group,
-        layout=layout.fingerprint,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        metadata=sorted((metadata or {}).items()),
-    )
+    require_same(group, layout=layout.fingerprint, dtype=dtype, max_shard_size=max_shard_size)
     holdings = take_stock(tensors, layout, place, group)
 
     def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
@@ -82,7 +74,7 @@ def save_hf(
             if not kind.is_floating_point and not layout.canonical[name].carried:
                 raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
         shapes = {name: (stored[name], holdings.shapes[name]) for name in stored}
-        return plan_files(shapes, max_shard_size, metadata or {}), holdings.assign_owners()
+        return plan_files(shapes, max_shard_size), holdings.assign_owners()
 
     plan, owners = agree(lay_out, group)
     require_equal_copies(holdings, layout, group)

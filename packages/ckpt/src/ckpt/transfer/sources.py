@@ -78,13 +78,10 @@ class Source:
 def open_source(
     path: str | os.PathLike[str], role: Role | None = None, layout: Layout | None = None, *, check: bool = False
 ) -> Source:
-    """Open a Hugging Face folder or a sharded one.
+    """Open a Hugging Face folder, a sharded one, or one file of weights.
 
-    Args:
-        path: The folder, or one file of weights.
-        role: The role of a Hugging Face folder; None: the role that its heads and config show.
-        layout: The layout of the model, if known, of which the files must hold the tensors.
-        check: Compare the bytes of the files with their recorded checksums.
+    The files must hold the tensors of `layout`, if given. Without `layout` and `role`, a Hugging Face folder has the
+    role that its heads and config show. `check` compares the bytes of the files with their recorded checksums.
 
     Raises:
         ValueError: As `open_checkpoint`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
@@ -173,11 +170,7 @@ def reads_into(
 ) -> Iterator[Read]:
     """Clear the padding of a tensor, and yield the reads that fill the rest.
 
-    Args:
-        tensor: The tensor to fill.
-        block: What the tensor is made of.
-        pieces: Canonical name -> [(key, piece)], each element once.
-        where: Returns a key's file, and where the tensor lies in the file.
+    `pieces` has each element once; `where` returns a key's file, and where the tensor lies in the file.
     """
     for piece in block.pieces:
         if piece.is_padding:

@@ -23,10 +23,7 @@ Progress = Callable[[int, int], None]
 def new_folder(target: Path, nbytes: int, group: ProcessGroup | None) -> Iterator[Path]:
     """Give every rank the temporary folder that rank 0 makes beside `target`; put it in place after the body.
 
-    Args:
-        target: The folder to write.
-        nbytes: The bytes of the save, for the error of a full disk.
-        group: The ranks; None: this process alone.
+    The error of a full disk names `nbytes`, the bytes of the save.
 
     Raises:
         ValueError: The target is a folder that must not be replaced; on every rank.
@@ -60,8 +57,8 @@ def write_pieces(
         pieces: The owned pieces of all ranks, in the same order on every rank. Each has one `Want`: the rank that
             writes the piece, the tensor in the files, and the piece's box in that tensor.
         holdings: The ranks' tensors.
-        group: The ranks; None: this process alone.
-        counter: Counts the bytes and calls of this rank's writes.
+        group: The ranks.
+        counter: Counts this rank's writes.
         nbytes: The bytes of the save, for the error of a full disk.
         progress: Called with this rank's bytes written so far and in all.
 

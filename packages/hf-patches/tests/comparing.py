@@ -1,0 +1,30 @@
+"""Losses and gradients that tests of several files compare."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def scalar_loss(scores: Any, seed: int = 1) -> Tensor:
+    """Return a loss with a different weight for every log-prob and entropy, so that no wrong gradient cancels."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(2, scores.log_probs.shape[0], generator=generator).to(scores.log_probs.device)
+    return (weights[0] * scores.log_probs).sum() + (weights[1] * scores.entropy).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all gradients by parameter name; zeros for parameters without a gradient."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def assert_gradients_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Assert that gradients agree per element, within `tolerance` of the largest element of each gradient."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    for name, wanted in expected.items():
+        error = (actual[name] - wanted).abs().max().item()
+        scale = max(wanted.abs().max().item(), 1e-6)
+        assert error <= tolerance * scale, f"gradient of {name}: off by {error:.3g}, largest element {scale:.3g}"
