@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from typer.testing import CliRunner
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, PipelineOptions, losses
+from rl_models.engines.decoding import CacheOptions
 from rl_train.cli import app
 from rl_train.loop.turns import Turns
 from rl_train.planner.plan import Memory, MemoryOptions, Planned, dims_text, fitting, plan_memory, plan_models
@@ -261,6 +263,52 @@ def test_models_on_the_same_devices_rest_while_one_works() -> None:
     assert Planned(options, models, offload=True).peak == actor.total == 95
 
 
+def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheOptions) -> int:
+    """The bytes of the pools of the engine's own cache."""
+    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    worker = Actor.from_pretrained(path, device="cpu", dims=dims, mesh=mesh, dtype=torch.bfloat16)
+    with worker.engine.decoding(cache) as decoding:
+        pools = [pool for own in decoding.caches for pool in (own.keys, own.values) if pool is not None]
+        return sum(pool.untyped_storage().nbytes() for pool in pools)
+
+
+@pytest.mark.parametrize("name", ["llama", "latent"])
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(), ParallelDims(tp=2), pytest.param(ParallelDims(dp=2, pp=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_the_planned_cache_is_what_the_engine_allocates(
+    ranks: RankPool, models: Path, name: str, dims: ParallelDims
+) -> None:
+    path = models / name
+    for gib in (None, 0.002):
+        cache = CacheOptions(24, 200, gib)
+        options = MemoryOptions(dims, 512, torch.bfloat16, device="cpu", cache=cache)
+        planned = plan_memory(path, options, role="causal_lm", trained=True)
+        measured = ranks.run(allocated, path, dims, cache, world=dims.world_size, timeout=120)
+        of_stage = dims.world_size // dims.pp
+        assert [memory.cache for memory in planned for _ in range(of_stage)] == measured
+        assert gib is None or max(measured) <= gib * 2**30
+    with pytest.raises(ValueError, match=r"a sequence of 200 tokens takes 4 blocks .* give more memory by cache_gib"):
+        plan_memory(path, replace(options, cache=CacheOptions(24, 200, 5e-5)), role="causal_lm", trained=True)
+
+
+def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 256, torch.bfloat16)
+    # 4 layers of 4 heads of 16 keys and values in bf16, for 64 sequences of 32 blocks and for padding.
+    block = 64 * 4 * 2 * 4 * 16 * 2
+    planned = plan_models(model, replace(options, cache=CacheOptions(64, 2048)), critic=True, reference=True)
+    assert {name: stages[0].cache for name, stages in planned.models.items()} == {
+        "actor": (64 * 32 + 1) * block, "critic": 0, "reference": 0,
+    }  # fmt: skip
+    without = plan_models(model, options, critic=True, reference=True)
+    resting = sum(stages[0].resting for stages in without.models.values())
+    actor = planned.models["actor"][0]
+    assert actor.generation == max(actor.layer, 4 * 64 * 1000)
+    assert planned.peak == resting + actor.cache + actor.generation > without.peak
+
+
 def test_weights_are_those_of_the_layout(model: Path) -> None:
     whole = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(model).parameters())
     options = MemoryOptions(ParallelDims(dp=2, tp=2, pp=2), 64, torch.bfloat16)
@@ -291,6 +339,11 @@ def test_the_command_says_what_fits(model: Path) -> None:
     assert shared["peak"] < found["peak"]
     less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
     assert less["peak"] < found["peak"]
+    drawing = CliRunner().invoke(app, [*command, "--longest", "4096", "--max-sequences", "64", "--cache-gib", "0.05"])
+    # 4 layers of 2 heads of 16 keys and values in fp32.
+    block = 64 * 4 * 2 * 2 * 16 * 4
+    cache = int(0.05 * 2**30) // block * block / 2**30
+    assert f"actor, stage 0, while it generates: {cache:.2f} GiB of keys and values" in drawing.stdout
     limit = found["peak"] / 2**30 * 0.7
     result = CliRunner().invoke(app, [*command, "--gpu-gib", str(limit)])
     assert "does not fit" in result.stdout
@@ -304,6 +357,8 @@ def test_the_command_says_what_fits(model: Path) -> None:
             ["--share-backbone"],
             "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other",
         ),
+        (["--cache-gib", "1"], "--cache-gib 1.0 must be a number of GiB, and needs --longest"),
+        (["--longest", "4096", "--cache-gib", "0.0001"], "a sequence of 4096 tokens takes 64 blocks"),
         (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
         (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
@@ -326,7 +381,8 @@ def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path,
     rows = [line.split() for line in result.stdout.splitlines()]
     for name, stages in planned["models"].items():
         for number, memory in enumerate(stages):
-            assert [name, str(number), *(f"{size / 2**30:.2f}" for size in memory.values())] in rows
+            columns = [size for column, size in memory.items() if column not in ("cache", "generation")]
+            assert [name, str(number), *(f"{size / 2**30:.2f}" for size in columns)] in rows
     assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
     assert ["opti-", "gradi-", "gath-", "activa-"] in rows
     assert ["model", "stage", "weights", "mizer", "ents", "ered", "tions", "layer", "logits", "total"] in rows

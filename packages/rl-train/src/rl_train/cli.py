@@ -135,6 +135,14 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep one model on the devices and offload the others to host memory.")
     ] = False,
+    longest: Annotated[
+        int | None,
+        typer.Option(min=1, help="Plan the KV cache for prompts with responses of at most N tokens (default: none)."),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Number of responses that a rank draws at a time.")] = 512,
+    cache_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory of the KV cache on a rank, in GiB (default: as needed).")
+    ] = None,
     dtype: Dtype = None,
     gpu_gib: Annotated[
         float | None,
@@ -146,6 +154,7 @@ def plan(
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
         from rl_models.engines import PipelineOptions
+        from rl_models.engines.decoding import CacheOptions
         from rl_train.planner.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
         from rl_train.planner.tables import memory_tables
 
@@ -156,7 +165,10 @@ def plan(
             recompute=parse_recompute(recompute),
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
+            cache=None if longest is None else CacheOptions(max_sequences, longest, cache_gib),
         )
+        if cache_gib is not None and (longest is None or not math.isfinite(cache_gib * GIB)):
+            raise ValueError(f"--cache-gib {cache_gib} must be a number of GiB, and needs --longest")
         models = {"critic": critic, "share_backbone": share_backbone, "reference": reference, "offload": offload}
         planned = plan_models(model, options, **models)
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):

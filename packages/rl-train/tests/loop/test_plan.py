@@ -12,10 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt import layout_for, load_hf, save_hf
+from parallel_layers.inference import PagedKVCache
+from rl_models import Actor
+from rl_models.engines.decoding import CacheOptions
 from rl_train.cli import app
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.plan import _end_of_text, plan
+from rl_train.loop.run import _native
 from rl_train.options.options import TrainOptions
+from rl_train.rollouts import SamplingOptions
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,10 @@ from rl_train.options.options import TrainOptions
         ),
         ({"virtual_stages": 2}, "needs pp > 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
+        (
+            {"cache_gib": 1e-5},
+            "a sequence of 258 tokens takes 5 blocks .* and 0 fit into .* give more memory by cache_gib",
+        ),
         ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
@@ -53,6 +62,27 @@ def test_what_cannot_run_is_refused_before_it_starts(
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         plan(TrainOptions(**given | options))
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("options", [{}, {"max_sequences": 3}, {"cache_gib": 2e-3}, {"eval": 99}])
+def test_the_planned_cache_is_that_of_the_run(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The bytes that a step, or an evaluation with more prompts, allocates by the options of the run."""
+    if number := options.pop("eval", 0):
+        options["eval_prompts"] = tmp_path / "eval.jsonl"
+        options["eval_prompts"].write_text('{"tokens": [3]}\n' * number)
+    given: dict[str, Any] = {"prompts_per_step": 4, "samples": 2, "max_new_tokens": 70, "device": "cpu", "stop_ids": ""}
+    planned = plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", **given | options))
+    built: list[PagedKVCache] = []
+    build = CacheOptions.build
+    monkeypatch.setattr(CacheOptions, "build", lambda *given: built.extend(found := build(*given)) or found)
+    engine = _native(Actor.from_pretrained(model, device="cpu"), planned.options)
+    longest = max(planned.prompts, key=lambda prompt: len(prompt.tokens)).tokens
+    engine.generate([longest] * max(4, number), SamplingOptions(70, n=1 if number else 2))
+    assert planned.cache == sum(pool.nbytes for cache in built for pool in (cache.keys, cache.values))
+    assert planned.describe()["cache_bytes"] == planned.cache
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

@@ -68,6 +68,32 @@ class CacheOptions:
     gib: float | None = None
     exact: bool = False
 
+    @property
+    def limit(self) -> int | None:
+        """Return `gib` in bytes."""
+        return None if self.gib is None else int(self.gib * 2**30)
+
+    def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
+        """Return the number of blocks that the sequences take, at most as many as fit beside the block of padding.
+
+        Args:
+            size: The tokens of a block.
+            block: The bytes of a block.
+            memory: The bytes for all blocks; None: no limit.
+        """
+        wanted = max(1, self.sequences * -(-self.max_length // size))
+        return wanted if memory is None else min(wanted, max(0, memory // block - 1))
+
+    def require_room(self, blocks: int, size: int, block: int, memory: int | None) -> None:
+        """Raise ValueError if a sequence needs more than `blocks`; see `fitting_blocks`."""
+        longest = -(-self.max_length // size)
+        if self.sequences and blocks < longest:
+            raise ValueError(
+                f"a sequence of {self.max_length} tokens takes {longest} blocks of {block / 2**20:.1f} MiB of keys "
+                f"and values, and {blocks} fit into {(memory or 0) / 2**30:.2f} GiB; give more memory by "
+                "cache_gib, or generate shorter responses"
+            )
+
     def build(self, new_cache: Sequence[Callable[[int, int, int], PagedKVCache]], grid: Grid) -> list[PagedKVCache]:
         """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
 
@@ -79,24 +105,15 @@ class CacheOptions:
             ValueError: The memory does not suffice for one sequence.
         """
         samples = [make(1, 1, 1) for make in new_cache]
-        size = samples[0].block_size
-        longest = -(-self.max_length // size)
-        wanted = max(1, self.sequences * longest)
-        memory = _free_memory(grid.device) if self.gib is None else int(self.gib * 2**30)
-        block = sum(sample.block_bytes for sample in samples)
-        fits = wanted if memory is None else min(wanted, memory // block - 1)
-        blocks = torch.tensor(fits, device=grid.device)
+        size, block = samples[0].block_size, sum(sample.block_bytes for sample in samples)
+        memory = _free_memory(grid.device) if self.gib is None else self.limit
+        blocks = torch.tensor(self.fitting_blocks(size, block, memory), device=grid.device)
         for axis in ("tp", "pp"):
             if (group := grid.group(axis)) is not None:
                 dist.all_reduce(blocks, dist.ReduceOp.MIN, group=group)
 
         def check() -> None:
-            if self.sequences and int(blocks) < longest:
-                raise ValueError(
-                    f"a sequence of {self.max_length} tokens takes {longest} blocks of {block / 2**20:.1f} MiB of keys "
-                    f"and values, and {int(blocks)} fit into {(memory or 0) / 2**30:.2f} GiB; give more memory by "
-                    "cache_gib, or generate shorter responses"
-                )
+            self.require_room(int(blocks), size, block, memory)
 
         # Ranks that share experts would wait for a rank that raises.
         agree(check, grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from parallel_layers import ParallelDims
 from rl_models.engines import Role, offered
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
+from rl_models.engines.decoding import CacheOptions
 from rl_models.grid import Grid
 from rl_models.workers.actor import Actor
 from rl_models.workers.actor_critic import ActorCritic
@@ -19,7 +21,7 @@ from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
 from rl_train.data.prompts import Prompt, read_json, read_prompts, vocabulary_size
 from rl_train.loop.folder import check_folder
-from rl_train.options.derived import check, engine_options
+from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.report import summary_writer
@@ -35,6 +37,7 @@ class Plan:
         prompts, eval_prompts: Read from their files.
         stop_ids: The ids of tokens that end a response.
         positions: The model's number of positions; None if the config does not state it.
+        cache: The most bytes of keys and values on a rank of the policy; None if the backend has no plan.
     """
 
     options: TrainOptions
@@ -42,6 +45,7 @@ class Plan:
     eval_prompts: list[Prompt]
     stop_ids: tuple[int, ...]
     positions: int | None
+    cache: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
@@ -57,8 +61,9 @@ class Plan:
             "number_of_eval_prompts": len(self.eval_prompts),
             "responses_per_step": options.batch,
             "updates_per_step": options.updates_per_step,
-            "longest_sequence": max(len(prompt.tokens) for prompt in self.prompts) + options.max_new_tokens,
+            "longest_sequence": _longest(self.prompts) + options.max_new_tokens,
             "positions": self.positions,
+            "cache_bytes": self.cache,
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
@@ -98,25 +103,34 @@ def plan(options: TrainOptions) -> Plan:
         import_ray()
     else:
         Devices.find(options.device).require(options.grid.world_size)
-    _check_models(options, folder)
+    longest = _longest([*prompts, *eval_prompts]) + options.max_new_tokens
+    cache = _check_models(options, folder, cache_options(options, longest, len(eval_prompts)))
     stops = _end_of_text(folder) if options.stops is None else options.stops
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
-    return Plan(options, prompts, eval_prompts, stops, positions)
+    return Plan(options, prompts, eval_prompts, stops, positions, cache)
 
 
-def _check_models(options: TrainOptions, folder: Path) -> None:
-    """Refuse a backend, a grid or a checkpoint that the ranks would refuse."""
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.tokens) for prompt in prompts)
+
+
+def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> int | None:
+    """Refuse a backend, a grid or a checkpoint that the ranks would refuse; return the bytes of the policy's cache."""
+    most = None
     models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
     if options.separate_critic:
         models.append((Critic.role, options.critic or folder, options.critic_grid))
     for role, path, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         if options.backend == "parallel":
-            check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens)
+            of_role = None if role == "value" else cache
+            planned = check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens, of_role)
+            most = max((memory.cache for memory in planned), default=0) if of_role is not None else most
             if options.dtype is None and stored_dtype(str(path)) == torch.float16:
                 raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
+    return most
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:

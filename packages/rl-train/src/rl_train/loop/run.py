@@ -88,6 +88,10 @@ def _models(options: TrainOptions, make: Make) -> Models:
     return Models(actor, critic, reference, options.share_backbone)
 
 
+def _native(actor: Any, options: TrainOptions) -> NativeEngine:
+    return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
+
+
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     """Run the loop on one of the ranks that all run it."""
     first = dist.get_rank() == 0
@@ -101,7 +105,7 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     models = _models(planned.options, make)
     once = partial(_from_first, group=models.actor.grid.everyone)
     tell = send if first else lambda event: None
-    rollouts = NativeEngine(models.actor)
+    rollouts = _native(models.actor, planned.options)
     return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
 
 
@@ -126,7 +130,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
             return stack.enter_context(group)
 
         models = _models(options, make)
-        rollouts = NativeEngine(models.actor)
+        rollouts = _native(models.actor, options)
     return Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()
 
 

@@ -7,6 +7,7 @@ import torch
 from parallel_layers import ParallelDims
 from parallel_layers.learning_rate import Schedule
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
+from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_train.options.options import TrainOptions, numbers, parse_recompute
 
@@ -88,6 +89,16 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,
     )
+
+
+def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> CacheOptions:
+    """Return the cache of a rank that draws the responses of a step, of `longest` tokens, or of the evaluation."""
+    grid = options.grid
+    parts, multiple = grid.dp * grid.cp, grid.tp * grid.cp
+    most = max(-(-options.prompts_per_step // parts) * options.samples, -(-eval_prompts // parts))
+    # The places of a forward pass are divided over tp and cp.
+    places = -(-min(most, options.max_sequences) // multiple) * multiple
+    return CacheOptions(places, longest, options.cache_gib)
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:

@@ -160,6 +160,10 @@ class TrainOptions(BaseModel):
     """Nucleus sampling: sample from the likeliest tokens that together have this probability."""
     stop_ids: Text | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
+    max_sequences: Free[Count] = 512
+    """Maximum number of responses that a rank draws at a time; the others wait."""
+    cache_gib: Free[Positive | None] = None
+    """Memory of the KV cache on a rank, in GiB (default: 80 % of what is free on a GPU)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0

@@ -25,8 +25,10 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
 from rl_models.engines.checkpoint import checkpoint_folder
+from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.parallel.load import require_fit
 from rl_models.models.decoder import Recompute, require_layers
+from rl_train.planner.cache import cache_bytes
 from rl_train.planner.layer import Division, layer_bytes
 
 GIB = 2**30
@@ -49,6 +51,8 @@ class Memory:
         activations: Saved by the forward for the backward.
         layer: Needed in addition while one layer runs (backward, if the model is trained).
         logits: A tile of the head, and the fp32 copy of the hidden states; the larger head counts.
+        cache: Keys and values while responses are drawn, with nothing of the update beside them.
+        generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.
     """
 
     weights: int
@@ -58,6 +62,8 @@ class Memory:
     activations: int = 0
     layer: int = 0
     logits: int = 0
+    cache: int = 0
+    generation: int = 0
 
     @property
     def resting(self) -> int:
@@ -66,8 +72,9 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the bytes at the peak of an update: the head has ended when the first layer runs backward."""
-        return sum(getattr(self, entry.name) for entry in fields(self)) - min(self.layer, self.logits)
+        """Return the bytes at the peak: of an update, whose head ends before a layer runs backward, or of a draw."""
+        update = self.gradients + self.gathered + self.activations + max(self.layer, self.logits)
+        return self.resting + max(update, self.cache + self.generation)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class MemoryOptions:
         pipeline: The schedule, the virtual stages and the split of the layers.
         micro_batches: Number of micro-batches in an update, for a pipeline; None: two for each stage.
         device: "cuda" or "cpu", which decides the size of the head's tiles.
+        cache: The cache of an actor that generates; None: the actor does not.
     """
 
     dims: ParallelDims
@@ -91,6 +99,7 @@ class MemoryOptions:
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batches: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    cache: CacheOptions | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_batches"):
@@ -129,6 +138,13 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
             f"num_hidden_layers={model.num_layers} is fewer than pp * virtual_stages = {whole}; every chunk needs a "
             f"layer: use pp * virtual_stages up to {model.num_layers}"
         )
+    caches = [0] * dims.pp
+    if options.cache is not None:
+        grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
+        of_chunks = [len(numbers) for numbers in layout.chunk_layers(grid)]
+        of_stages = [sum(of_chunks[stage :: dims.pp]) for stage in range(dims.pp)]
+        dtype = options.dtype or config_dtype(layout.config)
+        caches = cache_bytes(model.decoder, of_stages, dims.tp, dtype, options.cache)
     # See `rl_models.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []
@@ -139,13 +155,18 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
                 tp=(tensor, dims.tp), pp=(stage, dims.pp), ep=(expert, dims.ep), etp=None if divided_experts else (0, 1)
             )
             chunks = [replace(place, vpp=(n, pipeline.virtual_stages)) for n in range(pipeline.virtual_stages)]
-            of_stage.append(_on_rank(layout, model, chunks, options, trained))
+            of_stage.append(_on_rank(layout, model, chunks, options, trained, caches[stage]))
         stages.append(max(of_stage, key=lambda memory: memory.total))
     return stages
 
 
 def _on_rank(
-    layout: ckpt.Layout, model: ModelConfig, chunks: Sequence[ckpt.Place], options: MemoryOptions, trained: bool
+    layout: ckpt.Layout,
+    model: ModelConfig,
+    chunks: Sequence[ckpt.Place],
+    options: MemoryOptions,
+    trained: bool,
+    cache: int,
 ) -> Memory:
     dims, place = options.dims, chunks[0]
     dtype = options.dtype or config_dtype(layout.config)
@@ -198,6 +219,10 @@ def _on_rank(
     whole = dims.pp * len(chunks)
     neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
     activations += options.received * neighbours * size * division.hidden(model.decoder)
+    generation = 0
+    if options.cache is not None:
+        prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
+        generation = size * held * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
     return Memory(
         weights=size * own,
         optimizer=(MOMENTS + MASTER * low) * own,
@@ -206,6 +231,8 @@ def _on_rank(
         activations=tokens * activations,
         layer=layer,
         logits=logits,
+        cache=cache,
+        generation=generation,
     )
 
 
@@ -224,20 +251,33 @@ def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
     return [turns[chunk] for chunk in range(virtual_stages)]
 
 
-def check_native_model(path: Path, role: Role, dims: ParallelDims, options: EngineOptions, max_tokens: int) -> None:
+def check_native_model(
+    path: Path,
+    role: Role,
+    dims: ParallelDims,
+    options: EngineOptions,
+    max_tokens: int,
+    cache: CacheOptions | None = None,
+) -> list[Memory]:
     """Refuse a checkpoint that the ranks of the native backend would refuse; only headers are read.
+
+    Returns:
+        The planned memory of each pipeline stage, of a model that generates if a cache is given.
 
     Raises:
         ValueError: There is no checkpoint folder; the family is unknown; an option has no effect on this grid; heads,
-            layers or experts do not divide over the grid; or a file is broken or has other tensors than the config
-            says. The error names the values and the fix.
+            layers or experts do not divide over the grid; the cache has no room for a sequence; or a file is broken or
+            has other tensors than the config says. The error names the values and the fix.
     """
     folder = checkpoint_folder(path)
     config = ModelConfig.from_hf(folder)
     require_fit(config, dims, options)
-    memory = MemoryOptions(dims, max_tokens, recompute=options.recompute, pipeline=options.pipeline)
-    plan_memory(Path(folder), memory, role=role, trained=True)
+    memory = MemoryOptions(
+        dims, max_tokens, options.dtype, recompute=options.recompute, pipeline=options.pipeline, cache=cache
+    )
+    planned = plan_memory(Path(folder), memory, role=role, trained=True)
     match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
+    return planned
 
 
 @dataclass(frozen=True)
@@ -306,9 +346,13 @@ def plan_models(
         trained["critic"] = "value"
     if share_backbone:
         trained = {"actor_critic": "causal_lm_with_value"}
-    models = {name: plan_memory(model, options, role=role, trained=True) for name, role in trained.items()}
+    without = replace(options, cache=None)
+    models = {
+        name: plan_memory(model, without if role == "value" else options, role=role, trained=True)
+        for name, role in trained.items()
+    }
     if reference:
-        models["reference"] = plan_memory(model, options, role="causal_lm", trained=False)
+        models["reference"] = plan_memory(model, without, role="causal_lm", trained=False)
     return Planned(options, models, offload)
 
 

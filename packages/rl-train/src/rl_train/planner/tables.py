@@ -20,7 +20,7 @@ HEADINGS = {
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
     """Yield the tables of memory: each model on each stage, the peak, and with a limit (bytes) the grids that fit."""
-    columns = [entry.name for entry in fields(Memory)]
+    columns = [entry.name for entry in fields(Memory) if entry.name not in ("cache", "generation")]
     title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
     table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
     table.add_column("model", overflow="fold")
@@ -32,6 +32,13 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
             cells = [getattr(memory, name) for name in columns]
             table.add_row(model, str(number), *(f"{cell / GIB:.2f}" for cell in (*cells, memory.total)))
     yield table
+    for model, stages in planned.models.items():
+        for number, memory in enumerate(stages):
+            if memory.cache:
+                yield (
+                    f"{model}, stage {number}, while it generates: {memory.cache / GIB:.2f} GiB of keys and values, "
+                    f"{memory.generation / GIB:.2f} GiB of gathered weights, a layer and logits"
+                )
     how = "one model on the devices, the others offloaded" if planned.offload else "all on the same devices"
     yield f"peak: {planned.peak / GIB:.2f} GiB, {how}"
     if limit is None:

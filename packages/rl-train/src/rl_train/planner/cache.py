@@ -1,0 +1,39 @@
+"""Plan the memory of keys and values while responses are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel_layers import DecoderConfig
+from parallel_layers.attention.cache import CacheShape
+from parallel_layers.inference import PagedKVCache
+from rl_models.engines.decoding import CacheOptions
+
+
+def cache_bytes(
+    config: DecoderConfig, layers: Sequence[int], tp: int, dtype: torch.dtype, options: CacheOptions
+) -> list[int]:
+    """Return the bytes of the cache on a rank of each pipeline stage, for its number of layers.
+
+    Raises:
+        ValueError: The memory does not suffice for one sequence.
+    """
+    # A block of each stage, without memory.
+    samples = [
+        PagedKVCache(number, 1, 1, *_shape(config, tp), num_blocks=1, dtype=dtype, device="meta") for number in layers
+    ]
+    fullest = max(samples, key=lambda sample: sample.block_bytes)
+    blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)
+    options.require_room(blocks, fullest.block_size, fullest.block_bytes, options.limit)
+    # One more block takes padding.
+    return [(blocks + 1) * sample.block_bytes for sample in samples]
+
+
+def _shape(config: DecoderConfig, tp: int) -> CacheShape:
+    """Return the entry of a token in the cache of a layer, on a rank."""
+    if (sizes := config.latent) is not None:
+        return CacheShape(1, sizes.kv_lora_rank + sizes.qk_rope_head_dim, sizes.kv_lora_rank, values_in_keys=True)
+    assert config.head_dim is not None
+    return CacheShape(max(1, config.num_kv_heads // tp), config.head_dim, config.head_dim)
