@@ -194,7 +194,7 @@ def generate_in_small_room(group: ProcessGroup, path: Path, dims: ParallelDims, 
     how = {"max_new_tokens": 24, "n": 3, "seed": 2, "stop_ids": [4]}
     with loaded(path, dims, backend) as actor:
         whole = actor.generate(prompts, **how)
-        few_places = actor.generate(prompts, **how, max_sequences=2)
+        few_places = actor.generate(prompts, **how, max_sequences=4)
         with actor.engine.decoding(CacheOptions(1, 1)) as decoding:
             block = sum(cache.block_bytes for cache in decoding.caches)
         few_blocks = actor.generate(prompts, **how, cache_gib=6.5 * block / 2**30)

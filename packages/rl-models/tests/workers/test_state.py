@@ -113,7 +113,7 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
         (
             "moe",
             "actor",
-            ("parallel", ParallelDims(dp=2, tp=2, ep=2), {}),
+            ("parallel", ParallelDims(dp=2, ep=2), {}),
             [("parallel", PP2, INTERLEAVED), ("parallel", ParallelDims(tp=2, ep=2), {})],
         ),
     ],
