@@ -42,7 +42,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     with a cache uses the ordinary attention.
 
     Bits are equal on the same kind of device and dtype. bf16 on Hopper GPUs and newer uses Triton kernels. Everything
-    else (a CPU, fp32) uses exact GEMMs and fp64, which are slow and meant for tests.
+    else (a CPU, fp32) uses exact GEMMs and rounds functions and sums from fp64. That is slow and meant for tests, and
+    one rounded number in some 10^8 may differ.
 
     Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
     all-to-all and an all-gather instead of its all-reduce; see `linear.transports`.
