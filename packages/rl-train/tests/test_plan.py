@@ -291,7 +291,7 @@ def test_the_planned_cache_is_what_the_engine_allocates(
         assert [memory.cache for memory in planned for _ in range(of_stage)] == measured
         assert gib is None or max(measured) <= gib * 2**30
     with pytest.raises(ValueError, match=r"a sequence of 200 tokens takes 4 blocks .* give more memory by cache_gib"):
-        plan_memory(path, replace(options, cache=CacheOptions(24, 200, 5e-5)), role="causal_lm", trained=True)
+        plan_memory(path, replace(options, cache=CacheOptions(24, 200, 2e-5)), role="causal_lm", trained=True)
 
 
 def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:

@@ -24,6 +24,7 @@ from rl_train.loop.objective import ADVANTAGES
 from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
 from rl_train.rollouts import NativeEngine, RolloutEngine, SamplingOptions
+from rl_train.rollouts.over_ranks import _Collected
 
 SAMPLES, PROMPTS, LONGEST = 2, 3, 4
 Make = Callable[..., Loop]
@@ -201,9 +202,19 @@ class Apart(Recording):
         self.version = version
 
 
-def test_an_engine_in_a_thread_draws_what_the_native_engine_draws(make: Make, tmp_path: Path) -> None:
+class Late(Apart):
+    """Draws when a result is asked for."""
+
+    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+        return _Collected(lambda: self.generate(prompts, sampling))
+
+
+@pytest.mark.parametrize("engine", [Apart, Late])
+def test_an_engine_of_its_own_draws_what_the_native_engine_draws(
+    make: Make, tmp_path: Path, engine: type[Apart]
+) -> None:
     """No weights change while responses are in flight."""
-    here, apart = make(staleness=1), make(Apart, staleness=1, out=tmp_path / "apart")
+    here, apart = make(staleness=2), make(engine, staleness=2, out=tmp_path / "apart")
     here.run()
     apart.run()
     assert metrics(here) == metrics(apart)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -84,7 +85,10 @@ class Draws:
 
     def wait(self) -> None:
         """Wait until the engine draws nothing: all responses of a draw are of one version of the weights."""
-        wait([draw.responses for draw in self._ahead])
+        for draw in self._ahead:
+            # A future may draw in its first `result`. Its error is raised in the step that takes the responses.
+            with suppress(Exception):
+                draw.responses.result()
 
     @property
     def _of_step(self) -> int:

@@ -38,7 +38,10 @@ class RolloutEngine(Protocol):
         ...
 
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
-        """Return a future of `generate`; an engine on devices of its own works on it in the meantime."""
+        """Return a future of `generate`; an engine on devices of its own works on it in the meantime.
+
+        All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`.
+        """
         ...
 
     def update_weights(self, actor: Any, version: int) -> None:
