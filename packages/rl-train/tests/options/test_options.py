@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import typing
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
-from rl_models.engines import MegatronOptions
+from rl_models.engines import EngineOptions, MegatronOptions
 from rl_models.losses.importance import BOUNDS, LEVELS
 from rl_train.cli import app
 from rl_train.loop.objective import ADVANTAGES, SURROGATES
@@ -211,7 +212,8 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
     made: list[dict[str, Any]] = []
     _models(resolve_options(file, {}), lambda kind, path, arguments: made.append(arguments))
     actor, critic, reference = made
-    given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh"}
+    given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh", "options"}
+    given |= {entry.name for entry in dataclasses.fields(EngineOptions)}
     assert set(actor) == set(critic) == set(reference) == given, "device and mesh follow from where the ranks are"
     expected = {
         "backend": "parallel",
