@@ -13,9 +13,10 @@ from rl_train.quickstart.task import make_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(program: Path) -> str:
-    """Return what four ranks of a program print; it runs in its own folder."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(program)]
+def torchrun(program: Path, ranks: int = 4) -> str:
+    """Return what the ranks of a program print; it runs in its own folder."""
+    number = ["--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", *number, str(program)]
     result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -99,6 +100,16 @@ def test_the_program_over_ray_in_its_guide(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(printed_program("docs/ray.md"))
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
+
+
+@pytest.mark.vllm
+def test_vllm_draws_the_responses_of_grpo() -> None:
+    output = torchrun(ROOT / "examples" / "grpo_with_vllm.py", ranks=2)
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
+    differences = [float(difference) for difference in re.findall(r"differ by (\S+)", output)]
+    assert len(rewards) == len(differences) == 12
+    assert max(differences) < 1e-5
+    assert rewards[-1] > 2 * rewards[0]
 
 
 @pytest.mark.slow

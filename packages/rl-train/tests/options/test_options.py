@@ -274,3 +274,19 @@ def test_what_a_resumed_run_may_change() -> None:
     options.model_copy(update={"steps": 500, "dims": "tp=2", "device": "cpu"}).check_resumes(options.to_json())
     with pytest.raises(ValueError, match=r"run holds a run with seed=0, this one has 1; choose another out"):
         options.model_copy(update={"seed": 1}).check_resumes(options.to_json())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_devices": "4,5"}, "rollout_devices=4,5 needs rollouts=vllm"),
+        ({"rollouts": "vllm", "ray": True}, "rollouts=vllm needs ranks on this machine"),
+        ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
+    ],
+)
+def test_options_of_rollouts(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(TrainOptions(**NEEDED, **given))
+    assert TrainOptions(**NEEDED, rollouts="vllm", rollout_devices="4,5").engine_devices == ["4", "5"]
+    assert TrainOptions(**NEEDED, rollouts="vllm", rollout_devices="cpu").engine_devices == [""]
+    assert TrainOptions(**NEEDED, rollouts="vllm").engine_devices is None

@@ -26,6 +26,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.report import summary_writer
 from rl_train.rewards.function import check_reward
+from rl_train.rollouts.vllm import require_vllm
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def plan(options: TrainOptions) -> Plan:
     check_reward(options.reward)
     if options.tensorboard:
         summary_writer()
+    if options.rollouts == "vllm":
+        require_vllm()
     if options.ray:
         import_ray()
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.function import load_reward
-from rl_train.rollouts import NativeEngine
+from rl_train.rollouts import NativeEngine, RolloutEngine, VllmEngine
 
 Event = Mapping[str, Any]
 
@@ -105,8 +105,28 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     models = _models(planned.options, make)
     once = partial(_from_first, group=models.actor.grid.everyone)
     tell = send if first else lambda event: None
-    rollouts = _native(models.actor, planned.options)
-    return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
+    with closing(_rollouts(planned, models.actor)) as rollouts:
+        return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
+
+
+def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
+    """Return the engine of a run on ranks of this machine."""
+    options = planned.options
+    if options.rollouts == "native":
+        return _native(actor, options)
+    prompts = [*planned.prompts, *planned.eval_prompts]
+    longest = max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens
+    return VllmEngine(
+        actor,
+        options.model,
+        devices=options.engine_devices,
+        timeout=options.collective_timeout,
+        memory=options.rollout_memory,
+        dtype=options.dtype,
+        max_num_seqs=options.max_sequences,
+        kv_cache_memory_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
+        max_model_len=longest if planned.positions is None else min(longest, planned.positions),
+    )
 
 
 def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:

@@ -54,6 +54,12 @@ def check(options: TrainOptions) -> None:
             f"importance_floor={options.importance_floor} needs importance_bound=mask and an importance_cap that is no "
             f"smaller, not {options.importance_bound} and {options.importance_cap}"
         )
+    if options.rollouts == "native" and options.rollout_devices is not None:
+        raise ValueError(f"rollout_devices={options.rollout_devices} needs rollouts=vllm; leave one of them out")
+    if options.rollouts == "vllm" and options.ray:
+        raise ValueError("rollouts=vllm needs ranks on this machine; leave ray out, or take rollouts=native")
+    if options.rollouts == "vllm" and options.offload:
+        raise ValueError("rollouts=vllm streams the policy's weights from the devices; leave offload out")
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(

@@ -164,6 +164,12 @@ class TrainOptions(BaseModel):
     """Maximum number of responses that a rank draws at a time; the others wait."""
     cache_gib: Free[Positive | None] = None
     """Memory of the KV cache on a rank, in GiB (default: 80 % of what is free on a GPU)."""
+    rollouts: Free[Literal["native", "vllm"]] = "native"
+    """Engine that generates: native, the policy itself, or vllm (needs vLLM; checkpoints of its model families)."""
+    rollout_memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
+    """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
+    rollout_devices: Free[Text | None] = None
+    """Devices that vLLM has for itself, such as 4,5, or cpu (default: it shares the policy's devices)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0
@@ -280,6 +286,13 @@ class TrainOptions(BaseModel):
     def updates_per_step(self) -> int:
         """Return the number of optimizer steps of a step."""
         return self.epochs * -(-self.batch // (self.mini_batch or self.batch))
+
+    @property
+    def engine_devices(self) -> list[str] | None:
+        """Return the ids of the devices of vLLM, as in CUDA_VISIBLE_DEVICES; None: it shares the policy's devices."""
+        if self.rollout_devices is None:
+            return None
+        return [part.strip().replace("cpu", "") for part in self.rollout_devices.split(",")]
 
     @property
     def stops(self) -> tuple[int, ...] | None:

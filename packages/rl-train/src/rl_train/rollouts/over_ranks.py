@@ -73,7 +73,10 @@ class EngineOnRanks:
         return self.generate_async(prompts, sampling).result()
 
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
-        """See `RolloutEngine`. Every rank calls `result`, in the same order on all ranks; its timeout is ignored."""
+        """See `RolloutEngine`.
+
+        Every rank waits by `result` or `exception`, in the same order on all ranks; a timeout has no effect.
+        """
         rows: list[list[int]] = []
 
         def prepare() -> Given:
@@ -250,19 +253,25 @@ class _Stream:
 
 
 class _Collected(Future[Batch]):
-    """A future whose first `result` waits for the engines: all ranks exchange their responses there."""
+    """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks."""
 
     def __init__(self, collect: Callable[[], Batch]) -> None:
         super().__init__()
         self._collect = collect
 
     def result(self, timeout: float | None = None) -> Batch:
+        """Return the batch, or raise the error of an engine."""
+        self.exception()
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of an engine; None for responses."""
         if not self.done():
             try:
                 self.set_result(self._collect())
             except Exception as error:
                 self.set_exception(error)
-        return super().result()
+        return super().exception()
 
 
 def _seed(seed: int, number: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_models.engines.checkpoint import stored_dtype
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
 from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
@@ -41,7 +42,7 @@ class Vllm:
         model: The checkpoint folder.
         memory: The share of the device's memory for weights and keys and values. On a CPU, vLLM reads the size of the
             cache from `VLLM_CPU_KVCACHE_SPACE` (default here: 1 GiB).
-        dtype: The dtype of weights and activations: float32, bfloat16, float16, or auto, as stored.
+        dtype: The dtype of the weights: float32, bfloat16 or float16 (default: as stored in the checkpoint).
         **options: Further arguments of `vllm.LLM`, such as `max_model_len` and `enforce_eager`.
 
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
@@ -52,7 +53,7 @@ class Vllm:
             them. `Apart` starts vLLM in a process of its own.
     """
 
-    def __init__(self, model: str | Path, *, memory: float = 0.4, dtype: str = "auto", **options: Any) -> None:
+    def __init__(self, model: str | Path, *, memory: float = 0.4, dtype: str | None = None, **options: Any) -> None:
         require_vllm()
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -74,6 +75,8 @@ class Vllm:
             "enable_sleep_mode": self._sleeps,
             "gpu_memory_utilization": memory,
         }
+        # vLLM's own default runs models that are stored in fp32 in 16 bits.
+        dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
         torch.set_rng_state(random)
         self._longest = int(self._llm.llm_engine.model_config.max_model_len)

@@ -1,0 +1,77 @@
+"""GRPO with vLLM: it draws the responses, and takes the actor's weights after every step.
+
+    torchrun --nproc-per-node 2 examples/grpo_with_vllm.py [CHECKPOINT]
+
+CHECKPOINT is a folder of a family that both vLLM and the native backend have (default: a new small random model).
+Tensor parallelism shards the actor over the ranks. The first rank starts vLLM in a process of its own, on the devices
+of `ROLLOUT_DEVICES`, such as 2,3 (default: the CPU). The task: generate the token 7.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_layers import ParallelDims
+from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models.workers.whole_batches import WholeBatches
+from rl_train.rollouts import SamplingOptions, VllmEngine
+
+GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 8, 12
+
+
+def make_model(path: Path) -> None:
+    """A Llama with heads of 32 numbers, the smallest that vLLM's attention on a CPU takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rl_models.engines.transformers.hub import save_model
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    save_model(LlamaForCausalLM(config), path)
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    return losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+
+
+def main(checkpoint: Path) -> None:
+    optimizer = OptimizerOptions(learning_rate=5e-3)
+    dims = ParallelDims(tp=dist.get_world_size())
+    actor = WholeBatches(Actor.from_pretrained(checkpoint, dims=dims, optimizer=optimizer))
+    devices = os.environ.get("ROLLOUT_DEVICES", "").split(",")
+    engine = VllmEngine(actor, checkpoint, devices=devices, max_model_len=64, enforce_eager=True, check=True)
+    prompts = [[1, 4 + i] for i in range(GROUPS)]
+    for step in range(STEPS):
+        batch = engine.generate(prompts, SamplingOptions(LENGTH, n=SAMPLES, seed=step))
+        difference = (actor.log_probs(batch).log_probs - batch["log_probs"])[batch.mask].abs().max()
+        scores = torch.stack([(response == 7).float().mean() for response in batch.responses()])
+        groups = torch.arange(GROUPS).repeat_interleave(SAMPLES)
+        advantages = losses.grpo_advantages(scores, groups)
+        batch = batch.with_fields(advantages=torch.where(batch.mask, advantages[batch.sequence_ids], 0))
+        for _ in range(2):
+            actor.update(batch, policy_loss)
+        engine.update_weights(actor, step + 1)
+        if dist.get_rank() == 0:
+            print(f"step {step}: reward {scores.mean():.3f}, log-probs differ by {difference:.1e}", flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            # Every rank makes the same small model in its own folder.
+            make_model(Path(folder))
+            main(Path(folder))
+            dist.barrier()
+    dist.destroy_process_group()
