@@ -29,7 +29,7 @@ SAMPLING = SamplingOptions(3, n=2, seed=1)
 
 def group_of(actor: Any, model: Path, make: Any, devices: int = 2, **options: Any) -> tuple[EngineOnRanks, list[str]]:
     told: list[str] = []
-    start = partial(Apart, make, [""] * devices, tell=told.append, **{"silence": 5.0, "bucket_bytes": 8192, **options})
+    start = partial(Apart, make, [""] * devices, tell=told.append, **{"silence": 2.0, "bucket_bytes": 8192, **options})
     return EngineOnRanks(actor, model, start, bucket_bytes=8192), told
 
 
@@ -59,7 +59,7 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, tmp_path: Path, e
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert time.monotonic() - begun < 15
     assert len(told) == 1
-    assert ("hangs: no sign of life for 5 s" if how == signal.SIGSTOP else "(exit status -9)") in told[0]
+    assert ("hangs: no sign of life for 2 s" if how == signal.SIGSTOP else "(exit status -9)") in told[0]
     engine.update_weights(actor, 2)
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert len(told) == 1
