@@ -154,8 +154,10 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
         loop.models.actor.update = counted
         return loop
 
+    first = run(2)
     with pytest.raises(KeyboardInterrupt):
-        run(2).run()
+        first.run()
+    first.models.actor.wait_for_save()  # the save of the second step runs in the background
     again = run(None)
     assert again._resume(again.options.out / "training") == 2
     assert again._state == {"position": 4 * PROMPTS, "ahead": [2 * PROMPTS, 3 * PROMPTS]}
