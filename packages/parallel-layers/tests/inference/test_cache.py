@@ -1,4 +1,4 @@
-"""What the cache keeps, forgets, shares and moves, against a plain list of keys and values."""
+"""The paged cache stores, frees, shares and moves sequences as a plain list of keys and values does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says before it is loaded: that it is one, its dtype, and its longest sequence."""
+"""Read a checkpoint's folder before loading: check that it is one, and find its dtype and its longest sequence."""
 
 from __future__ import annotations
 
