@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.reference import REFERENCE
-from parallel_layers.kernels.elementary_functions import exp, log, tanh, tree_sum
-from parallel_layers.kernels.exact_matmul import exact_product
+from parallel_layers.kernels.exact import exact_product, in_double
 
 _MAX_SCORES = 1 << 22  # numbers in one block of scores: 32 MiB in fp64
 
@@ -43,15 +42,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scoring: 
     """Return output `[K, G I, D']` and log-sum-exp `[K, G I]` for queries at `places [G I]` among the keys."""
     scores = exact_product(query, key) * scoring.scale
     if scoring.softcap is not None:
-        scores = tanh(scores / scoring.softcap) * scoring.softcap
+        scores = in_double(torch.tanh, scores / scoring.softcap) * scoring.softcap
     distance = places[:, None] - torch.arange(key.shape[1], device=key.device)
     scores = scores.masked_fill(~scoring.sees(distance), float("-inf"))
     largest = scores.amax(dim=-1, keepdim=True)
-    weights = exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
-    total = tree_sum(weights)[..., None]
+    weights = in_double(torch.exp, scores - largest.masked_fill(largest == float("-inf"), 0.0))
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
     silent = total == 0  # a query without keys
     out = exact_product(weights, value) / total.masked_fill(silent, 1.0)
-    lse = (largest + log(total.masked_fill(silent, 1.0))).squeeze(-1)
+    lse = (largest + in_double(torch.log, total.masked_fill(silent, 1.0))).squeeze(-1)
     return out, lse
 
 

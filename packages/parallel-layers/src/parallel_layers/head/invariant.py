@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from parallel_layers.head import fused
 from parallel_layers.head.chunked import runs
-from parallel_layers.head.softmax_statistics import NEGLIGIBLE, LogitTransform, merge_statistics
+from parallel_layers.head.softmax_statistics import LogitTransform, merge_statistics, tile_statistics
 from parallel_layers.head.vocabulary import check_rows, gather_rows
-from parallel_layers.kernels.elementary_functions import exp, tanh, tree_sum
-from parallel_layers.kernels.exact_matmul import exact_product
+from parallel_layers.kernels.exact import exact_product
 from parallel_layers.linear.invariant import check_blocks
 
 _TILE_LOGITS = 1 << 22
@@ -58,7 +57,7 @@ def invariant_statistics(
     blocks: int,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Return the statistics `[4, T]` of the whole vocabulary; `labels_T` counts from this rank's first entry.
+    """Return the statistics `[4, T]` of the whole vocabulary in fp64; `labels_T` counts from this rank's first entry.
 
     Communication: an all-gather of `[parts of a rank, 4, T]`.
     """
@@ -69,9 +68,9 @@ def invariant_statistics(
     for own, (first, last) in zip(padded, of_ranks[rank], strict=False):
         inside = slice(first - rank * rows, last - rank * rows)
         own.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform))
-    gathered = gather_rows(padded[None], group)
+    gathered = gather_rows(padded[None], group).double()
     every = [part for found, of_rank in zip(gathered, of_ranks, strict=False) for part in found[: len(of_rank)]]
-    return reduce(lambda left, right: merge_statistics(torch.stack((left, right)), exp), every)
+    return reduce(lambda left, right: merge_statistics(torch.stack((left, right))), every)
 
 
 def _part_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
@@ -84,26 +83,7 @@ def _part_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, tra
         return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform)[:, :num_tokens]
     tiles = []
     for tokens in runs(len(hidden_TH), max(1, _TILE_LOGITS // len(weight_VH))):
-        logits = _logits(exact_product(hidden_TH[tokens], weight_VH), transform, tokens)
-        tiles.append(_statistics(logits, labels_T[tokens]))
+        # fp64 hides the order of the sums; see `kernels.exact`.
+        logits, _ = transform.apply_(exact_product(hidden_TH[tokens], weight_VH).double(), tokens)
+        tiles.append(tile_statistics(logits, labels_T[tokens]).float())
     return torch.cat(tiles, dim=1)
-
-
-def _logits(raw_TV: Tensor, transform: LogitTransform, tokens: slice) -> Tensor:
-    z = raw_TV * transform.scale
-    if transform.softcap:
-        z = transform.softcap * tanh(z / transform.softcap)
-    if isinstance(transform.temperature, Tensor):
-        return z / transform.temperature[tokens].float()[:, None]
-    return z / transform.temperature
-
-
-def _statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Compute `softmax_statistics.tile_statistics` in a fixed order."""
-    maximum = logits_TV.amax(dim=-1)
-    shifted = logits_TV - maximum[:, None]
-    weights = exp(shifted)
-    inside = (labels_T >= 0) & (labels_T < logits_TV.shape[1])
-    label_logits = logits_TV.gather(-1, labels_T.clamp(0, logits_TV.shape[1] - 1)[:, None])[:, 0]
-    moments = weights * shifted.clamp(min=NEGLIGIBLE)
-    return torch.stack((maximum, tree_sum(weights), tree_sum(moments), torch.where(inside, label_logits, 0.0)))

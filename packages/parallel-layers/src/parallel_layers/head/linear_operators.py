@@ -26,7 +26,6 @@ from parallel_layers.head.softmax_statistics import (
     merge_statistics,
 )
 from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, gather_rows, group_of
-from parallel_layers.kernels import elementary_functions
 
 
 @torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
@@ -64,7 +63,7 @@ def linear_log_probs_op(
         statistics = chunked.head_statistics(hidden, weight, labels, transform)
     if not blocks and async_collectives.is_sharded(group):
         statistics = merge_statistics(gather_rows(statistics[None], group))
-    log_probs, entropy, logsumexp = finish_statistics(statistics, elementary_functions.log if blocks else torch.log)
+    log_probs, entropy, logsumexp = (x.to(wide(hidden.dtype)) for x in finish_statistics(statistics))
     return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
 
 

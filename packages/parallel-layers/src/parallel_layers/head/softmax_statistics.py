@@ -16,7 +16,6 @@ Shape suffixes: T tokens, V vocabulary entries at hand, N sets to merge.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,24 +82,22 @@ def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return statistics
 
 
-def merge_statistics(parts_N4T: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+def merge_statistics(parts_N4T: Tensor) -> Tensor:
     """Merge the statistics of N disjoint sets, in order, into those of their union: `[N, 4, T] -> [4, T]`."""
     maxima, sums, moments, label_logits = parts_N4T.unbind(dim=1)
     maximum = maxima.amax(dim=0)
     # For sets without weight (empty, or -inf alone) 0 * -inf would be NaN.
     shifts = torch.where(maxima == -math.inf, 0.0, maxima - maximum)
-    factors = torch.where(maxima == -math.inf, 0.0, exp(shifts))
+    factors = torch.where(maxima == -math.inf, 0.0, shifts.exp())
     total = (sums * factors).sum(dim=0)
     moment = ((moments + shifts * sums) * factors).sum(dim=0)
     return torch.stack((maximum, total, moment, label_logits.sum(dim=0)))
 
 
-def finish_statistics(
-    statistics_4T: Tensor, log: Callable[[Tensor], Tensor] = torch.log
-) -> tuple[Tensor, Tensor, Tensor]:
+def finish_statistics(statistics_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, from the statistics of the whole vocabulary."""
     maximum, total, moment, label_logit = statistics_4T.unbind(dim=0)
-    log_total = log(total)
+    log_total = total.log()
     # (t - m) first: the difference of two logits is exact where the sum m + log s would round.
     return (label_logit - maximum) - log_total, log_total - moment / total, maximum + log_total
 

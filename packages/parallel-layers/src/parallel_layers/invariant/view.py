@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.backends import BACKENDS, INVARIANT_BACKENDS
@@ -15,27 +14,16 @@ from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.kernels.elementary_functions import cos, gelu_tanh, silu, sin, tree_sum
+from parallel_layers.kernels.exact import in_double
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
-from parallel_layers.mlp import layer as mlp
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoE
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.rotary.rope_types import ROPE_TYPES
 from parallel_layers.shared_weights import Model, view_of
-
-# Activations of a CPU by their names in `mlp.layer`; on CUDA all are invariant.
-_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "swish": silu,
-    "gelu_tanh": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": mlp.ACTIVATIONS["relu"],
-    "relu2": mlp.ACTIVATIONS["relu2"],
-}
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
@@ -47,14 +35,15 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Row-parallel GEMMs are cut into `blocks` parts of the contraction, which are summed in fp32 and added as a binary
     tree over the ranks. In column-parallel GEMMs, norms, rotary embedding, activations and attention each row (column,
-    head, segment) is computed independently; see `linear.invariant` and `kernels.elementary_functions`.
+    head, segment) is computed independently; see `linear.invariant` and `kernels.exact`.
 
     The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
     view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
     with a cache uses the ordinary attention.
 
     Bits are equal on the same kind of device and dtype. bf16 on Hopper GPUs and newer uses Triton kernels. Everything
-    else (a CPU, fp32) uses exact fp64 GEMMs, which are slow and meant for tests.
+    else (a CPU, fp32) uses exact GEMMs and rounds functions and sums from fp64. That is slow and meant for tests, and
+    one rounded number in some 10^8 may differ.
 
     Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
     all-to-all and an all-gather instead of its all-reduce; see `linear.transports`.
@@ -85,7 +74,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
         elif isinstance(view, RotaryEmbedding):
             own["forward"] = partial(_rotary, view)
         elif isinstance(view, ParallelMLP):
-            own["forward"] = partial(_mlp, view)
+            own["activate"] = partial(in_double, view.activate)
         elif isinstance(view, ParallelAttention | ParallelLatentAttention):
             own["attend"] = partial(_attend, view.attend)
 
@@ -115,17 +104,11 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
 
 
 def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
-    """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or by tree sums."""
+    """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or in fp64."""
     if supports_rms_norm(x, layer.weight):
         return RMSNorm.forward(layer, x)
-    ordinary = partial(rms_norm, eps=layer.eps, unit_offset=layer.unit_offset)
-
-    def value(x: Tensor, weight: Tensor) -> Tensor:
-        wide, scale = x.float(), weight.float() + (1.0 if layer.unit_offset else 0.0)
-        mean = tree_sum(wide * wide)[..., None] / layer.hidden_size
-        return (wide / (mean + layer.eps).sqrt() * scale).to(x.dtype)
-
-    return _with_gradient_of(ordinary, value, x, copy_to_tensor_parallel(layer.weight, layer.group))
+    weight = copy_to_tensor_parallel(layer.weight, layer.group)
+    return rms_norm(x.double(), weight.double(), eps=layer.eps, unit_offset=layer.unit_offset).to(x.dtype)
 
 
 def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,57 +124,10 @@ def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | No
     if layer.rope_type is ROPE_TYPES["dynamic"] and not positions_T.is_cuda:
         raise ValueError("rope_type='dynamic' takes powers, which have no invariant form on a CPU; use a GPU")
     angles = layer.angles(positions_T, cu_seqlens)
-    return cos(angles) * layer.attention_factor, sin(angles) * layer.attention_factor
-
-
-def _mlp(layer: ParallelMLP, hidden: Tensor) -> Tensor:
-    """Compute `ParallelMLP.forward`, on a CPU with the activations of `kernels.elementary_functions`."""
-    if hidden.is_cuda:
-        return ParallelMLP.forward(layer, hidden)
-    if layer.act_fn is not None or layer.activation not in _ON_CPU:
-        raise ValueError(
-            f"activation={layer.activation!r} has no invariant form on a CPU; use a GPU or one of {', '.join(_ON_CPU)}"
-        )
-    activation = _ON_CPU[layer.activation]
-
-    def value(x: Tensor) -> Tensor:
-        if not layer.gated:
-            return activation(x)
-        gate, up = x.float().chunk(2, dim=-1)
-        return (activation(gate) * up).to(x.dtype)
-
-    ordinary = partial(mlp.gated, layer.activation) if layer.gated else mlp.activation_named(layer.activation)
-    projection = layer.gate_up_proj if layer.gated else layer.up_proj
-    return cast(Tensor, layer.down_proj(_with_gradient_of(ordinary, value, projection(hidden))))
+    cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
+    return cos * layer.attention_factor, sin * layer.attention_factor
 
 
 def _attend(attend: Callable[..., Tensor], *tensors: Any, backend: str, **options: Any) -> Tensor:
     """Call `packed_attention` or its context-parallel form on an invariant backend."""
     return attend(*tensors, backend="invariant" if backend == "auto" else backend, **options)
-
-
-def _with_gradient_of(ordinary: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return `value(*tensors)` with the gradient of `ordinary(*tensors)`, which differs only by rounding.
-
-    The backward recomputes the ordinary function.
-    """
-    result: Tensor = _WithGradientOf.apply(ordinary, value, *tensors)
-    return result
-
-
-class _WithGradientOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ordinary: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.ordinary = ordinary
-        ctx.save_for_backward(*tensors)
-        return value(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(ctx.saved_tensors, needed, strict=True)]
-        with torch.enable_grad():
-            y = ctx.ordinary(*leaves)
-        gradients = iter(torch.autograd.grad(y, [x for x in leaves if x.requires_grad], gradient))
-        return None, None, *(next(gradients) if wanted else None for wanted in needed)

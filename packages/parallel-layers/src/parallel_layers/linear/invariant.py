@@ -1,7 +1,7 @@
 """`InvariantProduct`: `x W^T` whose bits depend only on an element's own two rows and on the cuts of the contraction.
 
 On Hopper GPUs and later one Triton kernel multiplies bf16 and fp16 (`kernels.matmul`); everywhere else products are
-exact (`kernels.exact_matmul`).
+exact (`kernels.exact`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.autocast import without_autocast
-from parallel_layers.kernels.exact_matmul import exact_product
+from parallel_layers.kernels.exact import exact_product
 from parallel_layers.kernels.matmul import MAX_LEAVES, invariant_matmul, supports_matmul
 from parallel_layers.linear.execution import Execution
 from parallel_layers.linear.operators import column_parallel_linear

@@ -129,7 +129,11 @@ class ParallelMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply the MLP, `[T', H]` -> `[T', H]`."""
+        projection = self.gate_up_proj if self.gated else self.up_proj
+        return self.down_proj(self.activate(projection(hidden)))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """Apply the activation to the first projection: gated `[T, 2 I/tp]`, plain `[T, I/tp]` -> `[T, I/tp]`."""
         if self.gated:
-            return self.down_proj(gated(self.activation, self.gate_up_proj(hidden)))
-        activation = activation_named(self.activation) if self.act_fn is None else self.act_fn
-        return self.down_proj(activation(self.up_proj(hidden)))
+            return gated(self.activation, x)
+        return activation_named(self.activation)(x) if self.act_fn is None else self.act_fn(x)

@@ -1,6 +1,6 @@
-"""Matrix products without intermediate rounding: the bits do not depend on BLAS, threads or shape.
+"""Products and functions whose bits do not depend on shapes, threads or places, for a CPU and for fp32.
 
-The splitting of Ozaki, Ogita, Oishi and Rump (https://doi.org/10.1007/s11075-011-9478-1):
+`exact_product` has no intermediate rounding. It is the splitting of Ozaki, Ogita, Oishi and Rump (https://doi.org/10.1007/s11075-011-9478-1):
 
     x = x1 + x2 + rest,   w = w1 + w2 + rest,   each part b bits wide, relative to the largest number of its row
 
@@ -8,13 +8,24 @@ With b = (55 - log2 K) / 2 every partial sum of x1 w1 is an integer of at most 5
 so an fp64 GEMM of x1 and W1 is exact, and so are those of x1 w2 and x2 w1. The rest is below 2^-40 of the largest
 product. The three fp64 GEMMs are added elementwise.
 
+`in_double` computes in fp64 and rounds once. On a CPU the last bit of torch's functions depends on an element's place
+in the tensor (vector or scalar instructions), and that of sums on the shape. In fp64 the difference is about 2^-29 of
+the distance between two fp32 numbers, so it changes one rounded result in some 10^8.
+
 Shape suffixes: M rows, N columns of the result, K contraction.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 _MAX_WEIGHT = 1 << 24  # numbers of W that are split at a time: 4 x 128 MiB in fp64
+
+
+def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function(x)` computed in fp64 and rounded to x's dtype; on CUDA in x's dtype."""
+    return function(x) if x.is_cuda else function(x.double()).to(x.dtype)
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
