@@ -1,7 +1,7 @@
 """`vocab_parallel_log_probs` against torch on whole logits: values and gradients."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -243,6 +243,37 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     for loss, expected in LOSSES.values():
         actual = Result(*(x.cpu() for x in run(loss, logits.to(device), labels.to(device))))
         torch.testing.assert_close(actual, run(expected, logits, labels))
+
+
+def test_entropy_of_bf16_logits_over_a_large_vocabulary(ranks: RankPool) -> None:
+    """From nearly uniform, whose entropy is a sum of many small numbers, to nearly certain."""
+    torch.manual_seed(0)
+    scales = torch.tensor([[0.01], [1.0], [4.0], [10.0], [100.0]])
+    logits, labels = (torch.randn(5, 150_000) * scales).bfloat16(), torch.arange(5)
+    results = Ranks(ranks, 2, "cpu").results(logits, labels, ["log_probs", "entropy"])
+    for name, (value, _) in results.items():
+        torch.testing.assert_close(value.double(), LOSSES[name][1](logits.double(), labels), rtol=0, atol=1e-3)
+
+
+def _allocations(call: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """Return the result of a call and the bytes of all its allocations, custom operators included, largest first."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        result = call()
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    return result, sorted((e.nbytes() for e in events if e.nbytes() > 0), reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_temporary_is_one_tile(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    tile = 1 << 12
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", tile)
+    logits, labels = torch.randn(64, 512).to(dtype).requires_grad_(), torch.arange(64)
+    result, forward = _allocations(lambda: vocab_parallel_log_probs(logits, labels))
+    assert forward[0] == 4 * tile < logits.nbytes  # tiles are fp32
+    _, (gradient, *temporaries) = _allocations(lambda: (result.log_probs.sum() + result.entropy.sum()).backward())
+    assert gradient == logits.nbytes
+    assert all(nbytes <= 4 * tile for nbytes in temporaries)
 
 
 def _compiled(group: ProcessGroup | None, lengths: tuple[int, ...]) -> list[tuple[Result, Result]]:

@@ -41,9 +41,9 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
     with a cache uses the ordinary attention.
 
-    Bits are equal on the same kind of device and dtype. bf16 on Hopper GPUs and newer uses Triton kernels. Everything
-    else (a CPU, fp32) uses exact GEMMs and rounds functions and sums from fp64. That is slow and meant for tests, and
-    one rounded number in some 10^8 may differ.
+    On a GPU the bits are equal at every tp. On a CPU elementary functions and sums are computed in fp64 and rounded, so
+    that bits are equal but for a rounding tie (about one number in 10^8). bf16 on Hopper GPUs and newer uses Triton
+    kernels. A CPU and fp32 use exact GEMMs, which are slow and meant for tests.
 
     Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
     all-to-all and an all-gather instead of its all-reduce; see `linear.transports`.
