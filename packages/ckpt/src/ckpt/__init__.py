@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.comparison.compare import verify as verify, verify_live as verify_live
+    from ckpt.comparison.compare import verify as verify
     from ckpt.comparison.report import Difference as Difference, Report as Report
     from ckpt.files.atomic import FolderWriter as FolderWriter
     from ckpt.files.boxio import IOCounter as IOCounter
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from ckpt.transfer.agreement import agree as agree, all_gather_json as all_gather_json
     from ckpt.transfer.load import load_hf as load_hf
     from ckpt.transfer.offline import merge as merge, reshard as reshard
-    from ckpt.transfer.redistribute import redistribute as redistribute
     from ckpt.transfer.save import save_hf as save_hf
     from ckpt.transfer.stream import stream_hf as stream_hf
 
 # The public names of each module. A module is imported when one of its names is first used: `ckpt --help` runs without
 # torch.
 _NAMES = {
-    "ckpt.comparison.compare": ("verify", "verify_live"),
+    "ckpt.comparison.compare": ("verify",),
     "ckpt.comparison.report": ("Difference", "Report"),
     "ckpt.files.atomic": ("FolderWriter",),
     "ckpt.files.boxio": ("IOCounter",),
@@ -52,7 +51,6 @@ _NAMES = {
     "ckpt.transfer.agreement": ("agree", "all_gather_json"),
     "ckpt.transfer.load": ("load_hf",),
     "ckpt.transfer.offline": ("merge", "reshard"),
-    "ckpt.transfer.redistribute": ("redistribute",),
     "ckpt.transfer.save": ("save_hf",),
     "ckpt.transfer.stream": ("stream_hf",),
 }

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from ckpt import (
     Grid,
-    Place,
-    Report,
     layout_for,
     load_hf,
     reshard,
     save_hf,
     verify,
-    verify_live,
 )
 from ckpt.transfer.sources import open_source
 
@@ -126,33 +123,6 @@ def test_one_flipped_bit_is_found_in_every_ranks_copy(reference: str, checkpoint
     assert verify(against, tmp_path / "b").equal
 
 
-def verify_as_rank(group: Any, source: str, spoil: bool) -> Report:
-    layout, place = layout_for(source), Place(tp=(group.rank(), 2))
-    tensors = load_hf(source, layout, place)
-    if spoil and group.rank() == 1:
-        tensors[DOWN][4, 6] += 1
-    return verify_live(source, tensors, layout, place, group=group)
-
-
-def test_a_live_model_is_compared_rank_by_rank(checkpoint: Checkpoints, ranks: Any) -> None:
-    folder = checkpoint("llama", vocab_size=51)
-    assert all(report.equal for report in ranks.run(verify_as_rank, str(folder), False, world=2))
-    for report in ranks.run(verify_as_rank, str(folder), True, world=2):
-        assert [(d.name, d.first) for d in report.differences] == [(DOWN, (4, 6))]
-
-
-def test_padding_that_is_not_zero_and_strange_tensors_are_differences(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("llama", vocab_size=51)
-    layout, place = layout_for(folder), Place(tp=(1, 2))
-    tensors = load_hf(folder, layout, place)
-    tensors["lm_head.weight"][-1, 0] = 1
-    tensors["odd"] = torch.zeros(1)
-    tensors[NORM] = torch.zeros(3)
-    del tensors[DOWN]
-    found = {difference.name: difference.kind for difference in verify_live(folder, tensors, layout, place).differences}
-    assert found == {"lm_head.weight": "values", "odd": "unexpected", NORM: "shape", DOWN: "missing"}
-
-
 def configured(source: Path, target: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
     """A copy of a checkpoint with another config.json."""
     shutil.copytree(source, target)
@@ -188,9 +158,6 @@ def test_the_same_tensors_under_another_configuration_differ(
     for a, b in ((source, other), (other, source)):
         report = verify(a, b)
         assert [(item.name, item.kind) for item in report.differences] == [(f"config.json {name}", "config")]
-    layout = layout_for(other)
-    report = verify_live(source, load_hf(source, layout), layout)
-    assert [item.kind for item in report.differences] == ["config"]
     reshard(other, tmp_path / "shards", Grid(tp=2))
     assert verify(tmp_path / "shards", other).equal
     assert not verify(source, tmp_path / "shards").equal

@@ -20,7 +20,6 @@ from ckpt import (
     load_hf,
     load_training,
     merge,
-    redistribute,
     reshard,
     save_hf,
     save_training,
@@ -41,10 +40,6 @@ def with_value(source: Path, target: Path, value: float) -> Path:
     return target
 
 
-def move(tensors: Any, layout: Any) -> Any:
-    return redistribute(tensors, layout, Place(), layout, Place(), dtype=HALF)
-
-
 FILES: dict[str, Callable[[Path, Path], Any]] = {
     "load_hf": lambda source, out: load_hf(source, layout_for(source), dtype=HALF),
     "reshard": lambda source, out: reshard(source, out, Grid(tp=2), dtype=HALF),
@@ -53,7 +48,6 @@ FILES: dict[str, Callable[[Path, Path], Any]] = {
 LIVE: dict[str, Callable[[Any, Any, Path], Any]] = {
     "save_hf": lambda tensors, layout, out: save_hf(out, tensors, layout, dtype=HALF),
     "stream_hf": lambda tensors, layout, out: list(stream_hf(tensors, layout, dtype=HALF)),
-    "redistribute": lambda tensors, layout, out: move(tensors, layout),
 }
 
 

@@ -27,7 +27,6 @@ from ckpt import (
     save_hf,
     save_training,
     verify,
-    verify_live,
 )
 
 Checkpoints = Callable[..., Path]
@@ -54,18 +53,12 @@ def age(folder: Path) -> None:
         os.utime(file, (0, 0))
 
 
-def compare_live(folder: Path, source: Path) -> object:
-    layout = layout_for(source)
-    return verify_live(folder, load_hf(source, layout), layout)
-
-
 # How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
     ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.sources, "check_bytes"),
     ("verify", as_hf, lambda a, b: verify(a, b), ckpt.comparison.compare, "read_box"),
     ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.comparison.compare, "read_box"),
-    ("verify_live", as_hf, compare_live, ckpt.comparison.compare, "read_box"),
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
     ("load_hf shards", as_shards, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import Place, layout_for, load_hf, load_training, redistribute, save_hf, save_training, stream_hf
+from ckpt import Place, layout_for, load_hf, load_training, save_hf, save_training, stream_hf
 
 Checkpoints = Callable[..., Path]
 
@@ -35,9 +35,6 @@ def call(name: str, group: Any, source: str, target: str, differs: str) -> None:
         save_hf(target, tensors, layout, place, group=group, **options)
     elif name == "stream_hf":
         list(stream_hf(tensors, layout, group, place, **options))
-    elif name == "redistribute":
-        to_layout = layout_for(source, "megatron", vocab_multiple=8 if differs == "to_layout" and odd else 1)
-        redistribute(tensors, layout, place, to_layout, place, group=group, **options)
     elif name == "save_training":
         save_training(target, 2 if differs == "step" and odd else 1, tensors, layout, place, group=group, **options)
     else:
@@ -50,7 +47,6 @@ CASES = [
     *(("load_hf", differs) for differs in ("layout", "dtype")),
     *(("save_hf", differs) for differs in ("layout", "dtype", "max_shard_size")),
     *(("stream_hf", differs) for differs in ("layout", "dtype", "to", "bucket_bytes")),
-    *(("redistribute", differs) for differs in ("layout", "to_layout", "bucket_bytes")),
     *(("save_training", differs) for differs in ("layout", "step", "keep")),
     ("load_training", "step"),
 ]

@@ -19,11 +19,9 @@ from ckpt import (
     Place,
     layout_for,
     load_hf,
-    redistribute,
     save_hf,
     save_training,
     stream_hf,
-    verify_live,
 )
 from ckpt.layout.dtensors import on_this_rank
 
@@ -95,37 +93,29 @@ def test_every_rank_writes_the_part_it_has(
     assert max(written) < 1.3 * total / (dp * tp)
 
 
-def move_divided(group: Any, source: str, division: str) -> dict[str, Tensor]:
+def stream_divided(group: Any, source: str, division: str) -> dict[str, Tensor]:
     layout, place, whole, tensors = divided(group, source, division)
-    to_layout = layout_for(source, "megatron")
     with pytest.MonkeyPatch.context() as patch:
         refuse_to_gather(patch)
         full = dict(stream_hf(tensors, layout, group, place, bucket_bytes=4096))
-        (moved,) = redistribute(tensors, layout, place, to_layout, Place(), group=group)
-        assert verify_live(source, tensors, layout, place, group=group).equal
         filled = {name: tensor * 0 for name, tensor in tensors.items()}
         counter = IOCounter()
         held = load_hf(source, layout, place, into=filled, group=group, counter=counter)
         # Only the part's own bytes are read; replicated vectors of a dp 3 mesh have parts as well.
         assert counter.data_bytes == sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-    expected = load_hf(source, to_layout)
-    assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
     for name, tensor in filled.items():
         assert torch.equal(tensor.full_tensor(), whole[name]), name
         assert held[name].data_ptr() == tensor.to_local().data_ptr()
-    filled["model.norm.weight"].to_local().add_(1)
-    report = verify_live(source, filled, layout, place, group=group)
-    assert {difference.name for difference in report.differences} == {"model.norm.weight"}
     return full
 
 
 @pytest.mark.parametrize("division", ["dp 2 x tp 2", "dp 3"])
-def test_parts_are_streamed_moved_verified_and_filled(
+def test_parts_are_streamed_and_filled(
     division: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, ranks: Any
 ) -> None:
     source = checkpoint("llama")
     dp, tp = DIVISIONS[division][0]
-    for full in ranks.run(move_divided, str(source), division, world=dp * tp):
+    for full in ranks.run(stream_divided, str(source), division, world=dp * tp):
         assert_same(full, read_all(source))
 
 

@@ -1,4 +1,4 @@
-"""Live transfers: streaming whole tensors, moving between grids, saving for ranks without the file system."""
+"""Live transfers: streaming whole tensors, saving for ranks that do not reach the files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ckpt import (
     layout_for,
     load_hf,
     open_checkpoint,
-    redistribute,
     save_hf,
     stream_hf,
 )
@@ -126,36 +125,6 @@ def test_streaming_from_one_process_casts(checkpoint: Checkpoints, read_all: Rea
     streamed = dict(stream_hf(load_hf(folder, layout), layout, dtype=torch.bfloat16))
     assert streamed.keys() == expected.keys()
     assert all(torch.equal(streamed[name], tensor.bfloat16()) for name, tensor in expected.items())
-
-
-def move(group: Any, source: str, bucket_bytes: int) -> bool:
-    """From tp 2 on the native layers, on ranks 0 and 1, to tp 2 x pp 2 on Megatron's, on all four."""
-    rank = group.rank()
-    layout, to_layout = layout_for(source), layout_for(source, "megatron")
-    to_place = Place(tp=(rank % 2, 2), pp=(rank // 2, 2))
-    place = [Place(tp=(rank, 2))] if rank < 2 else []
-    tensors = [load_hf(source, layout, at) for at in place]
-    (moved,) = redistribute(tensors, layout, place, to_layout, to_place, group=group, bucket_bytes=bucket_bytes)
-    expected = load_hf(source, to_layout, to_place)
-    return moved.keys() == expected.keys() and all(torch.equal(moved[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "bucket_bytes"),
-    [("llama-tied", 1000), ("deepseek", 1 << 20), pytest.param("deepseek", 64, marks=pytest.mark.slow)],
-)
-def test_a_live_model_moves_between_grids_bitwise(
-    name: str, bucket_bytes: int, checkpoint: Checkpoints, ranks: Any
-) -> None:
-    folder = checkpoint(name, num_hidden_layers=2, vocab_size=51)
-    assert ranks.run(move, str(folder), bucket_bytes, world=4) == [True] * 4
-
-
-def test_layouts_of_different_models_are_refused(checkpoint: Checkpoints) -> None:
-    layout, other = layout_for(checkpoint("llama")), layout_for(checkpoint("llama-tied"))
-    tensors = load_hf(checkpoint("llama"), layout)
-    with pytest.raises(ValueError, match=r"lm_head.weight \(50, 32\) is not in the other layout"):
-        redistribute(tensors, layout, Place(), other, Place())
 
 
 def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> int:

@@ -23,7 +23,6 @@ from ckpt import (
     load_hf,
     load_training,
     merge,
-    redistribute,
     reshard,
     save_training,
     stream_hf,
@@ -51,13 +50,10 @@ def spoil(tensors: dict[str, Tensor], state: State, what: str, target: str) -> N
 
 
 def use(operation: str, tensors: Any, state: Any, layout: Layout, place: Any, group: Any, root: Path) -> None:
-    """Move the model, or save it; to tp 1 on each rank."""
-    to = Place()
+    """Stream the model, or save it."""
     if operation == "stream":
         for _ in stream_hf(tensors, layout, group, place):
             pass
-    elif operation == "redistribute":
-        redistribute(tensors, layout, place, layout, to, group=group)
     else:
         asynchronous = operation == "save_training in the background"
         own = dist.new_group(backend="gloo") if asynchronous else group
@@ -80,7 +76,6 @@ def on_stages(group: Any, source: str, root: Path, target: Any, operation: str, 
 
 CASES = [
     ("stream", "weight"),
-    ("redistribute", "weight"),
     ("save_training", "weight"),
     ("save_training", "moment"),
     ("save_training", "count"),

@@ -13,7 +13,7 @@ class Difference:
     """One tensor, or one field of the configurations, that differs.
 
     Attributes:
-        name: The canonical tensor, the local tensor of a live model, or "config.json FIELD".
+        name: The canonical tensor, or "config.json FIELD".
         kind: "missing": only the first has it; "unexpected": only the second has it; "shape"; "dtype"; "values";
             "config": a field that changes what the model computes.
         detail: A text with both sides.

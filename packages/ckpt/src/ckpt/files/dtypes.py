@@ -51,24 +51,6 @@ def config_dtype(config: Mapping[str, object]) -> torch.dtype:
     return dtype
 
 
-def joined_dtype(name: str, stored: set[torch.dtype], cast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the local tensor `name`, which joins tensors of the dtypes `stored`.
-
-    `cast` is the dtype that floating-point tensors are cast to; with None they keep theirs.
-
-    Raises:
-        ValueError: The dtypes differ, and they are not cast.
-    """
-    if cast is not None and all(dtype.is_floating_point for dtype in stored):
-        return cast
-    if len(stored) > 1:
-        raise ValueError(
-            f"{name} joins tensors of types {sorted(map(str, stored))}; pass dtype= to cast them to one, or save them "
-            "in one type"
-        )
-    return next(iter(stored))
-
-
 def check_cast(dtype: torch.dtype | None) -> None:
     """Refuse to cast weights to a dtype of integers or booleans."""
     if dtype is not None and not dtype.is_floating_point:

@@ -5,7 +5,7 @@ Every rank derives the same list of moves from the layouts (`plan_moves`), witho
 receive buffer of at most `bucket_bytes` each, rounded up to the alignment.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import view_of
 from ckpt.layout.pieces import Box, Copy, Piece, carried_over, extents, intersect, split_box, volume
 from ckpt.transfer.agreement import group_device
 from ckpt.transfer.holdings import Held, Holdings
@@ -24,10 +23,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A piece of a tensor that several ranks want: the ranks, their name for the tensor, and the piece.
-
-    In one exchange the sets of ranks of two wants are equal or disjoint.
-    """
+    """A piece that ranks want, and their name for the tensor; the ranks of two wants are equal or disjoint."""
 
     ranks: frozenset[int]
     tensor: str
@@ -65,7 +61,7 @@ Deliver = Callable[[Want, Box, Tensor], None]
 
 
 def plan_moves(
-    holdings: Holdings, wants: Iterable[tuple[list[Held], list[Want]]], bucket_bytes: int = BUCKET_BYTES
+    holdings: Holdings, wants: Iterable[tuple[list[Held], Want]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
     """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
 
@@ -73,8 +69,7 @@ def plan_moves(
 
     Args:
         holdings: The ranks' tensors.
-        wants: Owned pieces of a canonical tensor, and the wanted pieces that they fill; in the same order on every
-            rank.
+        wants: Owned pieces, and the wanted piece that they fill; in the same order on every rank.
         bucket_bytes: The most that one rank sends or receives at once (rounded up to 16 bytes).
     """
     rank = holdings.rank
@@ -83,9 +78,10 @@ def plan_moves(
     mine: list[_Move] = []
     done: list[str] = []
     travels = False
-    for owned, wanted in wants:
-        for move in _moves(owned, wanted, holdings.dtypes, bucket_bytes):
-            holder, receivers = move.held.rank, move.want.ranks
+    for owned, want in wants:
+        receivers = want.ranks
+        for move in _moves(owned, want, holdings.dtypes[want.piece.name], bucket_bytes):
+            holder = move.held.rank
             into = received.get(receivers, 0) + _aligned(move.nbytes)
             out = sent.get(holder, 0) + _aligned(move.nbytes) * len(receivers)
             if max(into, out) > bucket_bytes and received:
@@ -96,7 +92,7 @@ def plan_moves(
             travels = travels or len(receivers) > 1 or holder not in receivers
             if rank == holder or rank in receivers:
                 mine.append(move)
-        done += dict.fromkeys(want.piece.name for want in wanted)
+        done.append(want.piece.name)
     yield Bucket(mine, travels, done)
 
 
@@ -115,17 +111,12 @@ def exchange(
             yield bucket.done
 
 
-def _moves(
-    owned: list[Held], wanted: list[Want], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
-) -> Iterator[_Move]:
-    for want in wanted:
-        dtype = dtypes[want.piece.name]
-        # A rank sends a part to each of the receivers in one bucket.
-        limit = max(1, bucket_bytes // (dtype.itemsize * max(1, len(want.ranks))))
-        for holder in owned:
-            copy = intersect(holder.piece, want.piece)
-            if copy is None:
-                continue
+def _moves(owned: list[Held], want: Want, dtype: torch.dtype, bucket_bytes: int) -> Iterator[_Move]:
+    # A rank sends a part to each of the receivers in one bucket.
+    limit = max(1, bucket_bytes // (dtype.itemsize * max(1, len(want.ranks))))
+    for holder in owned:
+        copy = intersect(holder.piece, want.piece)
+        if copy is not None:
             for part in split_box(copy.source_range, limit):
                 yield _Move(holder, want, Copy(part, carried_over(part, copy)), dtype)
 
@@ -169,9 +160,3 @@ def _segments(sides: list[list[_Move]], buffer: Tensor) -> Iterator[tuple[_Move,
         for move in moves:
             yield move, buffer[position : position + move.nbytes].view(move.dtype)
             position += _aligned(move.nbytes)
-
-
-def copy_into(destination: Tensor, box: Box, values: Tensor) -> None:
-    """Copy values into a box of a tensor, casting where the types differ; leading dimensions of 1 may be extra."""
-    view = view_of(destination, box)
-    view.copy_(values.reshape(view.shape))

@@ -1,7 +1,7 @@
 """Load a Hugging Face checkpoint: each rank reads its own bytes, straight into its tensors."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ def load_hf(
     into: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
     check: bool = False,
-    progress: Callable[[int, int], None] | None = None,
     counter: IOCounter | None = None,
     threads: int = 4,
 ) -> dict[str, Tensor]:
@@ -50,7 +49,6 @@ def load_hf(
             theirs. For a DTensor this rank's part is read and returned.
         group: The ranks that load together; an error on any rank is raised on all of them.
         check: Compare the whole checkpoint with its recorded checksums first; the ranks divide the tensors.
-        progress: Called on the group's first rank with its bytes read so far and its bytes in all.
         counter: Counts the bytes and calls of this load.
         threads: The number of threads that read.
 
@@ -65,7 +63,6 @@ def load_hf(
     """
     require_same(group, layout=layout.fingerprint, dtype=dtype)
     count = IOCounter() if counter is None else counter
-    rank = rank_in(group)
 
     def prepare() -> tuple[Source, dict[str, Block], dict[str, Tensor]]:
         if threads < 1:
@@ -75,7 +72,7 @@ def load_hf(
         source = open_source(path, layout=layout)
         count.header_bytes += sum(header.length for header in source.headers.values())
         if check:
-            source.check(rank, 1 if group is None else group.size())
+            source.check(rank_in(group), 1 if group is None else group.size())
         blocks = {
             name: block
             for name, block in layout.at(Place() if place is None else place).items()
@@ -98,7 +95,7 @@ def load_hf(
             for read in reads_into(tensors[name], block, source.pieces, source.tensors.__getitem__)
         )
         with while_unchanged(source.files):
-            read_all(reads, threads=threads, counter=count, progress=progress if rank == 0 else None)
+            read_all(reads, threads=threads, counter=count)
 
     agree(read, group)
     return tensors

@@ -17,7 +17,7 @@ from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.header import TensorInfo
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
-from ckpt.layout.families import Role, Target
+from ckpt.layout.families import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.shards import layout_json, shard_name
@@ -35,7 +35,6 @@ def reshard(
     target: Target | None = None,
     layers: LayerPlacement = None,
     vocab_multiple: int = 1,
-    role: Role | None = None,
     dtype: torch.dtype | None = None,
     check: bool = False,
     progress: Progress | None = None,
@@ -51,7 +50,6 @@ def reshard(
         target: The target of the local tensors; None: the source's ("parallel" for Hugging Face).
         layers: As in `layout_for`.
         vocab_multiple: As in `layout_for`.
-        role: The role of a Hugging Face source; None: the role that its heads and config show.
         dtype: Cast floating-point weights.
         check: Compare the source's bytes with its recorded checksums first, which reads all files once more.
         progress: Called with bytes done and bytes in all.
@@ -61,7 +59,7 @@ def reshard(
             differ, or the model does not fit the grid; or the destination is the source's own folder.
         OSError: The disk is full; what was at `destination` is intact.
     """
-    origin, opened = _open(source, destination, role, dtype, check)
+    origin, opened = _open(source, destination, dtype, check)
     layout = dataclasses.replace(
         opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
     )
@@ -106,7 +104,7 @@ def merge(
         ValueError: As `reshard`.
         OSError: As `reshard`.
     """
-    origin, opened = _open(source, destination, None, dtype, check)
+    origin, opened = _open(source, destination, dtype, check)
     layout = opened.layout
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
@@ -119,11 +117,7 @@ def merge(
 
 
 def _open(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    role: Role | None,
-    dtype: torch.dtype | None,
-    check: bool,
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], dtype: torch.dtype | None, check: bool
 ) -> tuple[Path, Source]:
     """Return the source's folder, and the opened source; refuse a destination that is the source."""
     check_cast(dtype)
@@ -131,7 +125,7 @@ def _open(
     folder = path.parent if path.is_file() else path
     if folder.exists() and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
-    opened = open_source(source, role, check=check)
+    opened = open_source(source, check=check)
     refuse_differing_copies(opened)
     return folder, opened
 

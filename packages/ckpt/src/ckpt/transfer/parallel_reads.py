@@ -5,7 +5,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,24 +42,16 @@ class Read:
             yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
 
 
-def read_all(
-    reads: Iterable[Read],
-    *,
-    threads: int = 4,
-    counter: IOCounter,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
+def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> None:
     """Read all boxes, in the order of their bytes in the files; return when all are complete.
 
-    Each thread has one staging buffer of 16 MiB, for tensors that are cast or on a GPU. The calling thread calls
-    `progress` with the bytes read so far and the bytes in all.
+    Each thread has one staging buffer of 16 MiB, for tensors that are cast or on a GPU.
 
     Raises:
         ValueError: A file ended early, or a value is too large for the dtype of the cast.
         OSError: A file cannot be read.
     """
     ordered = sorted(reads, key=lambda read: (read.path, read.info.offset, read.box))
-    total, done = sum(read.nbytes for read in ordered), 0
     devices = {read.destination.device for read in ordered if read.destination.device.type == "cuda"}
     # CUDA copies run on the caller's streams.
     streams = {device: torch.cuda.current_stream(device) for device in devices}
@@ -88,9 +80,6 @@ def read_all(
                 count = future.result()
                 counter.data_bytes += count.data_bytes
                 counter.calls += count.calls
-                done += count.data_bytes
-                if progress is not None:
-                    progress(done, total)
         finally:
             ended.set()
 

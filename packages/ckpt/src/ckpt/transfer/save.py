@@ -18,7 +18,7 @@ from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, requ
 from ckpt.transfer.exchange import Want
 from ckpt.transfer.holdings import Held, Places, Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
-from ckpt.transfer.writing import Progress, new_folder, write_pieces
+from ckpt.transfer.writing import new_folder, write_pieces
 
 
 def save_hf(
@@ -32,7 +32,6 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
     counter: IOCounter | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from the ranks' own tensors.
@@ -56,7 +55,6 @@ def save_hf(
         dtype: The stored dtype; None: the tensors' own.
         max_shard_size: Bytes of one file, or a text such as "5GB".
         copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.
-        progress: Called on the group's first rank with its bytes written so far and its bytes in all.
         counter: Counts the bytes and calls of this rank's writes.
 
     Raises:
@@ -86,8 +84,7 @@ def save_hf(
         writers = [rank for rank, can in enumerate(reach) if can]
         pieces = _destinations(plan, owners, None if all(reach) else writers)
         count = IOCounter() if counter is None else counter
-        shown = progress if holdings.rank == 0 else None
-        write_pieces(folder, plan, pieces, holdings, group, count, plan.nbytes, shown)
+        write_pieces(folder, plan, pieces, holdings, group, count, plan.nbytes)
         sums = _checksums(folder, plan, holdings.rank, writers, group)
 
         @room

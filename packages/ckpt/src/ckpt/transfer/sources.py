@@ -11,11 +11,9 @@ from torch import Tensor
 
 from ckpt.files.boxio import view_of
 from ckpt.files.disk import while_unchanged
-from ckpt.files.dtypes import joined_dtype
 from ckpt.files.folder import open_checkpoint
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
-from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
 from ckpt.layout.place import Grid
@@ -63,7 +61,14 @@ class Source:
         """
         found = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
         kept = any(self.layout.canonical[name].keep_dtype for name in names)
-        return joined_dtype(local, found, None if kept else cast)
+        if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
+            return cast
+        if len(found) > 1:
+            raise ValueError(
+                f"{local} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one, or save "
+                "them in one type"
+            )
+        return found.pop()
 
     def check(self, rank: int = 0, size: int = 1) -> None:
         """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share.
@@ -75,13 +80,11 @@ class Source:
             check_bytes(self.headers, rank, size)
 
 
-def open_source(
-    path: str | os.PathLike[str], role: Role | None = None, layout: Layout | None = None, *, check: bool = False
-) -> Source:
+def open_source(path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False) -> Source:
     """Open a Hugging Face folder, a sharded one, or one file of weights.
 
-    The files must hold the tensors of `layout`, if given. Without `layout` and `role`, a Hugging Face folder has the
-    role that its heads and config show. `check` compares the bytes of the files with their recorded checksums.
+    The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
+    `check` compares the bytes of the files with their recorded checksums.
 
     Raises:
         ValueError: As `open_checkpoint`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
@@ -89,10 +92,10 @@ def open_source(
     if is_sharded(path):
         source = _sharded(Path(path))
         if layout is not None:
-            require_same_model(layout, source.layout)
+            _require_same_model(layout, source.layout)
     else:
         checkpoint = open_checkpoint(path)
-        known = layout or layout_for(path, role=role or detect_role(checkpoint))
+        known = layout or layout_for(path, role=detect_role(checkpoint))
         headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
         tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
         source = Source(known, headers, tensors, match(checkpoint, known))
@@ -101,7 +104,7 @@ def open_source(
     return source
 
 
-def require_same_model(layout: Layout, other: Layout) -> None:
+def _require_same_model(layout: Layout, other: Layout) -> None:
     """Refuse layouts whose canonical tensors differ.
 
     Raises:
@@ -117,9 +120,9 @@ def require_same_model(layout: Layout, other: Layout) -> None:
         raise ValueError(f"the layouts are of different models: only the second has {extra[:3]}")
 
 
-def open_with_prediction_layers(path: str | os.PathLike[str], role: Role | None = None) -> Source:
+def open_with_prediction_layers(path: str | os.PathLike[str]) -> Source:
     """Open a source with the tensors of multi-token-prediction layers, which `open_source` omits."""
-    source = open_source(path, role)
+    source = open_source(path)
     infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
     shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
     source.layout = dataclasses.replace(source.layout, carried={**source.layout.carried, **shapes})

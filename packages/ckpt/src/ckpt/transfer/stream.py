@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.files.boxio import view_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, require_same
-from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, copy_into, exchange, plan_moves
+from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, exchange, plan_moves
 from ckpt.transfer.holdings import Holdings, Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
 
@@ -69,7 +70,8 @@ def stream_hf(
     def deliver(want: Want, box: Box, values: Tensor) -> None:
         if want.tensor not in full:
             full[want.tensor] = torch.empty(holdings.shapes[want.tensor], dtype=types[want.tensor], device=assembly)
-        copy_into(full[want.tensor], box, values)
+        view = view_of(full[want.tensor], box)
+        view.copy_(values.reshape(view.shape))
 
     whole = (
         [(name, full.pop(name)) for name in names]
@@ -114,7 +116,7 @@ def _planned(holdings: Holdings, layout: Layout, receivers: frozenset[int], buck
     key = (holdings.key, receivers, bucket_bytes)
     if "stream" not in layout.kept or layout.kept["stream"][0] != key:
         wants = (
-            (owned, [Want(receivers, name, Piece.whole(name, holdings.shapes[name]))])
+            (owned, Want(receivers, name, Piece.whole(name, holdings.shapes[name])))
             for name, owned in holdings.assign_owners().items()
         )
         layout.kept["stream"] = key, list(plan_moves(holdings, wants, bucket_bytes))

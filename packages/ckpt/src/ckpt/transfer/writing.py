@@ -1,7 +1,7 @@
 """Write the ranks' pieces into files: into a folder that appears at once, by ranks that reach the folder."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -11,12 +11,10 @@ from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import IOCounter, Staging, write_box
 from ckpt.files.disk import room_for
 from ckpt.files.written_files import FilePlan
-from ckpt.layout.pieces import Box, volume
+from ckpt.layout.pieces import Box
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json
 from ckpt.transfer.exchange import Want, exchange, plan_moves
 from ckpt.transfer.holdings import Held, Holdings
-
-Progress = Callable[[int, int], None]
 
 
 @contextlib.contextmanager
@@ -47,7 +45,6 @@ def write_pieces(
     group: ProcessGroup | None,
     counter: IOCounter,
     nbytes: int,
-    progress: Progress | None = None,
 ) -> None:
     """Write pieces into files that exist; a rank that does not write its own piece sends it, in bounded buckets.
 
@@ -60,16 +57,13 @@ def write_pieces(
         group: The ranks.
         counter: Counts this rank's writes.
         nbytes: The bytes of the save, for the error of a full disk.
-        progress: Called with this rank's bytes written so far and in all.
 
     Raises:
         OSError: The disk is full, or a file cannot be written; on every rank.
     """
     mine = [(held, want) for held, want in pieces if holdings.rank in want.ranks]
-    total = sum(volume(want.piece.local_range) * plan.tensors[want.tensor][1].dtype.itemsize for _, want in mine)
     room = room_for(nbytes, folder.parent)
     staging = Staging()
-    done = 0
     errors: list[OSError] = []
     with contextlib.ExitStack() as stack:
         files = dict.fromkeys(plan.tensors[want.tensor][0] for _, want in mine)
@@ -81,7 +75,6 @@ def write_pieces(
         )
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:
-            nonlocal done
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
             if errors:
                 return
@@ -90,16 +83,12 @@ def write_pieces(
                 write_box(fds[file], info, box, values, staging, counter)
             except OSError as error:
                 errors.append(error)
-                return
-            done += volume(box) * info.dtype.itemsize
-            if progress is not None:
-                progress(done, total)
 
         if all(held.rank in want.ranks for held, want in pieces):
             for held, want in mine:
                 deliver(want, want.piece.local_range, holdings.values(held, held.piece.local_range))
         else:
-            moves = plan_moves(holdings, (([held], [want]) for held, want in pieces))
+            moves = plan_moves(holdings, (([held], want) for held, want in pieces))
             for _ in exchange(holdings, moves, group, deliver):
                 pass
 
