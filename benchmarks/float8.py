@@ -25,7 +25,7 @@ from step import LLAMA_3_8B, TINY, randomise
 from torch import Tensor, nn
 
 from parallel_layers import DecoderConfig, DecoderLayer, RotaryEmbedding
-from parallel_layers.linear.float8 import RECIPES, Float8Config, why_not_float8, with_float8
+from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
 from parallel_layers.model import ModelConfig
 
 BF16 = "bf16"
@@ -103,8 +103,8 @@ def measure(config: DecoderConfig, depth: int, count: int, length: int, rounds: 
     randomise(ordinary)
     models: dict[str, nn.Module] = {BF16: ordinary}
     for recipe in RECIPES:
-        if why_not_float8(Float8Config(recipe=recipe)) is None:
-            models[recipe] = with_float8(ordinary, Float8Config(recipe=recipe))
+        if why_not_float8(recipe) is None:
+            models[recipe] = with_float8(ordinary, recipe)
     x, dy = (torch.randn(count * length, config.hidden_size, device=DEVICE).bfloat16() for _ in range(2))
     found = errors(models, x[:length], dy[:length])
     forwards = {f"{name} forward": partial(forward, model, x) for name, model in models.items()}
@@ -137,7 +137,7 @@ def main() -> None:
     torch.manual_seed(0)
     measured = ceilings()
     print(machine(), measured)
-    left_out = {recipe: why_not_float8(Float8Config(recipe=recipe)) for recipe in RECIPES}
+    left_out = {recipe: why_not_float8(recipe) for recipe in RECIPES}
     for recipe, reason in left_out.items():
         if reason is not None:
             print(f"{recipe} is left out: {reason}")

@@ -12,7 +12,7 @@ from parallel_layers import attention, inference, invariant, moe, rotary, testin
 from parallel_layers.attention import context_parallel
 from parallel_layers.data import micro_batches
 from parallel_layers.distributed import collectives
-from parallel_layers.head.embedding import check_token_ids, vocab_range
+from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.sharding import load_full_
 
 ROOT = Path(__file__).parents[3]

@@ -16,11 +16,11 @@ from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.distributed.training_state import TrainingState
 from parallel_layers.head import (
     LogProbs,
+    VocabParallelEmbedding,
     VocabParallelHead,
     linear_log_probs,
     vocab_parallel_log_probs,
 )
-from parallel_layers.head.embedding import VocabParallelEmbedding
 from parallel_layers.initialization import initialize_
 from parallel_layers.linear import (
     ColumnParallelLinear,
@@ -34,7 +34,7 @@ from parallel_layers.linear import (
     row_parallel_linear,
     with_execution,
 )
-from parallel_layers.linear.float8 import Float8Config, with_float8
+from parallel_layers.linear.float8 import with_float8
 from parallel_layers.memory.random_states import RngStates
 from parallel_layers.memory.recompute import checkpoint
 from parallel_layers.mlp.layer import ParallelMLP
@@ -48,7 +48,6 @@ __all__ = [
     "DecoderConfig",
     "DecoderLayer",
     "Execution",
-    "Float8Config",
     "LatentConfig",
     "LogProbs",
     "MergedColumnParallelLinear",

@@ -22,7 +22,7 @@ from parallel_layers.linear import symmetric_memory, transports
 
 
 class _FileMemory:
-    """`peer_memory.PeerMemory` of CPU tensors; a barrier is the group's own."""
+    """`symmetric_memory.PeerMemory` of CPU tensors; a barrier is the group's own."""
 
     def __init__(self, group: ProcessGroup, num_bytes: int) -> None:
         self.group = group

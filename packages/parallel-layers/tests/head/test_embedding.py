@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.head.embedding import VocabParallelEmbedding, vocab_range
+from parallel_layers.head import VocabParallelEmbedding
+from parallel_layers.head.vocabulary import vocab_range
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.head.vocabulary import check_token_ids
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
 from parallel_layers.linear import Placement, with_execution
-from parallel_layers.linear.float8 import Float8Config, why_not_float8, with_float8
+from parallel_layers.linear.float8 import why_not_float8, with_float8
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(
@@ -29,7 +28,7 @@ class TransformerEngine:
     """Stands for the package: the names that are used of it, and what was asked."""
 
     def __init__(self, reason: str = "") -> None:
-        self.recipes: list[tuple[str, dict[str, Any]]] = []
+        self.recipes: list[str] = []
         self.products: list[tuple[int, ...]] = []
         self.recipe: Any = None
         engine = self
@@ -56,12 +55,8 @@ class TransformerEngine:
             yield
             engine.recipe = None
 
-        class Format(Enum):
-            E4M3 = 1
-            HYBRID = 2
-
         def recipe_named(name: str) -> Any:
-            return lambda **options: engine.recipes.append((name, options)) or name
+            return lambda: engine.recipes.append(name) or name
 
         names = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
         self.pytorch = SimpleNamespace(
@@ -70,7 +65,7 @@ class TransformerEngine:
             is_fp8_available=lambda return_reason: (not reason, reason),
             is_mxfp8_available=lambda return_reason: (False, "needs Blackwell"),
         )
-        self.recipe_module = SimpleNamespace(Format=Format, **{name: recipe_named(name) for name in names})
+        self.recipe_module = SimpleNamespace(**{name: recipe_named(name) for name in names})
 
     @contextmanager
     def installed(self) -> Iterator["TransformerEngine"]:
@@ -107,7 +102,7 @@ def _run_both(group: ProcessGroup | None, sequence_parallel: bool, x: Tensor, se
     if group is not None and sequence_parallel:
         x, seed = (part.chunk(group.size())[group.rank()] for part in (x, seed))
     with TransformerEngine().installed() as engine:
-        view = with_float8(layer, Float8Config(format="hybrid"))
+        view = with_float8(layer)
         names = [name for name, module in view.named_modules() if getattr(module, "float8", False)]
         ours = run(view, layer, x, seed)
     return ours, run(layer, layer, x, seed), names, engine.products
@@ -175,22 +170,16 @@ def test_recipes() -> None:
     layer = ColumnParallelLinear(32, 32)
     with TransformerEngine().installed() as engine:
         with_float8(layer)
-        with_float8(layer, Float8Config(format="e4m3"))
-        (first, nothing), (second, options) = engine.recipes
-        assert first == second == "Float8CurrentScaling"
-        assert nothing == {}
-        assert options["fp8_format"].name == "E4M3"
+        assert engine.recipes == ["Float8CurrentScaling"]
         with pytest.raises(ValueError, match="recipe='mxfp8' cannot be used: needs Blackwell"):
-            with_float8(layer, Float8Config(recipe="mxfp8"))
+            with_float8(layer, "mxfp8")
     with (
         TransformerEngine("compute capability 8.9 or higher required").installed(),
         pytest.raises(ValueError, match=r"recipe='current' cannot be used: compute capability 8\.9"),
     ):
         with_float8(layer)
     with pytest.raises(ValueError, match="recipe='delayed' is unknown; use one of current, block, mxfp8"):
-        Float8Config(recipe="delayed")
-    with pytest.raises(ValueError, match="format='e5m2' is unknown"):
-        Float8Config(format="e5m2")
+        with_float8(layer, "delayed")
 
 
 def test_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +201,12 @@ def test_one_that_does_not_load_is_refused_with_its_reason(monkeypatch: pytest.M
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_transformer_engine_itself(recipe: str) -> None:
     """Outputs and gradients within e4m3's 3 binary places (e5m2's 2 for gradients) of bf16's, in the mean square."""
-    config = Float8Config(recipe=recipe)
-    if (reason := why_not_float8(config)) is not None:
+    if (reason := why_not_float8(recipe)) is not None:
         assert "does not load" not in reason
         pytest.skip(reason)
     torch.manual_seed(0)
     layer = ColumnParallelLinear(512, 256, bias=True, dtype=torch.bfloat16, device="cuda")
-    view = with_float8(layer, config)
+    view = with_float8(layer, recipe)
     x, seed = (torch.randn(100, size, device="cuda").bfloat16() for size in (512, 256))
     results = []
     for module in (view, layer):

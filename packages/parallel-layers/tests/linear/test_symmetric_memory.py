@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
-from parallel_layers.linear import peer_memory as peer_memories
 from parallel_layers.linear import symmetric_memory
-from parallel_layers.linear.peer_memory import peer_memory
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,
+    peer_memory,
     why_not_peers,
     why_not_symmetric_memory,
 )
@@ -109,7 +108,7 @@ def test_ranks_agree(ranks: RankPool) -> None:
 def timeout_of_a_new_group(group: ProcessGroup) -> timedelta:
     new = dist.new_group(timeout=timedelta(minutes=3))
     try:
-        return peer_memories._timeout(new, torch.device("cpu"))
+        return symmetric_memory._timeout(new, torch.device("cpu"))
     finally:
         dist.barrier(new)  # gloo fails where one rank destroys a group that another still connects
         dist.destroy_process_group(new)
@@ -166,7 +165,7 @@ def in_graphs(group: ProcessGroup) -> None:
 
     static = tokens(64, IN * 8, 0), tokens(64, OUT * 8, 1)
     torch.cuda.synchronize()
-    for left_by_other_tests in (peer_memories._memories, peer_memories._in_graphs):
+    for left_by_other_tests in (symmetric_memory._memories, symmetric_memory._in_graphs):
         left_by_other_tests.pop(group, None)
     run(*static)
     torch.cuda.synchronize()
@@ -186,7 +185,7 @@ def in_graphs(group: ProcessGroup) -> None:
         check(outputs, x, other)
     torch.cuda.synchronize()
     assert peer_memory(group, 1, device) is not held
-    assert peer_memories._in_graphs[group] == {held}
+    assert symmetric_memory._in_graphs[group] == {held}
     graph.reset()
 
 

@@ -36,18 +36,16 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([(2, 1), (4, 2), (4, 3), (1, 1)]), st.sampled_from(["top2_sum", "max"]))
-def test_groups_by_enumeration(seed: int, groups: tuple[int, int], group_score: str) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([(2, 1), (4, 2), (4, 3), (1, 1)]))
+def test_groups_by_enumeration(seed: int, groups: tuple[int, int]) -> None:
     num_groups, top_groups = groups
     top_k = min(3, 8 // num_groups * top_groups)
     scores = torch.rand(4, 8, generator=torch.Generator().manual_seed(seed))
-    chosen = choose_experts(
-        scores, config(num_groups=num_groups, top_k_groups=top_groups, group_score=group_score, top_k=top_k)
-    )
+    chosen = choose_experts(scores, config(num_groups=num_groups, top_k_groups=top_groups, top_k=top_k))
     size = 8 // num_groups
     for row, experts in zip(scores.tolist(), chosen.tolist(), strict=True):
         parts = [sorted(row[g * size : (g + 1) * size], reverse=True) for g in range(num_groups)]
-        by_score = [sum(part[: 2 if group_score == "top2_sum" else 1]) for part in parts]
+        by_score = [sum(part[:2]) for part in parts]
         best = max(itertools.combinations(range(num_groups), top_groups), key=lambda c: sum(by_score[g] for g in c))
         eligible = [e for g in best for e in range(g * size, (g + 1) * size)]
         assert experts == sorted(eligible, key=lambda e: -row[e])[:top_k]
@@ -77,12 +75,11 @@ def test_logits_are_fp32_for_bf16_hidden_states() -> None:
     ("options", "message"),
     [
         ({"scoring": "tanh"}, "scoring='tanh'"),
-        ({"group_score": "min"}, "group_score='min'"),
         ({"num_groups": 3}, "num_experts=8 is not divisible by num_groups=3"),
         ({"num_groups": 2, "top_k_groups": 3}, r"top_k_groups=3 must lie in 1\.\.num_groups=2"),
         ({"top_k": 9}, r"top_k=9 must lie in 1\.\.8"),
         ({"num_groups": 4, "top_k": 3}, r"top_k=3 must lie in 1\.\.2"),
-        ({"num_groups": 8, "top_k_groups": 8}, "group_score='max'"),
+        ({"num_groups": 8, "top_k_groups": 8}, "num_groups=8 makes groups of one"),
         ({"shared_expert_gate": True}, "set shared_intermediate_size"),
     ],
 )

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.head.vocabulary import check_token_ids
 
 
 @dataclass(frozen=True)

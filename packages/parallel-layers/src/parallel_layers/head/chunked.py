@@ -1,30 +1,151 @@
 """The head in tiles of plain torch, for every device; the reference for the CUDA kernels of `fused`.
 
-`head_statistics` walks the vocabulary and keeps four numbers a token. `head_gradients` recomputes the logits one slice
-of the vocabulary at a time. Temporaries have at most `TILE_ELEMENTS` elements, except one copy of the hidden states in
-the dtype of the GEMMs.
+The statistics of a token with logits z over a set of entries are four numbers (rows of a `[4, T]` tensor):
 
-Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
+    m = max_j z_j        s = sum_j e^(z_j - m)        u = sum_j (z_j - m) e^(z_j - m)        t = z_label
+
+From the statistics of the whole vocabulary follow, with p = softmax(z),
+
+    logsumexp(z) = m + log s        log p_label = t - logsumexp        entropy = -sum_j p_j log p_j = log s - u / s
+
+The shifted u loses less to cancellation than `logsumexp - sum_j p_j z_j`. Statistics of disjoint sets merge exactly
+(online softmax, Milakov & Gimelshein, arXiv:1805.02867, extended by u), both over tiles and over ranks. An empty set
+has m = -inf, s = u = t = 0.
+
+`head_statistics` walks the vocabulary and keeps the statistics. `head_gradients` recomputes the logits one slice of the
+vocabulary at a time. Temporaries have at most `TILE_ELEMENTS` elements, except one copy of the hidden states in the
+dtype of the GEMMs.
+
+Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N sets to merge.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_layers.autocast import wide
-from parallel_layers.head.softmax_statistics import (
-    LogitTransform,
-    UpstreamGradients,
-    logit_gradient,
-    merge_statistics,
-    tile_statistics,
-)
 
 TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
 """Largest temporary of a tile, in elements, by device type; other devices take the CUDA value."""
 
 _VOCABULARY_SLICE = 8192
+
+
+NEGLIGIBLE = -1e4
+"""Least log-probability that multiplies its probability: e^-10000 is 0 in every dtype, while 0 * -inf would be NaN."""
+
+
+class LogitTransform(NamedTuple):
+    """The map `z = softcap * tanh(scale * raw / softcap) / temperature`, without the tanh if `softcap` is 0.
+
+    `temperature` is a number or a tensor `[T]`, and gets no gradient.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float | Tensor = 1.0
+
+    def apply_(self, raw_TV: Tensor, tokens: slice) -> tuple[Tensor, Tensor | float]:
+        """Turn a tile of raw products of `tokens` into logits, in place; return them and the derivative dz / draw.
+
+        The derivative is a number, a `[T, 1]` column, or (with a soft-cap) a tile.
+        """
+        logits_TV = raw_TV
+        derivative: Tensor | float = self.scale
+        if self.softcap:
+            tanh_TV = raw_TV.mul_(self.scale / self.softcap).tanh_()
+            one = torch.ones((), dtype=raw_TV.dtype, device=raw_TV.device)
+            derivative = torch.addcmul(one, tanh_TV, tanh_TV, value=-1.0).mul_(self.scale)
+            logits_TV = tanh_TV.mul_(self.softcap)
+        elif self.scale != 1.0:
+            logits_TV = raw_TV.mul_(self.scale)
+        if isinstance(self.temperature, Tensor):
+            inverse: Tensor | float = self.temperature[tokens].to(raw_TV.dtype).reciprocal()[:, None]
+        elif self.temperature != 1.0:
+            inverse = 1.0 / self.temperature
+        else:
+            return logits_TV, derivative
+        return logits_TV.mul_(inverse), derivative * inverse
+
+
+class UpstreamGradients(NamedTuple):
+    """Upstream gradients and saved results that determine the gradient of the logits, each `[T]`.
+
+    `log_probs` is 0 for ignored labels. `entropy` is None if the entropy has no gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    logsumexps: Tensor
+    entropies: Tensor
+
+
+def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the statistics `[4, T]` of one tile of logits; entries of -inf have probability zero.
+
+    `labels_T` counts from the tile's first entry; a label outside the tile gives t = 0.
+    """
+    num_tokens, num_entries = logits_TV.shape
+    statistics = logits_TV.new_zeros(4, num_tokens)
+    if num_entries == 0:
+        statistics[0] = -math.inf
+        return statistics
+    maximum = logits_TV.amax(dim=-1)
+    # In a tile of -inf alone any finite shift gives s = u = 0.
+    shift = maximum.masked_fill(maximum == -math.inf, 0.0)
+    shifted = logits_TV - shift[:, None]
+    weights = shifted.exp()
+    statistics[0] = maximum
+    torch.sum(weights, dim=-1, out=statistics[1])
+    torch.sum(weights.mul_(shifted.clamp_(min=NEGLIGIBLE)), dim=-1, out=statistics[2])
+    inside = (labels_T >= 0) & (labels_T < num_entries)
+    label_logits = logits_TV.gather(-1, labels_T.clamp(0, num_entries - 1)[:, None])[:, 0]
+    statistics[3] = torch.where(inside, label_logits, 0.0)
+    return statistics
+
+
+def merge_statistics(parts_N4T: Tensor) -> Tensor:
+    """Merge the statistics of N disjoint sets, in order, into those of their union: `[N, 4, T] -> [4, T]`."""
+    maxima, sums, moments, label_logits = parts_N4T.unbind(dim=1)
+    maximum = maxima.amax(dim=0)
+    # For sets without weight (empty, or -inf alone) 0 * -inf would be NaN.
+    shifts = torch.where(maxima == -math.inf, 0.0, maxima - maximum)
+    factors = torch.where(maxima == -math.inf, 0.0, shifts.exp())
+    total = (sums * factors).sum(dim=0)
+    moment = ((moments + shifts * sums) * factors).sum(dim=0)
+    return torch.stack((maximum, total, moment, label_logits.sum(dim=0)))
+
+
+def finish_statistics(statistics_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `(log_probs, entropy, logsumexp)`, each `[T]`, from the statistics of the whole vocabulary."""
+    maximum, total, moment, label_logit = statistics_4T.unbind(dim=0)
+    log_total = total.log()
+    # (t - m) first: the difference of two logits is exact where the sum m + log s would round.
+    return (label_logit - maximum) - log_total, log_total - moment / total, maximum + log_total
+
+
+def logit_gradient(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradients, tokens: slice) -> Tensor:
+    """Return `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (z_j - logsumexp + H)` of one tile; overwrites the logits.
+
+    `labels_T` counts from the tile's first entry; labels outside the tile are ignored.
+    """
+    num_entries = logits_TV.shape[1]
+    log_probs_TV = logits_TV.sub_(upstream.logsumexps[tokens, None])
+    gradient_TV = log_probs_TV.exp()
+    grad_log_probs = upstream.log_probs[tokens]
+    if upstream.entropy is None:
+        gradient_TV.mul_(-grad_log_probs[:, None])
+    else:
+        factor_TV = log_probs_TV.clamp_(min=NEGLIGIBLE).add_(upstream.entropies[tokens, None])
+        gradient_TV.mul_(factor_TV.mul_(-upstream.entropy[tokens, None]).sub_(grad_log_probs[:, None]))
+    if num_entries:
+        inside = (labels_T >= 0) & (labels_T < num_entries)
+        column = labels_T.clamp(0, num_entries - 1)[:, None]
+        gradient_TV.scatter_add_(1, column, torch.where(inside, grad_log_probs, 0.0)[:, None])
+    return gradient_TV
 
 
 def runs(length: int, step: int) -> Iterator[slice]:
@@ -62,10 +183,7 @@ def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
-    """Return the statistics `[4, T]` of this rank's logits; `labels_T` counts from this rank's first entry.
-
-    `softmax_statistics` defines the statistics.
-    """
+    """Return the statistics `[4, T]` of this rank's logits; `labels_T` counts from this rank's first entry."""
     dtype = _operand_dtype(hidden_TH)
     tokens_a_tile, entries_a_tile = _tile_shape(hidden_TH, len(weight_VH))
     hidden = hidden_TH.to(dtype)
@@ -115,3 +233,25 @@ def head_gradients(
         if grad_weight_VH is not None and grad_weight is not None:
             grad_weight_VH[entries].copy_(grad_weight)
     hidden_done()
+
+
+def given_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return what `head_statistics` does, of logits that the caller has."""
+    tiles = [
+        tile_statistics(logits_TV[tokens].to(wide(logits_TV.dtype)), labels_T[tokens])
+        for tokens in _token_runs(logits_TV)
+    ]
+    return torch.cat(tiles, dim=1)
+
+
+def given_gradients(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradients, out_TV: Tensor) -> None:
+    """Write the gradient of given logits to `out_TV`."""
+    for tokens in _token_runs(logits_TV):
+        # Copy also if the dtype is the same, because the tile is overwritten.
+        tile = logits_TV[tokens].to(wide(logits_TV.dtype), copy=True)
+        out_TV[tokens] = logit_gradient(tile, labels_T[tokens], upstream, tokens)
+
+
+def _token_runs(logits_TV: Tensor) -> Iterator[slice]:
+    limit = TILE_ELEMENTS.get(logits_TV.device.type, TILE_ELEMENTS["cuda"])
+    return runs(len(logits_TV), max(1, limit // max(logits_TV.shape[1], 1)))

@@ -1,4 +1,4 @@
-"""Token embedding with the vocabulary sharded over a tensor-parallel group.
+"""The input and the output embedding of a language model, with the vocabulary sharded over a tensor-parallel group.
 
 Shape suffixes: T tokens, V vocabulary, H hidden.
 """
@@ -11,7 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
-from parallel_layers.initialization import fill_parameter_, normal, shared_seed
+from parallel_layers.head.log_probs import LogProbs, linear_log_probs
+from parallel_layers.head.vocabulary import check_token_ids, vocab_range
+from parallel_layers.initialization import as_linear, fill_parameter_, normal, shared_seed
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
 
@@ -22,16 +24,8 @@ class VocabParallelEmbedding(ParallelModule):
     Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`; rows from V on are padding and zero. Each
     rank looks up the ids that it holds and contributes zeros for the others, so the sum over the ranks is exact.
 
-    Args:
-        num_embeddings: V.
-        embedding_dim: H.
-        group: The tensor-parallel group.
-        sequence_parallel: Return only this rank's tokens.
-        dtype: The dtype of the table.
-        device: The device of the table.
-
-    Forward: all-reduce; sequence parallel: reduce-scatter. Backward: none; sequence parallel: all-gather. The gradient
-    of a row is complete on the rank that holds the row.
+    Forward: all-reduce; `sequence_parallel`, which returns only this rank's tokens: reduce-scatter. Backward: none;
+    sequence parallel: all-gather. The gradient of a row is complete on the rank that holds the row.
 
     Initial rows are drawn from N(0, 1), by one number from torch's default CPU generator: ranks with the same seed hold
     shards of one table.
@@ -85,30 +79,89 @@ class VocabParallelEmbedding(ParallelModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, rows {self.first}..{self.last - 1}"
 
 
-def vocab_range(vocab_size: int, group: ProcessGroup | None, rows: int | None = None) -> tuple[int, int]:
-    """Return `(first, last)`: this rank holds the ids `first .. last - 1`.
+class VocabParallelHead(ParallelModule):
+    """A language-model head with its vocabulary, padding and soft-cap.
 
-    `rows` are the rows of each rank, padding included (default: `ceil(V / tp)`).
+    Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`, as in `VocabParallelEmbedding`. Rows from
+    V on are padding: zero, without effect on results and gradients. Communication as in `linear_log_probs`.
+
+    Args:
+        hidden_size: H.
+        vocab_size: V.
+        group: The tensor-parallel group.
+        sequence_parallel: Hidden states are this rank's tokens, `[T/tp, H]`.
+        logit_scale: Factor on the logits.
+        logit_softcap: Soft-cap of the scaled logits (Gemma 2); None for no cap.
+        allocate_weight: False for a tied head, which is called with the embedding's weight.
+        counted: False for a second copy of a parameter that the gradient norm counts elsewhere (the tied head on the
+            last stage of a pipeline).
+        dtype, device: Those of the weight.
+
+    The initial weight is drawn from U(-1/sqrt(H), 1/sqrt(H)), by one number from torch's default CPU generator.
     """
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    rows = -(-vocab_size // size) if rows is None else rows
-    return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        allocate_weight: bool = True,
+        counted: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.group, self.sequence_parallel = group, sequence_parallel and group is not None
+        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        rows = -(-vocab_size // (1 if group is None else group.size()))
+        self.weight_shape = (rows, hidden_size)
+        self.register_parameter("weight", None)
+        if allocate_weight:
+            self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=dtype, device=device))
+            if group is not None or not counted:
+                own = Block(*vocab_range(vocab_size, group), counted)
+                set_sharding(self, "weight", Sharding(group, 0, vocab_size, (own,)))
+        self.reset_parameters()
 
-def check_token_ids(ids: Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
-    """Raise ValueError if an id is outside `0 .. vocab_size - 1` (CUDA or compiled: assert on the device).
+    def reset_parameters(self) -> None:
+        """Draw this rank's rows from U(-1/sqrt(H), 1/sqrt(H)) and set the padding to 0."""
+        if self.weight is not None:
+            fill_parameter_(self, "weight", shared_seed(), as_linear(self.hidden_size))
 
-    With `ignore_index` the ids are labels, and this label is allowed.
-    """
-    name = "token id" if ignore_index is None else "label"
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if ignore_index is not None:
-        wrong &= ids != ignore_index
-    if ids.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), f"a {name} is outside the vocabulary 0..{vocab_size - 1}")
-    elif not ids.is_meta and wrong.any():
-        index = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name} {ids[tuple(index)].item()} at index {index} is outside the vocabulary 0..{vocab_size - 1}; "
-            "check that the tokenizer belongs to the model"
-        )
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = True,
+        keep_probabilities: bool = False,
+    ) -> LogProbs:
+        """Return the log-probability of each label and the entropy of each prediction, `[T]` fp32 each.
+
+        `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's own. The
+        options and errors are those of `linear_log_probs`.
+        """
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError("this head was built with allocate_weight=False; call head(hidden, labels, weight)")
+        if tuple(weight.shape) != self.weight_shape:
+            raise ValueError(
+                f"weight has shape {list(weight.shape)}, but each rank's part of {self.vocab_size} entries is "
+                f"{list(self.weight_shape)}; divide the table as VocabParallelEmbedding does"
+            )
+        return linear_log_probs(
+            hidden, weight, labels, group=self.group, sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
+            temperature=temperature, entropy=entropy, keep_probabilities=keep_probabilities,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.hidden_size}, {self.vocab_size}, rows {self.weight_shape[0]}, softcap={self.logit_softcap}"

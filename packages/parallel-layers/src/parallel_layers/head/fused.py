@@ -2,8 +2,8 @@
 
 The functions are those of `chunked`. The forward is one kernel that multiplies and reduces; logits are never written to
 memory. The backward walks the vocabulary: one kernel recomputes the logits of a slice and writes their gradient in
-bf16, then two GEMMs with fp32 sums compute the gradients. If the forward has kept the exponentials, the gradient is
-computed from them without a GEMM, and the gradient of all logits may overwrite them in one slice.
+bf16, then two GEMMs with fp32 sums compute the gradients. If the forward has kept the exponentials, the logits'
+gradient is computed from them without a GEMM, and may overwrite them in one slice.
 
 The kernels that multiply are persistent: one program per multiprocessor walks tiles of the logits, reads both operands
 through tensor descriptors (Hopper and newer), and finishes each tile in registers. All arithmetic after the GEMM is
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.head.softmax_statistics import LogitTransform, UpstreamGradients
+from parallel_layers.head.chunked import LogitTransform, UpstreamGradients
 from parallel_layers.kernels.head_triton import (
     descriptor,
     kept_gradient_kernel,
@@ -156,10 +156,7 @@ def head_gradients(
     kept: Kept | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Compute `chunked.head_gradients` by kernels; with `kept`, without a GEMM for the logits.
-
-    With `overwrite` the gradient of all logits overwrites the kept exponentials.
-    """
+    """Compute `chunked.head_gradients` by kernels: with `kept` without a GEMM for the logits, and `overwrite` in it."""
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     num_tokens, num_entries = len(hidden), len(weight_VH)
     if kept is not None and overwrite:
@@ -173,7 +170,19 @@ def head_gradients(
         weight = weight_VH[first : first + step]
         gradient = buffer[:, : len(weight)]
         if kept is None:
-            _product_gradient(hidden, weight, gradient, rows, numbers, first)
+            tiling = _tiling(hidden, weight, _STAGES_OF_WRITERS)
+            product_gradient_kernel[(tiling["PROGRAMS"],)](
+                descriptor(hidden, (_BLOCK_T, _STEP)),
+                descriptor(weight, (BLOCK_V, _STEP)),
+                descriptor(gradient, (_BLOCK_T, BLOCK_V)),
+                *rows,
+                *gradient.shape,
+                hidden.shape[1],
+                first,
+                *numbers,
+                SOFTCAP=numbers[1] != 0.0,
+                **tiling,
+            )
         else:
             kept_gradient(kept, gradient, rows, numbers, first)
         if grad_hidden_TH is not None:
@@ -182,24 +191,6 @@ def head_gradients(
             hidden_done()
         if grad_weight_VH is not None:
             torch.mm(gradient.T, hidden, out=grad_weight_VH[first : first + step])
-
-
-def _product_gradient(
-    hidden_TH: Tensor, weight_VH: Tensor, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int
-) -> None:
-    tiling = _tiling(hidden_TH, weight_VH, _STAGES_OF_WRITERS)
-    product_gradient_kernel[(tiling["PROGRAMS"],)](
-        descriptor(hidden_TH, (_BLOCK_T, _STEP)),
-        descriptor(weight_VH, (BLOCK_V, _STEP)),
-        descriptor(gradient_TV, (_BLOCK_T, BLOCK_V)),
-        *rows,
-        *gradient_TV.shape,
-        hidden_TH.shape[1],
-        first_entry,
-        *numbers,
-        SOFTCAP=numbers[1] != 0.0,
-        **tiling,
-    )
 
 
 def kept_gradient(kept: Kept, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:

@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.head import fused
-from parallel_layers.head.chunked import runs
-from parallel_layers.head.softmax_statistics import LogitTransform, merge_statistics, tile_statistics
+from parallel_layers.head.chunked import LogitTransform, merge_statistics, runs, tile_statistics
 from parallel_layers.head.vocabulary import check_rows, gather_rows
 from parallel_layers.kernels.exact import exact_product
 from parallel_layers.linear.invariant import check_blocks

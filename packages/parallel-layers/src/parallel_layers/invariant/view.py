@@ -34,8 +34,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     token: other sequences, padding and micro-batches change no bit.
 
     Row-parallel GEMMs are cut into `blocks` parts of the contraction, which are summed in fp32 and added as a binary
-    tree over the ranks. In column-parallel GEMMs, norms, rotary embedding, activations and attention each row (column,
-    head, segment) is computed independently; see `linear.invariant` and `kernels.exact`.
+    tree over the ranks. Everything else computes each row (column, head, segment) independently; see `linear.invariant`
+    and `kernels.exact`.
 
     The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
     view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
@@ -51,9 +51,6 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     Args:
         model: A layer of this package, or a module with such layers.
         blocks: A power of two; a multiple of every group's size.
-
-    Returns:
-        A view of the model.
 
     Raises:
         ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or

@@ -1,11 +1,9 @@
 """A GEMM `y = x W^T` in which the bits of an element depend only on its row of x and its row of W.
 
-cuBLAS chooses the order of summation by the whole shape, so a row gets different bits in a different batch, and a
-column at a different number of ranks. This kernel uses one tile size for all shapes, no split-K and no atomics.
-
-The contraction can be cut into `leaves` equal parts. Each part is summed in fp32, and the sums are added in a binary
-tree: ((0 + 1) + (2 + 3)). A rank with the first half of the contraction and half the leaves computes exactly the bits
-of the left subtree.
+cuBLAS chooses the order of summation by the whole shape. This kernel uses one tile size for all shapes, no split-K and
+no atomics. The contraction can be cut into `leaves` equal parts. Each part is summed in fp32, and the sums are added in
+a binary tree: ((0 + 1) + (2 + 3)). A rank with the first half of the contraction and half the leaves computes exactly
+the bits of the left subtree.
 
 The kernel is persistent (one program per multiprocessor) and reads through tensor descriptors. One program computes
 all leaves of a tile: registers hold one leaf's sum, and scratch in the L2 cache holds the sums that wait for the tree.

@@ -72,13 +72,9 @@ DEFAULT = Execution()
 def with_execution(model: Model, **changes: Any) -> Model:
     """Return a view of a model (`shared_weights.view_of`) in which fields of every layer's `Execution` are replaced.
 
-    A trained model that overlaps at any number of tokens for inference, with sums in bf16:
+    For example, inference that overlaps at any number of tokens, with sums in bf16:
 
         fast = with_execution(model, overlap="symmetric-memory", reduce_dtype=torch.bfloat16).eval()
-
-    Args:
-        model: Any module; it stays unchanged.
-        changes: Fields of `Execution`.
     """
 
     def change(module: nn.Module, view: nn.Module) -> None:

@@ -4,7 +4,7 @@ Shape suffixes: T tokens, I input features, O output features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple
@@ -32,31 +32,7 @@ RECIPES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8Config:
-    """The scaling of numbers to FP8.
-
-    Attributes:
-        recipe: "current": one scale a tensor, from its own maximum (Ada, Hopper or newer). "block": one for each 128
-            numbers, or 128 x 128 of a weight (Hopper or newer). "mxfp8": one for each 32 numbers (Blackwell).
-        format: "e4m3", or "hybrid": gradients in e5m2; None: the recipe's own default in Transformer Engine.
-
-    Raises:
-        ValueError: An unknown name.
-    """
-
-    recipe: str = "current"
-    format: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for unknown names."""
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe={self.recipe!r} is unknown; use one of {', '.join(RECIPES)}")
-        if self.format not in (None, "e4m3", "hybrid"):
-            raise ValueError(f"format={self.format!r} is unknown; use 'e4m3', 'hybrid' or None")
-
-
-def why_not_float8(config: Float8Config) -> str | None:
+def why_not_float8(recipe: str) -> str | None:
     """Return why this process cannot compute in FP8, in words; None when it can. Imports Transformer Engine."""
     if find_spec("transformer_engine") is None:
         return "it needs the transformer-engine package (extra parallel-layers[te])"
@@ -64,12 +40,12 @@ def why_not_float8(config: Float8Config) -> str | None:
         import transformer_engine.pytorch as te  # an optional extra
     except (ImportError, OSError) as error:  # libraries of versions that do not match
         return f"the transformer-engine package does not load: {type(error).__name__}: {error}"
-    able, reason = getattr(te, RECIPES[config.recipe].available)(return_reason=True)
+    able, reason = getattr(te, RECIPES[recipe].available)(return_reason=True)
     return None if able else str(reason)
 
 
 def with_float8(
-    model: Model, config: Float8Config | None = None, *, where: Callable[[str, nn.Module], bool] | None = None
+    model: Model, recipe: str = "current", *, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Model:
     """Return the same model with the products of its parallel linears in FP8: forward, dx and dW.
 
@@ -86,19 +62,20 @@ def with_float8(
 
     Args:
         model: Any module.
-        config: The recipe (default: `Float8Config()`).
+        recipe: How numbers are scaled to FP8. "current": one scale a tensor, from its own maximum (Ada, Hopper or
+            newer). "block": one for each 128 numbers, or 128 x 128 of a weight (Hopper or newer). "mxfp8": one for each
+            32 numbers (Blackwell).
         where: Function of each linear's name in the model and the linear; False excludes the linear (default: none).
 
-    Returns:
-        A view of the model.
-
     Raises:
-        ValueError: Transformer Engine is missing or does not load, or the GPU cannot (says why); no linear is left.
+        ValueError: The recipe is unknown; Transformer Engine is missing or does not load, or the GPU cannot (says why);
+            or no linear is left.
     """
-    config = config or Float8Config()
-    if (reason := why_not_float8(config)) is not None:
-        raise ValueError(f"recipe={config.recipe!r} cannot be used: {reason}")
-    multiple = RECIPES[config.recipe].multiple
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; use one of {', '.join(RECIPES)}")
+    if (reason := why_not_float8(recipe)) is not None:
+        raise ValueError(f"recipe={recipe!r} cannot be used: {reason}")
+    multiple = RECIPES[recipe].multiple
     chosen = {
         module
         for name, module in model.named_modules()
@@ -108,38 +85,29 @@ def with_float8(
         and (where is None or where(name, module))
     }
     if not chosen:
-        raise ValueError(
-            f"no linear of the model can be in FP8: recipe={config.recipe!r} needs multiples of {multiple}"
-        )
+        raise ValueError(f"no linear of the model can be in FP8: recipe={recipe!r} needs multiples of {multiple}")
 
     def change(module: nn.Module, view: nn.Module) -> None:
         if isinstance(module, ColumnLinear | RowParallelLinear):
             view.__dict__["float8"] = module in chosen
             if module in chosen:
-                product = Float8Product(module.weight, config)
+                product = Float8Product(module.weight, RECIPES[recipe])
                 view.__dict__["execution"] = replace(module.execution, product=product)
 
     return view_of(model, change)
 
 
 class Float8Product(Product):
-    """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter that another module owns.
-
-    Args:
-        weight: A weight `[O, I]` of the shape and dtype of those to come.
-        config: The recipe.
-    """
+    """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter of `weight`'s shape and dtype from elsewhere."""
 
     differentiable: ClassVar[bool] = True
 
-    def __init__(self, weight: Tensor, config: Float8Config) -> None:
+    def __init__(self, weight: Tensor, recipe: _Recipe) -> None:
         import transformer_engine.pytorch as te  # an optional extra
-        from transformer_engine.common import recipe
+        from transformer_engine.common import recipe as recipes
 
-        row = RECIPES[config.recipe]
-        options = {} if config.format is None else {"fp8_format": recipe.Format[config.format.upper()]}
-        self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipe, row.name)(**options))
-        self.multiple = row.multiple
+        self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipes, recipe.name)())
+        self.multiple = recipe.multiple
         # On the meta device: this weight is never used.
         outputs, inputs = weight.shape
         self.linear: nn.Module = te.Linear(inputs, outputs, bias=False, params_dtype=weight.dtype, device="meta")

@@ -116,38 +116,23 @@ class ColumnLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]`."""
         return column_parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            placement=self.placement,
-            execution=self.execution,
-            reduce_gradient=self.reduce_gradient,
-            shared_rows=self.shared_rows,
-        )
+            x, self.weight, self.bias, placement=self.placement, execution=self.execution,
+            reduce_gradient=self.reduce_gradient, shared_rows=self.shared_rows,
+        )  # fmt: skip
 
 
 class ColumnParallelLinear(ColumnLinear):
     """`y = x W^T + b` with the rows of W divided over the group: weight `[O/tp, I]`, bias `[O/tp]`.
 
-    Communication as in `column_parallel_linear`; `collectives.gather_from_tensor_parallel` gives all O columns.
-
-    Args:
-        in_features: I.
-        out_features: O.
-        reduce_gradient: False leaves the input's gradient a partial sum; see `column_parallel_linear`.
-        **options: See `LinearOptions`.
+    Communication and `reduce_gradient` as in `column_parallel_linear`; `collectives.gather_from_tensor_parallel` gives
+    all O columns.
 
     Raises:
         ValueError: The group's size does not divide O; or options that exclude each other.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        reduce_gradient: bool = True,
-        **options: Unpack[LinearOptions],
+        self, in_features: int, out_features: int, *, reduce_gradient: bool = True, **options: Unpack[LinearOptions]
     ) -> None:
         placement = options.get("placement", UNDIVIDED)
         check_reduce_gradient(reduce_gradient, placement)
@@ -159,13 +144,8 @@ class ColumnParallelLinear(ColumnLinear):
 class MergedColumnParallelLinear(ColumnLinear):
     """Several column-parallel layers of one input in one GEMM: `y = [x W_1^T, x W_2^T, ...]`.
 
-    Each part is divided over the group on its own. A rank's weight is its rows of part 1, then of part 2, ...:
-    `[sum(O_i)/tp, I]`; its output splits into the parts by `y.split(layer.local_sizes, dim=-1)`.
-
-    Args:
-        in_features: I.
-        out_features: O_1, O_2, ...
-        **options: See `LinearOptions`.
+    Each part of `out_features` is divided over the group on its own. A rank's weight is its rows of part 1, then of
+    part 2, ...: `[sum(O_i)/tp, I]`; its output splits into the parts by `y.split(layer.local_sizes, dim=-1)`.
 
     Raises:
         ValueError: The group's size does not divide one of the parts.
@@ -185,17 +165,7 @@ class QKVParallelLinear(ColumnLinear):
     heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head `r * num_kv_heads // tp`), and
     the backward sums the gradients of its copies over these, in fp32. A rank's weight is
     `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
-
-    Args:
-        hidden_size: H.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads.
-        head_dim: Size of each head.
-        **options: See `LinearOptions`.
-
-    Attributes:
-        num_heads_local: This rank's query heads.
-        num_kv_heads_local: This rank's key-value heads.
+    `num_heads_local` and `num_kv_heads_local` are this rank's heads.
 
     Raises:
         ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
@@ -238,11 +208,6 @@ class RowParallelLinear(_Linear):
 
     Communication as in `row_parallel_linear`; `collectives.scatter_to_tensor_parallel` gives this rank's part of an x
     that is whole.
-
-    Args:
-        in_features: I.
-        out_features: O.
-        **options: See `LinearOptions`.
 
     Raises:
         ValueError: The group's size does not divide I.

@@ -5,8 +5,6 @@ elementwise function needs one all-reduce in the forward and one in the backward
 (https://arxiv.org/abs/2205.05198) the tokens are divided outside the pair: an all-gather before it and a reduce-scatter
 after it. The gathered input is not saved; the backward gathers it again.
 
-The forward and the backward are written once, over a product (`products`) and a transport (`transports`).
-
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `I/tp` or `O/tp`.
 """
 
@@ -49,13 +47,12 @@ def column_parallel_linear(
 
     Args:
         x: `[T, ..., I]`, replicated; under sequence parallelism this rank's `[T/tp, ..., I]`. Every rank must have the
-            same shape, which is not checked: a check would communicate. Ranks with unequal numbers of tokens gather
-            them by `collectives.gather_from_sequence_parallel(x, group, sizes=...)`, whose backward sums, and pass the
-            result here with `reduce_gradient=False`.
+            same shape, which is not checked: a check would communicate. Gather unequal numbers of tokens by
+            `collectives.gather_from_sequence_parallel(x, group, sizes=...)`, whose backward sums, and pass the result
+            with `reduce_gradient=False`.
         weight: `[O/tp, I]`.
         bias: `[O/tp]` or None.
-        placement: Where the parts are. Under sequence parallelism the tokens are gathered first.
-        execution: How the product is computed and the tokens are sent.
+        placement, execution: See `LinearOptions`.
         reduce_gradient: False leaves dx this rank's partial sum, for callers that add several partial sums (a frozen
             weight and its low-rank adapter) and reduce them once.
         shared_rows: `(first, replicas)`: the rows from `first` on are the same on `replicas` consecutive ranks (KV
@@ -65,9 +62,8 @@ def column_parallel_linear(
         `[T, ..., O/tp]`.
 
     Forward: none; sequence parallel: all-gather of x, overlapped with the product of this rank's own tokens.
-    Backward: `dx = dy W` all-reduced under the computation of `dW = dy^T x`. Sequence parallel: all-gather of x under
-    that of dx, reduce-scatter of dx under that of dW. Shared rows: one more all-reduce of their gradients for the
-    weight, and one for the bias.
+    Backward: `dx = dy W` all-reduced under the GEMM of `dW = dy^T x`. Sequence parallel: all-gather of x under the GEMM
+    of dx, reduce-scatter of dx under that of dW. Shared rows: one all-reduce of the gradients of weight and bias each.
 
     Raises:
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
@@ -84,7 +80,7 @@ def column_parallel_linear(
     if group is None and product is PLAIN:
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias)
-    place, rows = placement if reduce_gradient else UNDIVIDED, _rows(x)
+    place, rows = placement if reduce_gradient else UNDIVIDED, math.prod(x.shape[:-1])
     dtype = async_collectives.sum_dtype(weight, execution.reduce_dtype) if place.sharded is not None else None
     forward = _transport(place, execution, x, rows, None, product)
     backward = _transport(place, execution, x, rows, dtype)
@@ -115,9 +111,8 @@ def row_parallel_linear(
         x: `[T, ..., I/tp]`, of one shape on every rank, which is not checked.
         weight: `[O, I/tp]`.
         bias: `[O]`, replicated, or None. The first rank adds it to its product, in which that costs no rounding.
-        placement: Where the parts are. Under sequence parallelism each rank keeps its own tokens of y, an equal part.
-            For unequal parts: `collectives.scatter_to_sequence_parallel(y, group, sizes=...)` of the whole y.
-        execution: How the product is computed, the ranks' parts are summed and the tokens are sent.
+        placement, execution: See `LinearOptions`. Under sequence parallelism each rank keeps an equal part of y; for
+            unequal parts use `collectives.scatter_to_sequence_parallel(y, group, sizes=...)` of the whole y.
 
     Returns:
         `[T, ..., O]`, replicated; under sequence parallelism `[T/tp, ..., O]`.
@@ -140,18 +135,13 @@ def row_parallel_linear(
     x, weight, bias = _operands(x, weight, bias)
     rounded_once = group is None or product.in_tree
     dtype = x.dtype if rounded_once else async_collectives.sum_dtype(x, execution.reduce_dtype)
-    rows = _rows(x) // placement.tp
+    rows = math.prod(x.shape[:-1]) // placement.tp
     forward = _transport(placement, execution, x, rows, dtype, product)
     return _RowLinear.apply(x, weight, bias, forward, _transport(placement, execution, x, rows))
 
 
 def _transport(
-    placement: Placement,
-    execution: Execution,
-    x: Tensor,
-    rows: int,
-    dtype: torch.dtype | None = None,
-    product: Product = PLAIN,
+    placement: Placement, execution: Execution, x: Tensor, rows: int, dtype: Any = None, product: Product = PLAIN
 ) -> Transport:
     """Choose the transport of a forward or of a backward, of which each rank has `rows` tokens."""
     group = placement.sharded
@@ -232,11 +222,6 @@ class _RowLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _rows(x: Tensor) -> int:
-    """Return the number of vectors in the last dim."""
-    return math.prod(x.shape[:-1])
-
-
 Gradient = Callable[[Tensor, torch.dtype], Tensor]
 
 
@@ -254,8 +239,7 @@ def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
     """Return the gradient of a parameter's rows, of which the last are summed over the ranks that hold them, too.
 
-    One all-reduce has a slot for each run of `replicas` consecutive ranks: there is no group of just these ranks, and
-    all KV heads of one layer are small. All ranks get the same tensor, so the copies stay bitwise equal.
+    One all-reduce has a slot for each run of `replicas` consecutive ranks, because there is no group of just these.
     """
     if shared is None:
         return gradient(dy, dy.dtype)

@@ -18,9 +18,8 @@ from parallel_layers.distributed import async_collectives
 class Product:
     """The forward product `x W^T + b` of a linear layer: here torch's, in the dtype of the operands.
 
-    A product has the gradients of this class, unless it is differentiable. The operators gather the tokens of a
-    differentiable product before it and sum its results after it by differentiable collectives, and add the bias last.
-    (A weight with a low-rank adapter is of this kind: `x` is gathered once for both, and `dx` is summed once.)
+    A product has the gradients of this class, unless it is differentiable: then the operators use differentiable
+    collectives before and after it, and add the bias last.
 
     Attributes:
         differentiable: The product has a backward of its own.

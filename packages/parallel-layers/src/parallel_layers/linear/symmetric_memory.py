@@ -10,7 +10,8 @@ driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_D
 
 Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
 call, and has read what the last call brought. So the calls of a group belong on one stream, in the same order on every
-rank. The memory holds an activation of all tokens; for a gather and a scatter at once, two.
+rank. The memory holds an activation of all tokens; for a gather and a scatter at once, two. It is mapped buffers and
+barriers of torch's symmetric memory.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
@@ -18,6 +19,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 import functools
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,8 +30,75 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.sum import sum_parts
-from parallel_layers.linear.peer_memory import PeerMemory, peer_memory
 from parallel_layers.linear.products import multiply_into
+
+_TIMEOUT = timedelta(minutes=10)
+"""A GPU's wait at a barrier for the others, where the group has no timeout: NCCL's default."""
+
+
+class PeerMemory:
+    """A buffer of the same size on every rank of a group, which all ranks map; every rank has to make it.
+
+    Raises:
+        RuntimeError: torch cannot map the memory.
+    """
+
+    def __init__(self, group: ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        # torch.distributed._symmetric_memory.empty may take memory from a pool of torch's; this never does.
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self.num_bytes = num_bytes
+        options = getattr(group._get_backend(device), "options", None)
+        self._timeout_ms = getattr(options, "_timeout", _TIMEOUT) // timedelta(milliseconds=1)
+        self._own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> Tensor:
+        """Return a rank's buffer from element `first` of `dtype` on, as a tensor on this rank's device."""
+        view: Tensor = self._handle.get_buffer(rank, shape, dtype, first)
+        return view
+
+    def barrier(self) -> None:
+        """Make the current stream wait until every rank's stream has come to its own barrier.
+
+        All earlier writes of the ranks' streams are then there. The ranks' barriers meet in the order of their calls.
+        When another rank does not come within the group's timeout, the kernel traps and the process loses its GPU.
+        """
+        self._handle.barrier(0, self._timeout_ms)
+
+
+_memories: WeakKeyDictionary[ProcessGroup, dict[torch.device, PeerMemory]] = WeakKeyDictionary()
+_in_graphs: WeakKeyDictionary[ProcessGroup, set[PeerMemory]] = WeakKeyDictionary()
+"""Memory that captured CUDA graphs use, also after larger memory has taken its place."""
+
+
+def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
+    """Return the group's memory of at least `num_bytes`; every rank asks for the same size, in the same order.
+
+    The memory grows with the requests, and lives as long as the group. When it grows, the ranks exchange handles, and
+    the host waits for the GPU.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, and the memory is smaller. Or torch cannot map the memory; when
+            one rank alone cannot (its GPU is full), the others wait for it until the store's timeout.
+    """
+    memories = _memories.setdefault(group, {})
+    memory = memories.get(device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if memory is None or memory.num_bytes < num_bytes:
+        if capturing:
+            raise RuntimeError(
+                f"a CUDA graph cannot allocate the {num_bytes} bytes that the ranks map of each other; run what is "
+                "to be captured once before"
+            )
+        torch.cuda.synchronize(device)  # the old memory may still be in use
+        memory = None
+        memories.pop(device, None)
+        torch.cuda.empty_cache()  # torch's allocator keeps free memory, and this memory comes from elsewhere
+        memory = memories[device] = PeerMemory(group, num_bytes, device)
+    if capturing:
+        _in_graphs.setdefault(group, set()).add(memory)
+    return memory
 
 
 def gather_matmul(
@@ -83,8 +152,8 @@ def matmul_reduce_scatter(
     """Return `reduce_scatter(x W^T) + b`, and what `use` makes of `all_gather(beside)`, which is good until it returns.
 
     x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`; beside `[T/tp, ..., O]`, gathered
-    `[T, ..., O]`. The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The first rank's
-    part has the bias. The gather runs under the GEMMs of x. The ranks send each other their products under `use`.
+    `[T, ..., O]`. The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The gather runs
+    under the GEMMs of x. The ranks send each other their products under `use`.
     """
     async_collectives.check_divisible(x, 0, group)
     size, rank = group.size(), group.rank()
@@ -132,10 +201,7 @@ def matmul_reduce_scatter(
 
 
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
-    """Return the current stream, a side stream for GEMMs, and a stream for copies and the barriers around them.
-
-    The last two take precedence, because other ranks wait for them.
-    """
+    """Return the current stream, and two with priority, for GEMMs and for copies, because other ranks wait for them."""
     return torch.accelerator.current_stream(device), *_streams_of(device)
 
 
@@ -176,10 +242,7 @@ def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str 
 def why_not_peers(
     own: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
 ) -> str | None:
-    """Return why this process's GPU `own` cannot reach all of `peers`, the ids of the ranks' GPUs; None when it can.
-
-    `visible` are the ids of the GPUs that this process sees; `can_access` says whether a GPU can map another's memory.
-    """
+    """Return why GPU `own` cannot reach all of `peers`, by the ids of the GPUs `visible` here; None when it can."""
     for rank, peer in enumerate(peers):
         if peer not in visible:
             return (

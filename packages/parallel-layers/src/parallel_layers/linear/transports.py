@@ -4,15 +4,13 @@
     WHOLE["serial"]               Every rank has all tokens: no gather; an all-reduce replaces the scatter.
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
     DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
-    DIVIDED["symmetric-memory"]   GPUs write to each other's memory by their copy engines, which leaves all SMs to the
-                                  GEMMs; see `symmetric_memory`. NVLink; no multicast.
+    DIVIDED["symmetric-memory"]   GPUs write to each other's memory over NVLink; see `symmetric_memory`.
     WHOLE["tree"], DIVIDED["tree"]   Sums in one order at every number of ranks, for the product of `invariant`.
 
-Chunks cost time: GEMMs of few rows leave SMs idle in their last wave of tiles (one wave takes as long as NVLink needs
-for some 2000 tokens, at any layer size), and the host launches more kernels. Hence the rule of "auto" for CUDA tensors
-from `AUTO_ROWS` tokens a rank on: "symmetric-memory" where the group has it, else "collectives", with GEMMs of at least
-`CHUNK_ROWS` tokens; "serial" below, and on a CPU, whose cores do the sending too. In a CUDA graph the host does not
-count: ask for a transport by name there. Compiled code is "serial" in every case.
+Chunks cost time: GEMMs of few rows leave SMs idle, and the host launches more kernels. Hence "auto" means, for CUDA
+tensors from `AUTO_ROWS` tokens a rank on, "symmetric-memory" where the group has it, else "collectives", with GEMMs of
+at least `CHUNK_ROWS` tokens. It means "serial" below, and on a CPU. In a CUDA graph the host does not count: ask for a
+transport by name there. Compiled code is "serial" in every case.
 
 Shape suffixes: T tokens, I input features, O output features; `tp` ranks.
 """
@@ -56,10 +54,7 @@ class Transport:
     ranks, and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and
     sums (`product_scatter`); its backward gathers dy and multiplies (`gather_product`).
 
-    Args:
-        group: The tensor-parallel group; not read here.
-        dtype: dtype of the product, and of its sum over the ranks; None: x's.
-        product: How the operands are multiplied.
+    `dtype` is that of the product, and of its sum over the ranks; None: x's.
     """
 
     def __init__(self, group: Any = None, dtype: torch.dtype | None = None, product: Product = PLAIN) -> None:
@@ -198,7 +193,12 @@ class _Tree(_Serial):
     """Each rank has the fp32 sum of a subtree of the contraction, and adds up its own tokens' subtrees."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _tree_over_ranks(self, x, weight, bias)
+        size = self.group.size()
+        async_collectives.check_divisible(x, 0, self.group)
+        part, sizes = self.product(x, weight, None, torch.float32), [len(x) // size] * size
+        arrived = async_collectives.wait(async_collectives.start_all_to_all(part, self.group, sizes, sizes))
+        y = tree(arrived.chunk(size) if len(x) else [part])
+        return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
 class _ReplicatedTree(_Replicated):
@@ -206,7 +206,8 @@ class _ReplicatedTree(_Replicated):
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % self.group.size()))
-        return async_collectives.all_gather(_tree_over_ranks(self, padded, weight, bias), self.group)[: len(x)]
+        y = _Tree(self.group, self.dtype, self.product).product_scatter(padded, weight, bias)
+        return async_collectives.all_gather(y, self.group)[: len(x)]
 
 
 # By name: with sequence parallelism, and without it, where nothing is there to overlap.
@@ -215,7 +216,6 @@ WHOLE = {"serial": _Replicated, "tree": _ReplicatedTree}
 
 
 def _of_first_rank(bias: Tensor | None, group: ProcessGroup) -> Tensor | None:
-    """Return the bias on the rank that adds it to its part of a sum over the ranks."""
     return bias if group.rank() == 0 else None
 
 
@@ -224,16 +224,6 @@ def _chunks(rows: int, pieces: int) -> Iterator[slice]:
     step = -(-rows // pieces)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
-
-
-def _tree_over_ranks(transport: Transport, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return this rank's tokens of the ranks' sum in order of rank, plus the bias: an all-to-all of fp32 `[T, O]`."""
-    group, size = transport.group, transport.group.size()
-    async_collectives.check_divisible(x, 0, group)
-    part, sizes = transport.product(x, weight, None, torch.float32), [len(x) // size] * size
-    arrived = async_collectives.wait(async_collectives.start_all_to_all(part, group, sizes, sizes))
-    y = tree(arrived.chunk(size) if len(x) else [part])
-    return (y if bias is None else y + bias.float()).to(transport.dtype)
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:

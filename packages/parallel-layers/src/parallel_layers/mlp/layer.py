@@ -5,14 +5,14 @@ Shape legend: T' tokens of this rank, H hidden, I intermediate.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.swiglu import fused_swiglu
-from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.execution import UNDIVIDED
 from parallel_layers.linear.layers import (
     ColumnParallelLinear,
     LinearOptions,
@@ -41,19 +41,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GatedActivation = str | ClampedSwiGLU
 
 
-def activation_named(name: GatedActivation) -> Callable[[Tensor], Tensor]:
-    """Return the activation function `name`; raise ValueError for an unknown name."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
+def activation_function(activation: GatedActivation, *, gated: bool) -> Callable[..., Tensor]:
+    """Return the function of a name, or with a gate the `ClampedSwiGLU` itself; raise ValueError for any other."""
+    if gated and isinstance(activation, ClampedSwiGLU):
+        return activation
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation={name!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}, and xielu without a gate"
+            f"activation={activation!r} is unknown; known: {', '.join(sorted(ACTIVATIONS))}, and xielu without a gate"
         )
-    return ACTIVATIONS[name]
-
-
-def check_gated(activation: GatedActivation) -> None:
-    """Raise ValueError for an activation that `gated` does not support."""
-    if not isinstance(activation, ClampedSwiGLU):
-        activation_named(activation)
+    return ACTIVATIONS[activation]
 
 
 def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
@@ -61,7 +57,7 @@ def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
 
     SwiGLU on CUDA is one kernel each way.
     """
-    function = activation if isinstance(activation, ClampedSwiGLU) else activation_named(activation)
+    function = activation_function(activation, gated=True)
     if function is F.silu and use_triton(gate_up):
         return fused_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -83,11 +79,7 @@ class ParallelMLP(nn.Module):
         intermediate_size: I; divisible by the group's size.
         activation: A name of `ACTIVATIONS`; with a gate also a `ClampedSwiGLU`, without a gate also "xielu".
         gated: The MLP has a gate.
-        bias: All projections have biases.
-        placement: The groups of the layer and its tokens.
-        execution: The execution of the linear layers.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+        **options: See `LinearOptions`; all projections have biases or none.
 
     Raises:
         ValueError: The activation is unknown, or the group's size does not divide I.
@@ -100,25 +92,17 @@ class ParallelMLP(nn.Module):
         *,
         activation: GatedActivation = "silu",
         gated: bool = True,
-        bias: bool = False,
-        placement: Placement = UNDIVIDED,
-        execution: Execution = DEFAULT,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         self.activation = activation
         self.gated = gated
         self.act_fn: XIELU | None = None
-        if gated:
-            check_gated(activation)
-        elif activation == "xielu":
-            self.act_fn = XIELU(group=placement.group, dtype=dtype, device=device)
+        if activation == "xielu" and not gated:
+            group = options.get("placement", UNDIVIDED).group
+            self.act_fn = XIELU(group=group, dtype=options.get("dtype"), device=options.get("device"))
         else:
-            activation_named(activation)  # raise for an unknown name at construction
-        options: LinearOptions = {
-            "bias": bias, "placement": placement, "execution": execution, "dtype": dtype, "device": device,
-        }  # fmt: skip
+            activation_function(activation, gated=gated)  # raise for an unknown name at construction
         if gated:
             self.gate_up_proj = MergedColumnParallelLinear(
                 hidden_size, [intermediate_size, intermediate_size], **options
@@ -136,4 +120,4 @@ class ParallelMLP(nn.Module):
         """Apply the activation to the first projection: gated `[T, 2 I/tp]`, plain `[T, I/tp]` -> `[T, I/tp]`."""
         if self.gated:
             return gated(self.activation, x)
-        return activation_named(self.activation)(x) if self.act_fn is None else self.act_fn(x)
+        return self.act_fn(x) if self.act_fn is not None else activation_function(self.activation, gated=False)(x)

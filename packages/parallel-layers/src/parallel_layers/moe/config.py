@@ -6,7 +6,6 @@ from typing import Literal
 from parallel_layers.mlp.layer import GatedActivation
 
 Scoring = Literal["softmax", "sigmoid"]
-GroupScore = Literal["top2_sum", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +22,9 @@ class MoEConfig:
         correction_bias: Choose experts by score + `e_score_correction_bias`, and take weights from the score
             (https://arxiv.org/abs/2408.15664).
         router_bias: The logits have a learned bias (gpt-oss).
-        num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups.
+        num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups. A group's score is the sum of its two
+            best scores (DeepSeek-V3).
         top_k_groups: Groups per token (`topk_group`).
-        group_score: Score of a group: the sum of its two best scores (DeepSeek-V3) or its best score (V2).
         shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
         shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
         activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
@@ -36,7 +35,7 @@ class MoEConfig:
         z_loss: Weight of `router_z_loss` (ST-MoE).
 
     Raises:
-        ValueError: Sizes are inconsistent, or `scoring` or `group_score` is unknown.
+        ValueError: Sizes are inconsistent, or `scoring` is unknown.
     """
 
     num_experts: int
@@ -49,7 +48,6 @@ class MoEConfig:
     router_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
-    group_score: GroupScore = "top2_sum"
     shared_intermediate_size: int = 0
     shared_expert_gate: bool = False
     activation: GatedActivation = "silu"
@@ -61,8 +59,6 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring={self.scoring!r} is unknown; use 'softmax' or 'sigmoid'")
-        if self.group_score not in ("top2_sum", "max"):
-            raise ValueError(f"group_score={self.group_score!r} is unknown; use 'top2_sum' or 'max'")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if not 1 <= self.top_k_groups <= self.num_groups:
@@ -73,10 +69,9 @@ class MoEConfig:
                 f"top_k={self.top_k} must lie in 1..{reachable}, the experts that {self.top_k_groups} of "
                 f"{self.num_groups} groups of num_experts={self.num_experts} hold"
             )
-        if self.num_groups > 1 and self.group_score == "top2_sum" and self.num_experts // self.num_groups < 2:
+        if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
             raise ValueError(
-                f"group_score='top2_sum' needs groups of two experts or more, but num_experts={self.num_experts} in "
-                f"num_groups={self.num_groups} makes groups of one; use group_score='max'"
+                f"num_groups={self.num_groups} makes groups of one of num_experts={self.num_experts}; a group needs two"
             )
         if self.shared_expert_gate and not self.shared_intermediate_size:
             raise ValueError("shared_expert_gate=True needs shared experts; set shared_intermediate_size")

@@ -20,8 +20,8 @@ class RouterReplay:
 
     The inference engine and the trainer differ by rounding, so a router near a tie can choose different experts in the
     two, and log-probs jump. Replaying the engine's choice removes the difference (https://arxiv.org/abs/2510.11370).
-    Weights are computed from the router's own scores, so the gradient reaches the router. Entries are stored by layer
-    number, so recomputation and pipeline stages read the right entry. Make one `RouterReplay` for each batch.
+    Weights come from the router's own scores, so the gradient reaches the router. Make one `RouterReplay` for each
+    batch.
 
     Args:
         experts: Experts `[T, k]` to replay by layer number; None: record. The router chooses for tokens with a row of
@@ -42,11 +42,7 @@ class RouterReplay:
 
     @classmethod
     def from_tensor(cls, experts_TLk: Tensor, layers: Iterable[int], *, num_experts: int) -> RouterReplay:
-        """Replay the experts `[T, L, k]` of an inference engine, for the layers with routers in order.
-
-        Raises:
-            ValueError: The number of layers differs from L, or `RouterReplay` raises.
-        """
+        """Replay the experts `[T, L, k]` of an inference engine, for the L layers with routers in order."""
         numbers = list(layers)
         if experts_TLk.dim() != 3 or experts_TLk.shape[1] != len(numbers):
             raise ValueError(
@@ -68,11 +64,7 @@ class RouterReplay:
     def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0, num_tokens: int | None = None) -> Tensor:
         """Record the router's experts and return them, or return the experts to replay.
 
-        Args:
-            layer: The layer's number in the model.
-            experts_Tk: The router's experts for tokens first_token to first_token + T - 1.
-            first_token: Index of the first of these tokens in the entry, for ranks with a part of the tokens.
-            num_tokens: Tokens of the entry; None: T.
+        A rank with a part of the tokens has those from `first_token` on, of `num_tokens` in the entry.
 
         Raises:
             ValueError: The layer has no entry, or an entry of a different shape.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
-from parallel_layers.mlp.layer import GatedActivation, check_gated, gated
+from parallel_layers.mlp.layer import GatedActivation, activation_function, gated
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.grouped import grouped_bias, grouped_linear
 from parallel_layers.parallel_module import ParallelModule
@@ -45,12 +45,10 @@ class GroupedExperts(ParallelModule):
         hidden_size: H.
         intermediate_size: I.
         num_experts: E.
-        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, or a `ClampedSwiGLU`.
-        bias: Both projections have biases.
+        activation, bias: See `MoEConfig.activation` and `MoEConfig.expert_bias`.
         group: Tensor-parallel group that divides each expert; None: experts are whole.
         expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+        dtype, device: Those of the parameters.
 
     Raises:
         ValueError: The activation is unknown, E or I does not divide, or the groups share several ranks.
@@ -72,7 +70,7 @@ class GroupedExperts(ParallelModule):
         super().__init__()
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
-        check_gated(activation)  # raise for an unknown name at construction
+        activation_function(activation, gated=True)  # raise for an unknown name at construction
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
         _check_across(group, expert_group)
         size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")

@@ -72,12 +72,8 @@ def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [x.split(sizes) for x in tensors]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
     return *_loop_backward(d_y, *ctx.saved_tensors), None
 
 
-_loop.register_autograd(_backward, setup_context=_setup_context)
+_loop.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

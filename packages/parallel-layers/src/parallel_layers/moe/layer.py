@@ -50,12 +50,10 @@ class MoE(ParallelModule):
         hidden_size: H.
         config: See `MoEConfig`.
         layer_number: The layer's number in the model, the key in a `RoutingContext`.
-        placement: The groups of the layer and its tokens.
-        execution: The execution of the linear layers.
+        placement, execution: See `LinearOptions`.
         expert_group: Ranks that divide the experts; None: this rank has all experts.
         expert_tensor_parallel: Divide every expert over the placement's group.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+        dtype, device: Those of the parameters.
 
     Raises:
         ValueError: A size does not divide, the activation is unknown, or experts are neither divided over the

@@ -45,16 +45,10 @@ def load_balancing_loss(
     """Return E Σ_e f_e P_e, 0-dim, with f_e the choices of expert e per token and P_e its mean probability.
 
     Equations 4 to 6 of Switch Transformers, https://arxiv.org/abs/2101.03961, for k choices as in transformers'
-    `load_balancing_loss_func`: perfectly balanced routing gives k. With `load_E` of a large batch, experts can
-    specialise within the batch ("Demons in the Detail", https://arxiv.org/abs/2501.11873).
-
-    Args:
-        probs_TE: Scores that sum to one over the experts.
-        experts_Tk: The chosen experts.
-        mask_T: False for padding.
-        group: Ranks that hold the other tokens.
-        load_E: Tokens per expert in the whole batch; None: in these tokens.
-        num_tokens: Tokens of the whole batch, 0-dim; None: of these tokens.
+    `load_balancing_loss_func`: perfectly balanced routing gives k. `probs_TE` are scores that sum to one over the
+    experts. `load_E` are the tokens per expert and `num_tokens` (0-dim) the tokens of the whole batch; None: of these
+    tokens. With loads of a large batch, experts can specialise within the batch ("Demons in the Detail",
+    https://arxiv.org/abs/2501.11873).
     """
     num_experts = probs_TE.shape[1]
     count = _count(mask_T, group, num_tokens)
@@ -76,17 +70,11 @@ def sequence_balance_loss(
 ) -> Tensor:
     """Return the mean over sequences of Σ_e f_e P_e, 0-dim, with f_e = E / (k L) · choices of e.
 
-    Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437; balanced routing gives 1.
-
-    Args:
-        probs_TE: Scores that sum to one over the experts.
-        experts_Tk: The chosen experts.
-        segments_T: Sequence of each token, -1 for padding.
-        num_segments: S. Empty sequences are left out.
-        group: Ranks that hold the other tokens; a sequence can lie on several ranks.
-        context_group: Ranks that hold further tokens of the same sequences; the result is this rank's share. One
-            all-reduce `[S, E]`.
-        num_sequences: Non-empty sequences of the whole batch, 0-dim; None: of these tokens.
+    Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437; balanced routing gives 1. `segments_T` is the
+    sequence of each token, -1 for padding. Sequences can lie on several ranks of `group`. Empty sequences are left out;
+    `num_sequences` (0-dim) are those of the whole batch that are not empty, None: of these tokens. With a
+    `context_group`, whose ranks hold further tokens of the same sequences, the result is this rank's share, and there
+    is one more all-reduce `[S, E]`.
     """
     num_experts, top_k = probs_TE.shape[1], experts_Tk.shape[1]
     # Padding goes to an extra row, which is dropped.

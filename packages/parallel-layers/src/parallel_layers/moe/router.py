@@ -43,7 +43,7 @@ def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None =
     scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if config.num_groups > 1:
         scores_TGe = scores.unflatten(-1, (config.num_groups, -1))
-        best = scores_TGe.topk(2 if config.group_score == "top2_sum" else 1, dim=-1).values.sum(-1)
+        best = scores_TGe.topk(2, dim=-1).values.sum(-1)
         chosen = best.topk(config.top_k_groups, dim=-1).indices
         excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
         scores = scores_TGe.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
@@ -83,15 +83,9 @@ class TopKRouter(ParallelModule):
     Replicated parameters: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` there is the
     buffer `e_score_correction_bias [E]`, which stays fp32 when the model is cast.
 
-    Communication if the ranks of `group` route different tokens: forward all-reduces of `[E]` sums for the loads and
-    the losses; backward one all-reduce of each parameter's gradient. Otherwise there is none.
-
-    Args:
-        hidden_size: H.
-        config: See `MoEConfig`.
-        group: The ranks that route the pack's other tokens; None: this rank routes all tokens.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+    `group` are the ranks that route the pack's other tokens; None: this rank routes all tokens. Communication with a
+    group: forward all-reduces of `[E]` sums for the loads and the losses; backward one all-reduce of each parameter's
+    gradient.
     """
 
     bias: nn.Parameter | None
@@ -188,27 +182,20 @@ class TopKRouter(ParallelModule):
         if not self._wants_losses():
             return routing
         probs = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        num_tokens = None if totals is None else totals.num_tokens
+        num_tokens, num_sequences, context_group = None, None, None
+        if totals is not None:
+            num_tokens, num_sequences, context_group = totals.num_tokens, totals.num_sequences, totals.context_group
         losses: dict[str, Tensor] = {}
         if config.balance_loss:
+            load_E = None if totals is None else totals.load(layer_number)
             losses["balance_loss"] = load_balancing_loss(
-                probs,
-                experts,
-                mask,
-                group=self.group,
-                load_E=None if totals is None else totals.load(layer_number),
-                num_tokens=num_tokens,
+                probs, experts, mask, group=self.group, load_E=load_E, num_tokens=num_tokens
             )
         if config.sequence_balance_loss:
             losses["sequence_balance_loss"] = sequence_balance_loss(
-                probs,
-                experts,
-                segments,
-                context.num_segments,
-                group=self.group,
-                context_group=None if totals is None else totals.context_group,
-                num_sequences=None if totals is None else totals.num_sequences,
-            )
+                probs, experts, segments, context.num_segments,
+                group=self.group, context_group=context_group, num_sequences=num_sequences,
+            )  # fmt: skip
         if config.z_loss:
             losses["z_loss"] = router_z_loss(logits, mask, group=self.group, num_tokens=num_tokens)
         for name, loss in losses.items():

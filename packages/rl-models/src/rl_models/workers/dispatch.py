@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from parallel_layers.data.micro_batches import split_micro_batches
-from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.head.vocabulary import check_token_ids
 from rl_models.batch import Batch, prompt_rows, require_batch, token_rows
 
 F = TypeVar("F", bound=Callable[..., Any])

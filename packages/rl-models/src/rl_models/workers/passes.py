@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.data.micro_batches import pack_micro_batches, split_micro_batches
-from parallel_layers.head.embedding import check_token_ids
+from parallel_layers.head.vocabulary import check_token_ids
 from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Engine, Outputs

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without materialising the logits `[T, V]`.
+"""Log-probabilities and entropies from hidden states, without materialising the logits `[T, V]`, or from logits.
 
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import as_operand
 from parallel_layers.head.invariant import check_invariant
-from parallel_layers.head.linear_operators import linear_log_probs_op
+from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.vocabulary import group_name, true_vocab_size
 
 
@@ -45,12 +45,12 @@ def linear_log_probs(
 
         log_probs = z_label - logsumexp(z)        entropy = -sum_j p_j log p_j
 
-    The forward walks tiles of the vocabulary with four fp32 numbers a token (`head.softmax_statistics`), and saves the
+    The forward walks tiles of the vocabulary with four fp32 numbers a token (`head.chunked`), and saves the
     log-sum-exp and the entropy. The backward recomputes the logits tile by tile:
 
         dz_j = g_log_prob (1[j = label] - p_j) - g_entropy p_j (z_j - logsumexp + entropy)
 
-    The gradient of the hidden states is summed in fp32. Each slice of the weight's gradient is written once.
+    The gradient of the hidden states is summed in fp32.
 
     Every rank of `group` passes the same labels and hidden states and its own rows of the head: rank r holds the rows
     `r * V ... (r + 1) * V - 1` of the (padded) vocabulary. Results are bitwise equal on all ranks, and the hidden
@@ -121,16 +121,52 @@ def linear_log_probs(
     if blocks:
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
-    log_probs, entropy_T, *_ = linear_log_probs_op(
-        hidden_TH,
-        weight_VH,
-        labels_T,
-        temperatures_T,
-        [float(logit_scale), float(logit_softcap or 0.0), float(temperature)],
-        vocab_size,
-        sequence_parallel,
-        group_name(group),
-        keep_probabilities and not blocks and trains,
-        blocks,
-    )
+    transform = [float(logit_scale), float(logit_softcap or 0.0), float(temperature)]
+    keep = keep_probabilities and not blocks and trains
+    log_probs, entropy_T, *_ = log_probs_op(
+        hidden_TH, weight_VH, labels_T, temperatures_T, transform, vocab_size, sequence_parallel, group_name(group),
+        keep, blocks,
+    )  # fmt: skip
     return LogProbs(log_probs, entropy_T if entropy else None)
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    entropy: bool = True,
+) -> LogProbs:
+    """Return the log-probability of each label, `z_label - logsumexp(z)`, and the entropy, `-sum_j p_j log p_j`.
+
+    Rank r holds the columns of the entries `r * V ... (r + 1) * V - 1` of the (padded) vocabulary, and all labels. If
+    the logits come from a GEMM, `linear_log_probs` gives the same results without holding them.
+
+    Forward: all-gather of the statistics `[4, T]`. The backward, that of `linear_log_probs`, communicates nothing;
+    upstream gradients must be the same on all ranks. Both work in tiles and make no temporary of the logits' size.
+
+    Args:
+        logits: `[..., V]`, this rank's columns. Results are finite for any finite logits; logits of -inf are entries of
+            probability zero.
+        labels: `[...]` integers of the whole vocabulary, the same on all ranks.
+        group, vocab_size, entropy: As in `linear_log_probs`.
+
+    Returns:
+        `LogProbs(log_probs, entropy)`, `[...]` fp32 (fp64 for fp64 logits), bitwise equal on all ranks.
+
+    Raises:
+        ValueError: As `linear_log_probs`, for shapes, vocabularies and labels.
+    """
+    if logits.ndim < 1 or labels.shape != logits.shape[:-1] or not logits.is_floating_point():
+        raise ValueError(
+            f"logits {logits.dtype} {list(logits.shape)} must be floating [..., V], labels {list(labels.shape)} [...]"
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels must be int64 or int32, got {labels.dtype}")
+    rows, vocab_size = logits.reshape(-1, logits.shape[-1]), true_vocab_size(logits.shape[-1], vocab_size, group)
+    unchanged = [1.0, 0.0, 1.0]
+    log_probs, entropies, *_ = log_probs_op(
+        rows, None, labels.reshape(-1), None, unchanged, vocab_size, False, group_name(group), False, 0
+    )
+    return LogProbs(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)

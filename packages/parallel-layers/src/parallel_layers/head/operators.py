@@ -1,4 +1,4 @@
-"""The two custom operators of `linear_log_probs`, with shapes and an autograd formula for torch.compile.
+"""The custom operator behind the log-probs, and its backward, with shapes and an autograd formula for torch.compile.
 
 The statistics are merged in order of rank, so results are bitwise equal on all ranks. The hidden states' gradient is
 summed over the ranks during the GEMM of the weight's last slice. With sequence parallelism the backward gathers the
@@ -17,22 +17,23 @@ from torch import Tensor
 from parallel_layers.autocast import wide, without_autocast
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head import chunked, fused
-from parallel_layers.head.embedding import check_token_ids, vocab_range
+from parallel_layers.head.chunked import LogitTransform, UpstreamGradients, finish_statistics, merge_statistics
 from parallel_layers.head.invariant import invariant_statistics
-from parallel_layers.head.softmax_statistics import (
-    LogitTransform,
-    UpstreamGradients,
-    finish_statistics,
-    merge_statistics,
+from parallel_layers.head.vocabulary import (
+    IGNORE_INDEX,
+    check_rows,
+    check_token_ids,
+    gather_rows,
+    group_of,
+    vocab_range,
 )
-from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, gather_rows, group_of
 
 
-@torch.library.custom_op("parallel_layers::linear_log_probs", mutates_args=())
+@torch.library.custom_op("parallel_layers::log_probs", mutates_args=())
 @without_autocast
-def linear_log_probs_op(
+def log_probs_op(
     hidden_TH: Tensor,
-    weight_VH: Tensor,
+    weight_VH: Tensor | None,
     labels_T: Tensor,
     temperatures_T: Tensor | None,
     numbers: list[float],
@@ -44,18 +45,19 @@ def linear_log_probs_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
-    `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. The other arguments are
-    those of `linear_log_probs`.
+    `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. Without a weight
+    `hidden_TH` are the logits, which are not transformed. The other arguments are those of `linear_log_probs`.
     """
     group = group_of(group_name)
-    check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
+    check_rows(_num_rows(hidden_TH, weight_VH), vocab_size, group, hidden_TH.device)
     check_token_ids(labels_T, vocab_size, ignore_index=IGNORE_INDEX)
-    first, last = vocab_range(vocab_size, group, len(weight_VH))
-    hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
-    weight, labels = weight_VH[: last - first], labels_T.long() - first
-    transform = _transform(numbers, temperatures_T)
+    hidden, weight, first = _local(hidden_TH, weight_VH, vocab_size, group_name)
+    hidden = gather_rows(hidden, group) if sequence_parallel else hidden
+    labels, transform = labels_T.long() - first, _transform(numbers, temperatures_T)
     kept = _new_kept(hidden, weight, len(labels_T), keep)
-    if blocks:
+    if weight is None or weight_VH is None:
+        statistics = chunked.given_statistics(hidden, labels)
+    elif blocks:
         statistics = invariant_statistics(hidden, weight_VH, labels, transform, vocab_size, blocks, group)
     elif fused.supports(hidden, weight):
         statistics = fused.head_statistics(hidden, weight, labels, transform, kept if kept.parts.numel() else None)
@@ -67,32 +69,48 @@ def linear_log_probs_op(
     return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
 
 
+def _num_rows(hidden_TH: Tensor, weight_VH: Tensor | None) -> int:
+    return hidden_TH.shape[1] if weight_VH is None else len(weight_VH)
+
+
+def _local(
+    hidden_TH: Tensor, weight_VH: Tensor | None, vocab_size: int, group_name: str
+) -> tuple[Tensor, Tensor | None, int]:
+    """Return the operands without the vocabulary's padding, and this rank's first entry."""
+    first, last = vocab_range(vocab_size, group_of(group_name), _num_rows(hidden_TH, weight_VH))
+    if weight_VH is None:
+        return hidden_TH[:, : last - first], None, first
+    return hidden_TH, weight_VH[: last - first], first
+
+
 def _transform(numbers: list[float], temperatures_T: Tensor | None) -> LogitTransform:
     transform = LogitTransform(*numbers)
     return transform if temperatures_T is None else transform._replace(temperature=temperatures_T)
 
 
-def _new_kept(hidden_TH: Tensor, weight_VH: Tensor, num_tokens: int, keep: bool) -> fused.Kept:
+def _new_kept(hidden_TH: Tensor, weight_VH: Tensor | None, num_tokens: int, keep: bool) -> fused.Kept:
     """Allocate the tensors for the backward; empty if nothing is kept or the kernels do not run."""
-    if keep and fused.supports(hidden_TH, weight_VH):
+    if keep and weight_VH is not None and fused.supports(hidden_TH, weight_VH):
         return fused.new_kept(hidden_TH, num_tokens, len(weight_VH))
     return fused.Kept(hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
 
 
-@linear_log_probs_op.register_fake
+@log_probs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     hidden_TH, weight_VH, labels_T, *_, vocab_size, _, group_name, keep, _ = arguments
     log_probs = hidden_TH.new_empty(labels_T.shape, dtype=wide(hidden_TH.dtype))
-    first, last = vocab_range(vocab_size, group_of(group_name), len(weight_VH))
-    kept = _new_kept(hidden_TH, weight_VH[: last - first], len(labels_T), keep)
+    hidden, weight, _ = _local(hidden_TH, weight_VH, vocab_size, group_name)
+    kept = _new_kept(hidden, weight, len(labels_T), keep)
     return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
 
 
-@torch.library.custom_op("parallel_layers::linear_log_probs_backward", mutates_args={"overwritten_TV"})
+@torch.library.custom_op("parallel_layers::log_probs_backward", mutates_args={"overwritten_TV"})
 @without_autocast
-def linear_log_probs_backward_op(
+def log_probs_backward_op(
     grad_log_probs_T: Tensor,
     grad_entropy_T: Tensor | None,
+    hidden_TH: Tensor,
+    weight_VH: Tensor | None,
     saved: list[Tensor],
     temperatures_T: Tensor | None,
     overwritten_TV: Tensor | None,
@@ -105,15 +123,24 @@ def linear_log_probs_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients `(hidden, weight)`; empty if not needed.
 
-    `saved` are hidden states, weight and labels, and the forward's results but the log-probs. `overwritten_TV` is the
-    kept exponentials themselves if the operator may overwrite them, else None.
+    `saved` are the labels and the forward's results but the log-probs. `overwritten_TV` is the kept exponentials
+    themselves if the operator may overwrite them, else None.
     """
-    hidden_TH, weight_VH, labels_T, entropy_T, logsumexp_T, *kept = saved
-    group = group_of(group_name)
-    first, last = vocab_range(vocab_size, group, len(weight_VH))
-    hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
-    weight = weight_VH[: last - first]
-    dtype = wide(hidden.dtype)
+    labels_T, entropy_T, logsumexp_T, *kept = saved
+    group, dtype = group_of(group_name), wide(hidden_TH.dtype)
+    hidden, weight, first = _local(hidden_TH, weight_VH, vocab_size, group_name)
+    labels, nothing = labels_T.long() - first, hidden_TH.new_empty(0)
+    upstream = UpstreamGradients(
+        grad_log_probs_T.to(dtype).masked_fill(labels_T == IGNORE_INDEX, 0.0),
+        None if grad_entropy_T is None else grad_entropy_T.to(dtype),
+        logsumexp_T,
+        entropy_T,
+    )
+    if weight_VH is None or weight is None:
+        gradient_TV = torch.zeros_like(hidden_TH, memory_format=torch.contiguous_format)
+        chunked.given_gradients(hidden, labels, upstream, gradient_TV[:, : hidden.shape[1]])
+        return gradient_TV, nothing
+    hidden = gather_rows(hidden, group) if sequence_parallel else hidden
     grad_hidden: Tensor | None = None
     if hidden_needs_grad:
         grad_hidden = torch.zeros_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
@@ -140,14 +167,9 @@ def linear_log_probs_backward_op(
     gradients(
         hidden,
         weight,
-        labels_T.long() - first,
+        labels,
         _transform(numbers, temperatures_T),
-        UpstreamGradients(
-            grad_log_probs_T.to(dtype).masked_fill(labels_T == IGNORE_INDEX, 0.0),
-            None if grad_entropy_T is None else grad_entropy_T.to(dtype),
-            logsumexp_T,
-            entropy_T,
-        ),
+        upstream,
         grad_hidden_TH=grad_hidden,
         grad_weight_VH=None if grad_weight is None else grad_weight[: len(weight)],
         hidden_done=start_sum,
@@ -155,25 +177,25 @@ def linear_log_probs_backward_op(
     if summed is not None:
         grad_hidden = async_collectives.wait(summed)
     return (
-        hidden_TH.new_empty(0) if grad_hidden is None else grad_hidden.to(hidden_TH.dtype),
-        hidden_TH.new_empty(0) if grad_weight is None else grad_weight,
+        nothing if grad_hidden is None else grad_hidden.to(hidden_TH.dtype),
+        nothing if grad_weight is None else grad_weight,
     )
 
 
-@linear_log_probs_backward_op.register_fake
+@log_probs_backward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    hidden_TH, weight_VH, *_ = arguments[2]
+    hidden_TH, weight_VH = arguments[2:4]
     hidden_needs_grad, weight_needs_grad = arguments[-2:]
     return (
         hidden_TH.new_empty(hidden_TH.shape if hidden_needs_grad else 0),
-        weight_VH.new_empty(weight_VH.shape if weight_needs_grad else 0),
+        hidden_TH.new_empty(weight_VH.shape if weight_needs_grad else 0),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden_TH, weight_VH, labels_T, temperatures_T, *ctx.options, _, _ = inputs
     _, entropy_T, *saved = output
-    ctx.save_for_backward(hidden_TH, weight_VH, labels_T, entropy_T, *saved, temperatures_T)
+    ctx.save_for_backward(hidden_TH, weight_VH, temperatures_T, labels_T, entropy_T, *saved)
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
 
@@ -188,12 +210,14 @@ def _is_last_backward() -> bool:
 def _backward(
     ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_unused: None
 ) -> tuple[Tensor | None, ...]:
-    *saved, temperatures_T = ctx.saved_tensors
-    logsumexp_T, exponentials_TV = saved[-3], saved[-2]
+    hidden_TH, weight_VH, temperatures_T, *saved = ctx.saved_tensors
+    logsumexp_T, exponentials_TV = saved[2:4]
     hidden_needs_grad, weight_needs_grad, *rest = ctx.needs_input_grad
-    grad_hidden, grad_weight = linear_log_probs_backward_op(
+    grad_hidden, grad_weight = log_probs_backward_op(
         torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
         grad_entropy_T,
+        hidden_TH,
+        weight_VH,
         saved,
         temperatures_T,
         exponentials_TV if _is_last_backward() else None,
@@ -208,4 +232,4 @@ def _backward(
     )
 
 
-linear_log_probs_op.register_autograd(_backward, setup_context=_setup_context)
+log_probs_op.register_autograd(_backward, setup_context=_setup_context)
