@@ -48,8 +48,7 @@ class PeerMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self.num_bytes = num_bytes
-        options = getattr(group._get_backend(device), "options", None)
-        self._timeout_ms = getattr(options, "_timeout", _TIMEOUT) // timedelta(milliseconds=1)
+        self._timeout_ms = _timeout(group, device) // timedelta(milliseconds=1)
         self._own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
 
@@ -99,6 +98,12 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
     if capturing:
         _in_graphs.setdefault(group, set()).add(memory)
     return memory
+
+
+def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", _TIMEOUT)
+    return timeout
 
 
 def gather_matmul(
