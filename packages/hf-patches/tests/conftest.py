@@ -21,4 +21,4 @@ def ranks():
     """Four gloo ranks, started when a test first asks for them."""
     from parallel_layers.testing import shared_pool
 
-    return shared_pool(preload=["transformers"])
+    return shared_pool("transformers")

@@ -23,7 +23,7 @@ settings.load_profile("megatron_utils")
 def ranks() -> RankPool:
     """Four gloo ranks, which have of Megatron-Core what this process has when they are forked."""
     importlib.import_module("megatron_utils.dist_checkpointing")
-    return shared_pool(preload=["megatron.core", "transformers"])
+    return shared_pool("megatron.core", "transformers")
 
 
 @pytest.fixture(scope="session")

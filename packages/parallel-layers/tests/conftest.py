@@ -11,7 +11,7 @@ from parallel_layers.testing import RankPool, shared_pool
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    return shared_pool(preload=["transformers"])
+    return shared_pool("transformers")
 
 
 @pytest.fixture(scope="session")

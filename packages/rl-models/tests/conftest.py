@@ -31,7 +31,7 @@ def ranks() -> RankPool:
     """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
-    return shared_pool(preload=["megatron.core", "transformers"])
+    return shared_pool("megatron.core", "transformers")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from parallel_layers.attention import (
     available_backends,
     packed_attention,
 )
-from parallel_layers.data.broadcast import broadcast_data
 from parallel_layers.data.packing import PackedSequence, next_token_labels, pack, unpack
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.gradient_norm import clip_grad_norm_
@@ -69,7 +68,6 @@ __all__ = [
     "apply_rotary",
     "available_backends",
     "available_overlaps",
-    "broadcast_data",
     "checkpoint",
     "clip_grad_norm_",
     "column_parallel_linear",

@@ -233,7 +233,6 @@ CASES: dict[str, dict[str, Case]] = {
         "window": attention(context_parallel.ring_attention, window=3),
     },
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
-    "broadcast_data": {"": lambda group: pl.broadcast_data({"a": torch.ones(3), "b": torch.ones(2)}, group)},
     "clip_grad_norm_": {"": clipped},
     "checkpoint": {"": lambda group: pl.checkpoint(torch.tanh, tokens(group))},
     "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},

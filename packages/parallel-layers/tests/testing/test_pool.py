@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankDied, RankPool, RankTimeout, run_ranks
-from parallel_layers.testing.forkserver import fork_server
+from parallel_layers.testing.pool import _server
 
 
 @dataclass
@@ -301,11 +301,11 @@ def test_a_package_to_preload_is_imported_as_far_as_the_caller_has_imported_it()
 
 
 def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() -> None:
-    server = fork_server("gloo").process.pid
+    server = _server("gloo").process.pid
     importlib.import_module("hypothesis")
     for _ in range(2):
         assert run_ranks(loaded, 2, "hypothesis") == [True, True]
-        assert fork_server("gloo").process.pid == server
+        assert _server("gloo").process.pid == server
     if os.path.isdir("/proc"):
         threads = [path.read_text().strip() for path in Path(f"/proc/{server}/task").glob("*/comm")]
         assert len(threads) == 1, f"a process with several threads does not fork safely: {threads}"
@@ -315,7 +315,7 @@ def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() ->
 def test_a_new_process_takes_the_place_of_one_that_was_killed() -> None:
     with RankPool(2) as pool:
         first = pool.run(process_id)
-        os.kill(fork_server("gloo").process.pid, signal.SIGKILL)
+        os.kill(_server("gloo").process.pid, signal.SIGKILL)
         assert pool.run(process_id) == first
     assert wait_until_gone(first)
     assert len(run_ranks(process_id, 2)) == 2

@@ -1,1 +1,1 @@
-"""Batches: packed sequences, micro-batches, and a batch sent from one rank to its group."""
+"""Batches: packed sequences and micro-batches."""

@@ -1,31 +1,37 @@
 """A pool of ranks for tests that runs many functions on the same processes.
 
-One child process imports torch and forks the ranks of all pools (`forkserver`). Each rank joins a default group over a
-file store and waits for calls on its own socket. The ranks end when the pool is closed and when this process ends.
+One child process imports torch and forks the ranks of all pools (`worker`). Each rank joins a default group over a
+file store and waits for calls on its own pipe. The ranks end when the pool is closed and when this process ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
+from pathlib import Path
 from typing import Any, Self
 
 from parallel_layers.testing import worker
-from parallel_layers.testing.forkserver import ForkServer, fork_server
 
+# Packages that are slow to import; the server imports what the caller has imported of them.
+_PRELOAD = ("hypothesis", "pytest", "torch.distributed")
 # After the first failure the other ranks are usually stuck in a collective; ranks that fail themselves do so at once.
 _GRACE_SECONDS = 2.0
 # Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
-_STACK_SECONDS = 0.5
 # A gloo group keeps threads and sockets, and functions may keep groups. Ranks in this many groups are replaced.
 _MOST_GROUPS = 100
 
@@ -38,54 +44,69 @@ class RankDied(RuntimeError):
     """A rank's process ended (a crash, an `os._exit`, the kernel's memory killer) instead of answering."""
 
 
-@dataclass
-class _Ranks:
-    """The running processes of a pool, and a connection to each."""
+class _Server:
+    """The caller's side of `worker.serve`.
 
-    server: ForkServer
-    settings: worker.Settings
-    processes: tuple[int, ...]
-    connections: list[Connection[Any, Any]]
-    folder: tempfile.TemporaryDirectory[str]
+    Unlike the fork server of `multiprocessing`, the process imports more modules before later forks, and ends with
+    all ranks when its caller is gone, ranks that hang included.
+    """
 
-    @classmethod
-    def start(cls, world_size: int, backend: str, preload: Iterable[str]) -> Self:
-        """Fork the processes."""
-        folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        server, settings = fork_server(backend), worker.Settings(world_size, backend, folder.name)
-        return cls(server, settings, *server.fork(settings, preload), folder)
+    def __init__(self, backend: str) -> None:
+        self._connection, theirs = Pipe()
+        serve = f"from parallel_layers.testing import worker; worker.serve({theirs.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {serve}"],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=_environment(backend),
+        )
+        theirs.close()
+        self._asking = threading.Lock()
+        atexit.register(self.close)
 
-    def kill(self) -> None:
-        """End every process of the pool and remove its folder."""
-        self.server.end(self.processes)
-        for connection in self.connections:
-            connection.close()
-        self.folder.cleanup()
+    def close(self) -> None:
+        """End the process, and with it all ranks."""
+        self._connection.close()
+        self.process.wait()
 
-    def receive(self, wanted: Iterable[int], timeout: float, *, first: bool = False) -> dict[int, worker.Answer]:
-        """Return an answer from each wanted rank (with `first`: the first ones), or fewer when time is up."""
-        answers: dict[int, worker.Answer] = {}
-        missing = {self.connections[rank]: rank for rank in wanted}
-        deadline = time.monotonic() + timeout
-        while missing and not (first and answers):
-            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = missing.pop(connection)
-                try:
-                    answers[rank] = connection.recv()
-                except (EOFError, ConnectionError):
-                    raise RankDied(f"the process of rank {rank} ended without an answer") from None
-        return answers
+    def ask(
+        self, request: worker.Start | tuple[int, ...], pipes: Sequence[Connection[Any, Any]] = ()
+    ) -> tuple[int, ...]:
+        """Fork the ranks of a `Start`, or end ranks by their process ids; return the process ids."""
+        with self._asking:
+            try:
+                self._connection.send(request)
+                for pipe in pipes:
+                    send_handle(self._connection, pipe.fileno(), self.process.pid)
+                return self._connection.recv()
+            except BaseException:
+                # After an interrupt, a late answer would be taken for the answer to the next request.
+                self.close()
+                raise
 
-    def stacks(self, ranks: Iterable[int]) -> str:
-        """Return where the threads of some ranks are."""
-        for rank in ranks:
-            os.kill(self.processes[rank], signal.SIGUSR1)
-        time.sleep(_STACK_SECONDS)
-        return "\n".join(f"rank {rank}:\n{self.settings.stack(rank).read_text()}" for rank in ranks)
+    def end(self, processes: tuple[int, ...]) -> None:
+        """End ranks and the processes that they have started; return when they are gone."""
+        # Without the process there are no ranks: each rank ends with its connection.
+        with contextlib.suppress(OSError, EOFError):
+            self.ask(processes)
+
+
+_servers: dict[str, _Server] = {}
+
+
+def _server(backend: str) -> _Server:
+    """Return the running server of this process for a backend."""
+    if backend not in _servers or _servers[backend].process.poll() is not None:
+        _servers[backend] = _Server(backend)
+    return _servers[backend]
+
+
+def _environment(backend: str) -> dict[str, str]:
+    # One thread a rank: the ranks share the machine's cores. On gloo the GPUs are hidden, because imports may touch
+    # CUDA, which does not work after a fork.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | hidden
 
 
 class RankPool:
@@ -99,7 +120,7 @@ class RankPool:
             have, too. For `"nccl"` no package whose import touches CUDA: CUDA does not work after a fork.
 
     The processes start with the first call. After a hang or a death they are killed, and the next call starts
-    new ones. Use it as a context manager, or call `close`; what is still open when Python exits is closed then.
+    new ones. Use it as a context manager, or call `close`; ranks that still run when Python exits are ended then.
     """
 
     def __init__(
@@ -107,9 +128,9 @@ class RankPool:
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
-        if backend not in worker.BACKENDS:
-            raise ValueError(f"backend={backend!r} is not one of {sorted(worker.BACKENDS)}")
-        if worker.inside_a_rank():
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend={backend!r} is not one of ['gloo', 'nccl']")
+        if worker.this_rank is not None:
             raise RuntimeError(
                 "a rank may not start ranks: put the code that starts them under `if __name__ == '__main__':`, "
                 "because the ranks import this file to find their function"
@@ -118,8 +139,8 @@ class RankPool:
         self.backend = backend
         self.timeout = timeout
         self.preload = frozenset(preload)
-        self._ranks: _Ranks | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._end = contextlib.ExitStack()
+        self._connections: list[Connection[Any, Any]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -158,28 +179,85 @@ class RankPool:
             raise ValueError(f"world={world} is outside this pool's 1..{self.world_size} ranks")
         call = worker.encode_call(fn, args, kwargs, world)
         try:
-            if self._ranks is None:
-                self._ranks = _Ranks.start(self.world_size, self.backend, self.preload)
-                self._finalizer = weakref.finalize(self, self._ranks.kill)
-            for connection in self._ranks.connections[:world]:
+            if not self._connections:
+                self._start()
+            for connection in self._connections[:world]:
                 connection.send_bytes(call)
-            answers = _collect(self._ranks, world, self.timeout if timeout is None else timeout)
+            answers = self._collect(world, self.timeout if timeout is None else timeout)
         except BaseException:
             # After a stuck or dead rank or an interrupt, the state of the others is unknown: start new ranks.
             self.close()
             raise
         if len(answers) < world or max(answer.groups for answer in answers.values()) > _MOST_GROUPS:
             self.close()
-        failures = {rank: answer for rank, answer in sorted(answers.items()) if answer.kind == "raised"}
-        if failures:
-            raise _as_exception(failures)
-        return [pickle.loads(answers[rank].payload) for rank in range(world)]
+        if errors := [answer.value for _, answer in sorted(answers.items()) if answer.failed]:
+            for note in [note for error in errors[1:] for note in error.__notes__]:
+                errors[0].add_note(note)
+            raise errors[0]
+        return [answers[rank].value for rank in range(world)]
 
     def close(self) -> None:
         """End the ranks. Calling `run` again would start new ones."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._ranks = self._finalizer = None
+        self._end.close()
+        self._connections = []
+
+    def _start(self) -> None:
+        self._folder = Path(
+            self._end.enter_context(tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True))
+        )
+        pipes = [Pipe() for _ in range(self.world_size)]
+        packages = tuple(f"{package}." for package in (*_PRELOAD, *self.preload))
+        start = worker.Start(
+            self.world_size,
+            self.backend,
+            str(self._folder),
+            modules=tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(packages)),
+            path=tuple(sys.path),
+            environment=_environment(self.backend),
+            working_folder=os.getcwd(),
+        )
+        server = _server(self.backend)
+        self._processes = server.ask(start, [theirs for _, theirs in pipes])
+        for ours, theirs in pipes:
+            theirs.close()
+            self._end.enter_context(ours)
+        self._connections = [ours for ours, _ in pipes]
+        self._end.callback(server.end, self._processes)
+
+    def _collect(self, world: int, timeout: float) -> dict[int, worker.Answer]:
+        """Return the answers of all ranks; after an exception, of the ranks that ended soon."""
+        answers: dict[int, worker.Answer] = {}
+        missing = set(range(world))
+        starting = set(missing)
+        deadline = time.monotonic() + _START_SECONDS + timeout
+        while missing:
+            failed = any(answer.failed for answer in answers.values())
+            if not starting:
+                deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if failed else timeout))
+            ready = wait([self._connections[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
+            if not ready and failed:
+                break
+            if not ready:
+                raise RankTimeout(
+                    f"rank(s) {sorted(missing)} of {world} did not return within {timeout:g} s\n{self._stacks(missing)}"
+                )
+            for rank in [rank for rank in missing if self._connections[rank] in ready]:
+                try:
+                    answer = pickle.loads(self._connections[rank].recv_bytes())
+                except (EOFError, ConnectionError):
+                    raise RankDied(f"the process of rank {rank} ended without an answer") from None
+                starting.discard(rank)
+                if answer is not None:
+                    answers[rank] = answer
+                    missing.discard(rank)
+        return answers
+
+    def _stacks(self, ranks: Iterable[int]) -> str:
+        """Return where the threads of some ranks are."""
+        for rank in ranks:
+            os.kill(self._processes[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{(self._folder / f'stack{rank}').read_text()}" for rank in ranks)
 
 
 def run_ranks(
@@ -195,48 +273,9 @@ def run_ranks(
         return pool.run(fn, *args, **kwargs)
 
 
-def shared_pool(preload: Iterable[str] = ()) -> RankPool:
-    """Return the one pool of 4 gloo ranks of this process, which is closed when the process exits.
-
-    The packages of `preload` are added to the pool's; new packages replace its ranks by new ones.
-    """
-    pool = _shared_pool()
-    if not pool.preload.issuperset(preload):
-        pool.close()
-        pool.preload |= frozenset(preload)
-    return pool
-
-
 @functools.cache
-def _shared_pool() -> RankPool:
-    return RankPool(4)
-
-
-def _collect(ranks: _Ranks, world: int, timeout: float) -> dict[int, worker.Answer]:
-    """Return the answers of all ranks; after an exception, of the ranks that ended soon."""
-    started = ranks.receive(range(world), _START_SECONDS)
-    answers = {rank: answer for rank, answer in started.items() if answer.kind == "raised"}
-    deadline = time.monotonic() + timeout
-    while missing := [rank for rank in range(world) if rank not in answers]:
-        if any(answer.kind == "raised" for answer in answers.values()):
-            return answers | ranks.receive(missing, _GRACE_SECONDS)
-        new = ranks.receive(missing, deadline - time.monotonic(), first=True)
-        if not new:
-            raise RankTimeout(
-                f"rank(s) {missing} of {world} did not return within {timeout:g} s\n{ranks.stacks(missing)}"
-            )
-        answers |= new
-    return answers
-
-
-def _as_exception(failures: dict[int, worker.Answer]) -> Exception:
-    """Return the exception of the lowest failing rank, with the traceback of every failing rank as a note."""
-    first = next(iter(failures.values()))
-    try:
-        error = pickle.loads(first.payload)
-    except Exception:
-        # Not every exception survives pickling; the text always does.
-        error = RuntimeError(first.text.strip().splitlines()[-1])
-    for rank, answer in failures.items():
-        error.add_note(f"on rank {rank}:\n{answer.text}")
-    return error
+def shared_pool(*preload: str) -> RankPool:
+    """Return the one pool of 4 gloo ranks of this process with the packages `preload`; it is closed at exit."""
+    pool = RankPool(4, preload=preload)
+    atexit.register(pool.close)
+    return pool

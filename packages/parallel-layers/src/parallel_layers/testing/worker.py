@@ -1,14 +1,17 @@
-"""The ranks' side of `RankPool`: join a group, then answer calls until the connection closes."""
+"""The processes behind `RankPool`: a server that forks ranks in milliseconds, and the ranks, which answer calls."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import io
 import itertools
+import operator
 import os
 import pickle
 import signal
@@ -18,60 +21,38 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.reduction import recv_handle
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-BACKENDS = frozenset({"gloo", "nccl"})
-
-# A collective that waits longer than this is given up by torch itself; the pool's own time limits are far shorter.
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-
-_inside_a_rank = False
-
-
-def inside_a_rank() -> bool:
-    """Return whether this process is a rank of a pool."""
-    return _inside_a_rank
+# The rank that this process is.
+this_rank: int | None = None
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of all ranks of a pool; `folder` exists and is empty."""
+class Start:
+    """A request for ranks; a pipe for each rank follows."""
 
     world_size: int
     backend: str
-    folder: str
-
-    def stack(self, rank: int) -> Path:
-        """Return the file to which a rank writes where it is when it gets the signal SIGUSR1."""
-        return Path(self.folder, f"stack{rank}")
+    folder: str  # exists and is empty; rank r writes where it is to stack{r} when it gets the signal SIGUSR1
+    modules: tuple[str, ...]  # imported before the fork
+    path: tuple[str, ...]
+    environment: dict[str, str]
+    working_folder: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer: a pickled result, or an exception and its traceback; `groups` counts its process groups."""
+    """A rank's result, or the exception that it raised; `groups` counts the rank's process groups."""
 
-    kind: Literal["started", "returned", "raised"]
-    payload: bytes = b""
-    text: str = ""
+    value: Any
+    failed: bool = False
     groups: int = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call: the function's file, its module's name in the calling process, its qualified name, and the arguments."""
-
-    file: str
-    module: str
-    qualname: str
-    world: int
-    # Pickled apart: arguments may be of classes that the file defines, so the rank loads the file first.
-    arguments: bytes
 
 
 def encode_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> bytes:
@@ -81,87 +62,127 @@ def encode_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     file = getattr(module, "__file__", None)
     if not isinstance(name, str) or "<" in name or module is None or file is None:
         raise ValueError(f"{fn!r} must be a function at the top level of a file, so that the ranks can find it")
-    return pickle.dumps(Call(os.path.abspath(file), module.__name__, name, world, _dumps((args, kwargs))))
+    # Arguments may be of classes that the file defines, so the rank loads the file first.
+    return pickle.dumps((os.path.abspath(file), module.__name__, name, world, _dumps((args, kwargs))))
 
 
-def serve(connection: Connection[Any, Any], rank: int, settings: Settings) -> NoReturn:
-    """Run a rank until the other end of the connection closes."""
-    global _inside_a_rank
-    _inside_a_rank = True
-    stack = settings.stack(rank).open("w")
-    faulthandler.register(signal.SIGUSR1, stack)
-    groups: dict[int, dist.ProcessGroup] | BaseException
-    try:
-        groups = _join(rank, settings)
-    except BaseException as error:
-        groups = error
+def serve(descriptor: int) -> None:
+    """Fork and end ranks as a socket asks, until its other end closes; then end all ranks.
+
+    A request is a `Start`, or the process ids of ranks that shall end. The answer is the process ids of these ranks.
+    """
+    caller: Connection[Any, Any] = Connection(descriptor)
+    living: set[tuple[int, ...]] = set()
     while True:
         try:
-            connection.send(_answer(connection, connection.recv(), groups))
+            request = caller.recv()
         except (EOFError, OSError):
-            os._exit(0)
+            break
+        if isinstance(request, Start):
+            processes = _fork(request, caller)
+            living.add(processes)
+        else:
+            processes = request
+            _end(processes)
+            living.discard(processes)
+        caller.send(processes)
+    for processes in living:
+        _end(processes)
 
 
-def _join(rank: int, settings: Settings) -> dict[int, dist.ProcessGroup]:
+def _fork(start: Start, caller: Connection[Any, Any]) -> tuple[int, ...]:
+    sys.path[:] = start.path
+    os.environ.clear()
+    os.environ.update(start.environment)
+    for name in start.modules:
+        # A rank that needs the module raises the error in its call.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    # Exclude imported modules from garbage collections, which are slow with them.
+    gc.freeze()
+    processes: list[int] = []
+    for rank in range(start.world_size):
+        pipe = recv_handle(caller)
+        child = os.fork()
+        # Both parent and child call it, because neither may go on before it is done.
+        os.setpgid(child, processes[0] if processes else child)
+        if child == 0:
+            caller.close()
+            _run(Connection(pipe), rank, start)
+        # Close our copy of the pipe before the next fork, so that end-of-file reveals a dead rank.
+        os.close(pipe)
+        processes.append(child)
+    return tuple(processes)
+
+
+def _end(processes: tuple[int, ...]) -> None:
+    # The first rank's id is the id of the process group until all ranks are waited for.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(processes[0], signal.SIGKILL)
+    for process in processes:
+        os.waitpid(process, 0)
+
+
+def _run(caller: Connection[Any, Any], rank: int, start: Start) -> NoReturn:
+    """Run a rank until the other end of its pipe closes. It answers a call by None when it has found the function."""
+    global this_rank
+    this_rank = rank
+    os.chdir(start.working_folder)
+    stack = open(f"{start.folder}/stack{rank}", "w")  # noqa: SIM115 (open until the rank ends)
+    faulthandler.register(signal.SIGUSR1, stack)
+    groups: list[Any] | BaseException
+    try:
+        groups = _join(rank, start)
+    except BaseException as error:
+        groups = error
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            answer = _answer(caller, caller.recv(), groups)
+            caller.send_bytes(answer)
+    os._exit(0)
+
+
+def _join(rank: int, start: Start) -> list[Any]:
     """Join the default group, and form a group of the first n ranks for every n."""
     torch.set_num_threads(1)
     # All ranks are on this machine; the loopback device needs neither a network nor a resolvable host name.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
+    for loopback in {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    world_size = settings.world_size
-    if settings.backend == "nccl":
-        devices = torch.cuda.device_count()
-        if devices < world_size:
-            raise ValueError(f"backend='nccl' with world_size={world_size} needs as many CUDA devices, found {devices}")
+    size = start.world_size
+    if start.backend == "nccl":
+        if (devices := torch.cuda.device_count()) < size:
+            raise ValueError(f"backend='nccl' with world_size={size} needs as many CUDA devices, found {devices}")
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        settings.backend,
-        store=FileStore(os.path.join(settings.folder, "store"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
-    groups = {}
-    for world in range(1, world_size + 1):
-        group = dist.new_group(list(range(world)))
-        if rank < world:
-            assert isinstance(group, dist.ProcessGroup)
-            groups[world] = group
-    return groups
+    store = FileStore(f"{start.folder}/store", size)
+    # The pool's own time limits are far shorter.
+    timeout = datetime.timedelta(minutes=30)
+    dist.init_process_group(start.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return [dist.new_group(list(range(world))) for world in range(1, size + 1)]
 
 
-def _answer(
-    connection: Connection[Any, Any], call: Call, groups: dict[int, dist.ProcessGroup] | BaseException
-) -> Answer:
+def _answer(caller: Connection[Any, Any], call: Any, groups: list[Any] | BaseException) -> bytes:
+    file, module, name, world, arguments = call
     try:
         if isinstance(groups, BaseException):
             raise groups
-        fn = _find(call)
-        args, kwargs = pickle.loads(call.arguments)
-        connection.send(Answer("started"))
+        fn = operator.attrgetter(name)(_load(file, module))
+        args, kwargs = pickle.loads(arguments)
+        caller.send_bytes(pickle.dumps(None))
         # Every call starts from the same state, whatever ran before it.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
-        return Answer("returned", _dumps(fn(groups[call.world], *args, **kwargs), detach=True), groups=_count_groups())
+        result = fn(groups[world - 1], *args, **kwargs)
+        return _dumps(Answer(result, groups=len(dist.distributed_c10d._world.pg_map)), detach=True)
     except BaseException as error:
-        payload = b""
-        with contextlib.suppress(Exception):
-            payload = pickle.dumps(error)
-        return Answer("raised", payload, "".join(traceback.format_exception(error)), _count_groups())
-
-
-def _count_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
-
-
-def _find(call: Call) -> Callable[..., Any]:
-    value: Any = _load(call.file, call.module)
-    for part in call.qualname.split("."):
-        value = getattr(value, part)
-    assert callable(value)
-    return value
+        told = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            # Not every exception survives pickling; the text always does.
+            told = RuntimeError("".join(traceback.format_exception_only(error)).strip())
+        told.add_note(f"on rank {this_rank}:\n" + "".join(traceback.format_exception(error)))
+        return pickle.dumps(Answer(told, failed=True))
 
 
 def _load(file: str, name: str) -> ModuleType:
@@ -171,11 +192,10 @@ def _load(file: str, name: str) -> ModuleType:
         return loaded
     # A script must not run its `if __name__ == "__main__"` part again here.
     own_name = "__mp_main__" if name == "__main__" else name
-    if name != "__main__":
-        with contextlib.suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(name)
-            if found is not None and found.origin == file:
-                return importlib.import_module(name)
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(own_name)
+        if found is not None and found.origin == file:
+            return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(own_name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -193,34 +213,40 @@ def _load(file: str, name: str) -> ModuleType:
     return module
 
 
-# Item size: a dtype whose tensors can be pickled; float8, unsigned and other dtypes cannot.
-_PICKLED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
 class _Pickler(pickle.Pickler):
-    """Pickles tensors of every dtype; with `detach` only their values, on the CPU."""
+    """Pickles plain tensors of every dtype by their bytes; with `detach` only the values of tensors, on the CPU."""
 
-    def __init__(self, buffer: io.BytesIO, detach: bool) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._detach = detach
+    detach = False
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        plain = type(obj) is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized
-        if plain and obj.dtype not in _PICKLED.values():
-            same_bits = obj.detach().resolve_conj().view(_PICKLED[obj.itemsize])
-            return _view, (same_bits, obj.dtype, obj.requires_grad and not self._detach)
-        # The clone drops what a view's storage holds beyond the view.
-        return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if self._detach else NotImplemented
+        x = obj.detach().cpu() if self.detach else obj
+        if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_quantized or x.is_cuda:
+            return x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        x = x.resolve_conj().resolve_neg()
+        span = (
+            1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        )
+        return _tensor, (
+            ctypes.string_at(x.data_ptr(), span * x.itemsize),
+            x.dtype,
+            x.shape,
+            x.stride(),
+            x.requires_grad,
+        )
 
 
-def _view(same_bits: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """Return a tensor that was pickled in another dtype."""
-    return same_bits.view(dtype).requires_grad_(requires_grad)
+def _tensor(
+    data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], requires_grad: bool
+) -> torch.Tensor:
+    storage = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride).requires_grad_(requires_grad)
 
 
 def _dumps(value: Any, *, detach: bool = False) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, detach).dump(value)
+    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.detach = detach
+    pickler.dump(value)
     return buffer.getvalue()
