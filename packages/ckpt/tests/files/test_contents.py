@@ -42,7 +42,7 @@ HUB = ("config.json", "model.safetensors")
         (("config.json", "metadata.json", "state.json"), "metadata.json"),
         (("config.json", "layout.json"), "layout.json"),
         (("config.json", "layout.json", "shard-00000-of-00001.safetensors", "notes.md"), "notes.md"),
-        (("config.json", "state.json", "metadata.json", "rank-00000.safetensors", "log.txt"), "log.txt"),
+        (("config.json", "state.json", "rank-00000.safetensors", "log.txt"), "log.txt"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -27,7 +27,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int], ful
     """Save while only some ranks reach the folder, one of which may find its disk full."""
     layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2))
     tensors, counter = load_hf(source, layout, place), IOCounter()
-    reaches, create_files = boxes._reaches, boxes.create_files
+    create_files = boxes.create_files
     written: list[str] = []
 
     def create(folder: Path, plan: Any) -> None:
@@ -37,7 +37,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int], ful
         create_files(folder, plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxes, "_reaches", lambda folder: group.rank() in writers and reaches(folder))
+        patch.setattr(boxes, "reaching_ranks", lambda folder, group: writers)
         patch.setattr(boxes, "create_files", create)
         patch.setattr(writing, "plan_moves", functools.partial(writing.plan_moves, bucket_bytes=1000))
         try:

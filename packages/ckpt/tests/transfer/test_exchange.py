@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ckpt.transfer.save
+import ckpt
 from ckpt import (
     Layout,
     Place,
@@ -131,14 +131,11 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> 
     """Save while only some ranks reach the files; returns the bytes this rank wrote."""
     layout: Layout = layout_for(source)
     place = Place(tp=(group.rank(), 4))
-    original = ckpt.transfer.save._can_write
-    ckpt.transfer.save._can_write = lambda folder, plan: group.rank() in writers and original(folder, plan)
     counter = ckpt.IOCounter()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.transfer.save.reaching_ranks", lambda folder, group: writers)
         tensors = load_hf(source, layout, place)
         save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", counter=counter)
-    finally:
-        ckpt.transfer.save._can_write = original
     return counter.data_bytes
 
 
@@ -183,7 +180,7 @@ def save_in_buckets(
         raise AssertionError("a tensor travels by another call")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.transfer.save._can_write", lambda folder, plan: group.rank() in writers)
+        patch.setattr("ckpt.transfer.save.reaching_ranks", lambda folder, group: writers)
         patch.setattr("ckpt.transfer.writing.plan_moves", functools.partial(plan_moves, bucket_bytes=bucket_bytes))
         patch.setattr("ckpt.transfer.writing.open", recorded, raising=False)
         patch.setattr(dist, "all_to_all_single", recording)

@@ -8,7 +8,7 @@ and 143 after SIGTERM, once unfinished output is removed.
 
 import typer
 
-from ckpt.cli.compare import diff, verify
+from ckpt.cli.compare import verify
 from ckpt.cli.convert import merge, shard
 from ckpt.cli.inspect import inspect
 from ckpt.cli.plan import plan
@@ -19,11 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, plan, shard, merge, verify, diff):
+for command in (inspect, plan, shard, merge, verify):
     app.command()(command)
-# One command under two names: the source's files show which conversion it is.
-app.command(
-    "reshard",
-    help="Write one file for each rank of a grid, from another grid's files, or from a "
-    "Hugging Face checkpoint. The same command as shard.",
-)(shard)
+# Second names of two commands.
+app.command("reshard")(shard)
+app.command("diff")(verify)

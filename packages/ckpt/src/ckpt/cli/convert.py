@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli import options
-from ckpt.cli.output import Json, print_json, progress_bar, reports_mistakes
+from ckpt.cli import common
+from ckpt.cli.common import Json, print_json, progress_bar, reports_mistakes
 from ckpt.layout.place import Grid
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
@@ -26,20 +26,19 @@ Target = Annotated[
 def shard(
     source: Source,
     destination: Destination,
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    vpp: options.Vpp = 1,
-    ep: options.Ep = 1,
-    etp: options.Etp = None,
+    tp: common.Tp = 1,
+    pp: common.Pp = 1,
+    vpp: common.Vpp = 1,
+    ep: common.Ep = 1,
+    etp: common.Etp = None,
     target: Target = None,
-    layers: options.Layers = None,
-    vocab_multiple: options.VocabMultiple = 1,
-    dtype: options.Dtype = None,
-    check: options.Check = False,
+    layers: common.Layers = None,
+    vocab_multiple: common.VocabMultiple = 1,
+    dtype: common.Dtype = None,
+    check: common.Check = False,
     json: Json = False,
 ) -> None:
-    """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files. The same command
-    as reshard."""
+    """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files."""
     grid = Grid(tp, pp, vpp, ep, etp)
     with progress_bar("writing") as progress:
         ckpt.reshard(
@@ -47,9 +46,9 @@ def shard(
             destination,
             grid,
             target=target,  # type: ignore[arg-type]  # layout_for refuses an unknown one by name
-            layers=options.read_layers(layers),
+            layers=common.read_layers(layers),
             vocab_multiple=vocab_multiple,
-            dtype=options.read_dtype(dtype),
+            dtype=common.read_dtype(dtype),
             check=check,
             progress=progress,
         )
@@ -60,7 +59,7 @@ def shard(
 def merge(
     source: Source,
     destination: Destination,
-    dtype: options.Dtype = None,
+    dtype: common.Dtype = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="The largest size of a file, such as 5GB.")
     ] = "5GB",
@@ -68,7 +67,7 @@ def merge(
         Path | None,
         typer.Option("--copy-from", help="Copy tokenizer files from this folder (default: the source)."),
     ] = None,
-    check: options.Check = False,
+    check: common.Check = False,
     json: Json = False,
 ) -> None:
     """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype."""
@@ -76,7 +75,7 @@ def merge(
         ckpt.merge(
             source,
             destination,
-            dtype=options.read_dtype(dtype),
+            dtype=common.read_dtype(dtype),
             max_shard_size=max_shard_size,
             copy_from=copy_from,
             check=check,

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
-from ckpt.cli.options import Check
-from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
+from ckpt.cli.common import Check, Json, print_json, print_table, reports_mistakes
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt.files.header import Header
     from ckpt.layout.model_layout import Layout
-    from ckpt.transfer.sources import Source
+    from ckpt.transfer.sources import TensorFiles
 
 
 @reports_mistakes
@@ -41,9 +38,11 @@ def inspect(
     from ckpt.transfer.sources import open_source
 
     if (folder / STATE).is_file() or (folder / LATEST).is_file():
-        facts = describe_training(folder, check)
+        facts = _describe_training(folder, check)
     else:
-        facts = describe(open_source(folder, check=check))
+        source = open_source(folder, check=check)
+        sizes = None if source.grid is None else dataclasses.asdict(source.grid)
+        facts = {**_describe(source, source.layout), "target": source.layout.target, "grid": sizes}
     if json:
         print_json(facts)
         return
@@ -69,31 +68,40 @@ def inspect(
     print_table(str(folder), ("", ""), rows)
 
 
-def describe(source: Source) -> dict[str, Any]:
-    """Return the facts that `inspect` shows; a parameter that several ranks hold is counted once."""
-    from ckpt.files.header import read_header
+def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str, Any]:
+    """Return the facts that `inspect` shows of files, whose weights have names with this prefix.
+
+    `bytes` counts all that the files hold. All other facts are of the weights; a parameter that several ranks hold is
+    counted once.
+    """
+    from ckpt.files.dtypes import NAMES
     from ckpt.layout.pieces import volume
 
+    weights = {name: parts for name, parts in files.pieces.items() if name.startswith(prefix)}
     dtypes: Counter[torch.dtype] = Counter()
-    for parts in source.pieces.values():
+    for parts in weights.values():
         for key, piece in parts:
-            dtypes[source.tensors[key][1].dtype] += volume(piece.local_range)
-    nbytes = sum(info.nbytes for _, info in source.tensors.values())
-    facts = _facts(source.layout, dtypes, nbytes, len(source.tensors), [read_header(file) for file in source.files])
-    grid = None if source.grid is None else dataclasses.asdict(source.grid)
-    return {**facts, "target": source.layout.target, "grid": grid}
+            dtypes[files.tensors[key][1].dtype] += volume(piece.local_range)
+    return {
+        "family": layout.family.name,
+        "role": layout.role,
+        "parameters": sum(dtypes.values()),
+        "bytes": sum(info.nbytes for _, info in files.tensors.values()),
+        "dtypes": {NAMES[dtype]: count for dtype, count in dtypes.items()},
+        "tensors": len(weights),
+        "files": len(files.headers),
+        "layers": layout.num_layers,
+        "experts": layout.num_experts,
+        "tied": layout.tied,
+        "checksums": all(header.checksums for header in files.headers.values()),
+    }
 
 
-def describe_training(folder: Path, check: bool) -> dict[str, Any]:
-    """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest one.
-
-    `bytes` counts the optimizer state, too; `parameters`, `dtypes` and `tensors` count the weights alone. With `check`,
-    the bytes of all files are compared with their recorded checksums.
-    """
+def _describe_training(folder: Path, check: bool) -> dict[str, Any]:
+    """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest one."""
     from ckpt.files.contents import STATE
     from ckpt.files.disk import while_unchanged
-    from ckpt.files.tensor_bytes import check_bytes
-    from ckpt.training.boxes import check_headers, read_metadata
+    from ckpt.training.boxes import open_boxes
     from ckpt.training.checkpoint import open_step
     from ckpt.training.runs import step_of
 
@@ -101,39 +109,13 @@ def describe_training(folder: Path, check: bool) -> dict[str, Any]:
     step = step_of(folder.resolve().name) if is_step else None
     opened, state, files = open_step(folder.resolve().parent if is_step else folder, step)
     with while_unchanged(files):
-        metadata = read_metadata(opened)
-        headers = check_headers(opened, metadata, 0, 1)
+        boxes = open_boxes(opened, state["files"])
         if check:
-            check_bytes(headers)
-    stored = {name: (entry.dtype, entry.shape) for name, entry in metadata.items()}
-    weights = {name.removeprefix("model/"): kind for name, kind in stored.items() if name.startswith("model/")}
-    dtypes: Counter[torch.dtype] = Counter()
-    for dtype, shape in weights.values():
-        dtypes[dtype] += math.prod(shape)
-    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored.values())
-    facts = _facts(_layout_of(opened, weights.keys()), dtypes, nbytes, len(weights), headers.values())
-    slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
+            boxes.check()
+    weights = {name.removeprefix("model/") for name in boxes.pieces if name.startswith("model/")}
+    slots = sorted({name.split("/")[1] for name in boxes.pieces if name.startswith("optimizer/")})
+    facts = _describe(boxes, _layout_of(opened, weights), "model/")
     return {**facts, "target": None, "grid": None, "step": state["step"], "optimizer": slots}
-
-
-def _facts(
-    layout: Layout, dtypes: Mapping[torch.dtype, int], nbytes: int, tensors: int, headers: Collection[Header]
-) -> dict[str, Any]:
-    from ckpt.files.dtypes import NAMES
-
-    return {
-        "family": layout.family.name,
-        "role": layout.role,
-        "parameters": sum(dtypes.values()),
-        "bytes": nbytes,
-        "dtypes": {NAMES[dtype]: count for dtype, count in dtypes.items()},
-        "tensors": tensors,
-        "files": len(headers),
-        "layers": layout.num_layers,
-        "experts": layout.num_experts,
-        "tied": layout.tied,
-        "checksums": all(header.checksums for header in headers),
-    }
 
 
 def _layout_of(folder: Path, weights: Set[str]) -> Layout:

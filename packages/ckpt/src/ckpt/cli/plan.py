@@ -12,8 +12,8 @@ import typer
 from rich.filesize import decimal
 
 import ckpt
-from ckpt.cli import options
-from ckpt.cli.output import Json, print_json, print_table, reports_mistakes
+from ckpt.cli import common
+from ckpt.cli.common import Json, print_json, print_table, reports_mistakes
 from ckpt.layout.place import Grid, Place
 
 if TYPE_CHECKING:
@@ -43,15 +43,15 @@ def plan(
             "does not tell the bytes of a vision tower."
         ),
     ],
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    vpp: options.Vpp = 1,
-    ep: options.Ep = 1,
-    etp: options.Etp = None,
-    target: options.Target = "parallel",
-    layers: options.Layers = None,
-    vocab_multiple: options.VocabMultiple = 1,
-    dtype: options.Dtype = None,
+    tp: common.Tp = 1,
+    pp: common.Pp = 1,
+    vpp: common.Vpp = 1,
+    ep: common.Ep = 1,
+    etp: common.Etp = None,
+    target: Annotated[str, typer.Option("--target", help="parallel, megatron or megatron_te.")] = "parallel",
+    layers: common.Layers = None,
+    vocab_multiple: common.VocabMultiple = 1,
+    dtype: common.Dtype = None,
     json: Json = False,
 ) -> None:
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
@@ -66,13 +66,13 @@ def plan(
     layout = dataclasses.replace(
         ckpt.layout_for(load_config(folder)) if source is None else source.layout,
         target=target,  # type: ignore[arg-type]  # the layout refuses an unknown one by name
-        layers=options.read_layers(layers),
+        layers=common.read_layers(layers),
         vocab_multiple=vocab_multiple,
     )
-    chosen = options.read_dtype(dtype)
+    chosen = common.read_dtype(dtype)
     known: dict[str, torch.dtype] = {}
     if source is not None and chosen is None:
-        known = {name: source.tensors[parts[0][0]][1].dtype for name, parts in source.pieces.items()}
+        known = {name: source.stored_dtype(name) for name in source.pieces}
     other = chosen or config_dtype(layout.text)
     shares = [(place, _components(layout, place, known, other)) for place in grid.places()]
     if json:

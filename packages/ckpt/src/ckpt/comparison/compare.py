@@ -50,8 +50,7 @@ def verify(
     """
     first, second = (open_with_prediction_layers(path) for path in (a, b))
     sizes = {
-        name: math.prod(first.layout.canonical[name].shape) * _side(first, parts)[2].itemsize
-        for name, parts in first.pieces.items()
+        name: math.prod(first.layout.canonical[name].shape) * first.stored_dtype(name).itemsize for name in first.pieces
     }
     done = 0
     report = Report(differences=config_differences(first.layout.config, second.layout.config))

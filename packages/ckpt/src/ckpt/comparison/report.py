@@ -50,11 +50,6 @@ class Report:
         return not self.differences
 
     @property
-    def first(self) -> Difference | None:
-        """The first difference in the model's order."""
-        return self.differences[0] if self.differences else None
-
-    @property
     def worst(self) -> Difference | None:
         """The difference with the largest absolute value."""
         return max(self.differences, key=lambda difference: difference.worst, default=None)

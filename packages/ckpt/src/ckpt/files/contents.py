@@ -11,9 +11,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # A folder with this file is a sharded checkpoint (`ckpt.transfer.shards`).
 LAYOUT = "layout.json"
-# A training checkpoint's files (`ckpt.training.checkpoint`): the run's state, and where each box of a tensor lies.
+# The state of a training run, in a training checkpoint (`ckpt.training.checkpoint`).
 STATE = "state.json"
-METADATA = "metadata.json"
 
 # A folder with this file is a LoRA adapter of peft.
 ADAPTER = "adapter_config.json"
@@ -45,7 +44,7 @@ COMPANIONS = (
 KINDS = (
     ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
-    (("rank-*.safetensors",), (CONFIG, STATE, METADATA)),
+    (("rank-*.safetensors",), (CONFIG, STATE)),
     ((CONFIG,), COMPANIONS),
 )
 _KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *others))

@@ -28,18 +28,19 @@ from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
-from ckpt.training.boxes import Stored, check_headers, planned, read_metadata, write_boxes, write_metadata
+from ckpt.training.boxes import open_boxes, write_boxes
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import folder_name, latest_step, point_to, prune, saved_steps
 from ckpt.training.state import OptimizerState, WantedState, own_state, wanted_state
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
 from ckpt.transfer.holdings import Held, OwnParts, Places, gather_holdings
 from ckpt.transfer.parallel_reads import read_all
+from ckpt.transfer.sources import TensorFiles
 from ckpt.transfer.tied import require_equal_copies
 from ckpt.transfer.writing import new_folder
 
 # The entries of `state.json`.
-_FACTS = {"step", "extra", "rng"}
+_FACTS = {"step", "extra", "rng", "files"}
 
 
 @dataclass
@@ -210,24 +211,22 @@ def _write(
     holdings = gather_holdings(own, layout, group, "model/").with_tensors(own)
     require_equal_copies(holdings, layout, group)
 
-    def prepare() -> tuple[dict[str, list[Held]], dict[str, Stored]]:
+    def prepare() -> dict[str, list[Held]]:
         if holdings.rank == 0:
             # The leftovers of killed saves of any step; running saves keep their folders.
             remove_abandoned(root.glob(".step-*.saving-*"))
-        owners = holdings.assign_owners()
-        return owners, planned(owners, holdings)
+        return holdings.assign_owners()
 
-    owners, stored = agree(prepare, group)
+    owners = agree(prepare, group)
     target = root / folder_name(state["step"])
     room = room_for(holdings.nbytes, root)
     with new_folder(target, holdings.nbytes, group) as folder:
-        write_boxes(folder, stored, owners, holdings, group, counter)
+        files = write_boxes(folder, owners, holdings, group, counter)
 
         @room
         def describe() -> None:
-            write_metadata(folder, stored)
             write_json(folder / CONFIG, layout.config)
-            write_json(folder / STATE, state)
+            write_json(folder / STATE, {**state, "files": files})
 
         agree_on_first(describe, group)
 
@@ -278,12 +277,11 @@ def load_training(
     # On a network file system ranks may see different pointers.
     require_same(group, step=state["step"])
 
-    def prepare() -> tuple[dict[str, Stored], WantedState]:
+    def prepare() -> tuple[TensorFiles, WantedState]:
         with while_unchanged(files):
-            stored = read_metadata(folder)
-            headers = check_headers(folder, stored, rank, 1 if group is None else group.size())
+            stored = open_boxes(folder, state["files"])
             if check:
-                check_bytes(headers)
+                check_bytes(stored.headers, rank, 1 if group is None else group.size())
             return stored, wanted_state(stored, layout, place, into, torch.device(device))
 
     stored, wanted = agree(prepare, group)
@@ -291,7 +289,7 @@ def load_training(
     def read() -> None:
         with while_unchanged(files):
             count = IOCounter() if counter is None else counter
-            read_all(wanted.reads(folder, stored), counter=count)
+            read_all((read for part in wanted.blocks for read in stored.reads(*part)), counter=count)
         wanted.settle_counts()
 
     agree(read, group)
@@ -307,7 +305,7 @@ def open_step(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[
         The folder, the content of state.json, and the time of that file's last change, which a new save alters.
 
     Raises:
-        ValueError: The run has no such checkpoint, or its state.json is malformed.
+        ValueError: The run has no such checkpoint, or its state.json is malformed or lists other files than there are.
     """
     chosen = latest_step(root) if step is None else step
     if chosen is None or chosen not in saved_steps(root):
@@ -317,8 +315,19 @@ def open_step(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[
     state = read_json_file(folder / STATE)
     if not state.keys() >= _FACTS:
         raise ValueError(f"{folder / STATE} is malformed: it must hold {sorted(_FACTS)}")
-    if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["extra"], dict):
-        raise ValueError(f"{folder / STATE} is malformed: step must be a number of steps, and extra an object")
+    step_fits = type(state["step"]) is int and state["step"] >= 0
+    if not step_fits or not isinstance(state["extra"], dict) or not isinstance(state["files"], list):
+        raise ValueError(
+            f"{folder / STATE} is malformed: step must be a number of steps, extra an object, and files a list"
+        )
+    odd = sorted(
+        {path.name for path in folder.glob("rank-*.safetensors")}.symmetric_difference(map(str, state["files"]))
+    )
+    if odd:
+        raise ValueError(
+            f"{folder / STATE} lists other files than the folder holds: {odd[:3]} ({len(odd)}) are missing or "
+            "unexpected; restore the folder from a copy, or load another step"
+        )
     try:
         check_states(state["rng"])
     except ValueError as error:

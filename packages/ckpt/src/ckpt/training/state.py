@@ -4,23 +4,18 @@ Weights are `model/NAME`, moments `optimizer/SLOT/NAME`. A slot of one element (
 canonical tensor that its parameter joins, so that any other fusion can load it.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ckpt.files.header import TensorInfo, read_header
 from ckpt.layout.dtensors import on_this_rank, require_memory
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, extents, full_box, volume
+from ckpt.layout.pieces import Block, cover_problem, extents, full_box
 from ckpt.layout.place import Place
-from ckpt.training.boxes import Stored
 from ckpt.transfer.holdings import OwnParts, Parts, Places, Tensors, check_names, places_of, prefixed
-from ckpt.transfer.parallel_reads import Read
-from ckpt.transfer.sources import reads_into
+from ckpt.transfer.sources import TensorFiles
 
 # Local name -> slot -> tensor.
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
@@ -85,28 +80,6 @@ class WantedState:
     counts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     blocks: list[tuple[Tensor, Block]] = field(default_factory=list)
 
-    def reads(self, folder: Path, stored: Mapping[str, Stored]) -> Iterator[Read]:
-        """Clear all padding, and yield the reads that fill the tensors.
-
-        Raises:
-            ValueError: The files do not hold every wanted element once.
-        """
-        header = functools.cache(read_header)
-
-        def where(key: str) -> tuple[Path, TensorInfo]:
-            path = folder / stored[key.rpartition("@")[0]].chunks[key][0]
-            return path, header(path).tensors[key]
-
-        for tensor, block in self.blocks:
-            reads = list(reads_into(tensor, block, {name: stored[name].pieces for name in block.names}, where))
-            wanted = sum(volume(piece.local_range) for piece in block.pieces if not piece.is_padding)
-            if sum(volume(read.box) for read in reads) != wanted:
-                raise ValueError(
-                    f"the training checkpoint does not hold every element of {', '.join(block.names[:3])} once; "
-                    "restore it"
-                )
-            yield from reads
-
     def settle_counts(self) -> None:
         """Move the count of every parameter to `optimizer`.
 
@@ -120,24 +93,24 @@ class WantedState:
 
 
 def wanted_state(
-    stored: Mapping[str, Stored], layout: Layout, place: Places, into: Tensors | None, device: torch.device
+    stored: TensorFiles, layout: Layout, place: Places, into: Tensors | None, device: torch.device
 ) -> WantedState:
     """Return the state that a place loads from a training checkpoint: new tensors, or those of `into`.
 
     Raises:
-        ValueError: The checkpoint is of another model, or `into` does not fit; names the tensor.
+        ValueError: The checkpoint is damaged or of another model, or `into` does not fit; names the tensor.
     """
     require_memory("device", device)
-    slots = sorted({name.split("/")[1] for name in stored if name.startswith("optimizer/")})
+    slots = sorted({name.split("/")[1] for name in stored.pieces if name.startswith("optimizer/")})
     wanted = WantedState()
     for name, block in _blocks(layout, place).items():
-        if layout.is_optional(block) and not any(f"model/{source}" in stored for source in block.names):
+        if layout.is_optional(block) and not any(f"model/{source}" in stored.pieces for source in block.names):
             continue
-        absent = [source for source in block.names if f"model/{source}" not in stored]
+        absent = [source for source in block.names if f"model/{source}" not in stored.pieces]
         if absent:
             raise ValueError(f"the training checkpoint is of another model: it lacks {absent[:3]}")
         if into is None:
-            dtype = stored[f"model/{block.names[0]}"].dtype
+            dtype = stored.stored_dtype(f"model/{block.names[0]}")
             tensor, part = torch.zeros(block.shape, dtype=dtype, device=device), block
         elif name in into:
             tensor, box = on_this_rank(f"into[{name!r}]", into[name], block.shape)
@@ -148,21 +121,26 @@ def wanted_state(
         wanted.blocks.append((tensor, prefixed(part, "model/")))
         for slot in slots:
             keys = [f"optimizer/{slot}/{source}" for source in block.names]
-            if not all(key in stored for key in keys):
+            present = [key for key in keys if key in stored.pieces]
+            if not present:
                 continue
-            if stored[keys[0]].shape:
-                moment = torch.zeros(part.shape, dtype=stored[keys[0]].dtype, device=device)
+            dtype = stored.stored_dtype(present[0])
+            if stored.pieces[present[0]][0][1].local_range:
+                moment = torch.zeros(part.shape, dtype=dtype, device=device)
                 wanted.optimizer.setdefault(name, {})[slot] = moment
                 wanted.blocks.append((moment, prefixed(part, f"optimizer/{slot}/")))
             else:
-                values = torch.zeros(len(keys), dtype=stored[keys[0]].dtype)
+                values = torch.zeros(len(keys), dtype=dtype)
                 wanted.counts[name, slot] = values
                 wanted.blocks += [(value, Block.whole(key, ())) for key, value in zip(keys, values, strict=True)]
     for _, block in wanted.blocks:
         for name in block.names:
             shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
-            if stored[name].shape != shape:
+            boxes = sorted(piece.canonical_range or () for _, piece in stored.pieces.get(name, ()))
+            problem = cover_problem(boxes, shape)
+            if problem:
                 raise ValueError(
-                    f"the training checkpoint is of another model: {name} {shape} has shape {stored[name].shape} in it"
+                    f"the training checkpoint is damaged or of another model: it does not hold each element of {name} "
+                    f"{shape} once: {problem}"
                 )
     return wanted

@@ -16,7 +16,7 @@ from ckpt.layout.pieces import Block
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same
 from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.sources import Source, open_source, reads_into
+from ckpt.transfer.sources import Source, open_source
 
 
 def load_hf(
@@ -89,11 +89,7 @@ def load_hf(
     source, blocks, tensors = agree(prepare, group)
 
     def read() -> None:
-        reads = (
-            read
-            for name, block in blocks.items()
-            for read in reads_into(tensors[name], block, source.pieces, source.tensors.__getitem__)
-        )
+        reads = (read for name, block in blocks.items() for read in source.reads(tensors[name], block))
         with while_unchanged(source.files):
             read_all(reads, threads=threads, counter=count)
 

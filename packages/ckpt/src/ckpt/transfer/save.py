@@ -18,7 +18,7 @@ from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, requ
 from ckpt.transfer.exchange import Want
 from ckpt.transfer.holdings import Held, Places, Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
-from ckpt.transfer.writing import new_folder, write_pieces
+from ckpt.transfer.writing import new_folder, reaching_ranks, write_pieces
 
 
 def save_hf(
@@ -80,9 +80,16 @@ def save_hf(
     room = room_for(plan.nbytes, target.parent)
     with new_folder(target, plan.nbytes, group) as folder:
         agree_on_first(room(lambda: create_files(folder, plan)), group)
-        reach = all_gather_json(_can_write(folder, plan), group)
-        writers = [rank for rank, can in enumerate(reach) if can]
-        pieces = _destinations(plan, owners, None if all(reach) else writers)
+        writers = reaching_ranks(folder, group)
+        # Where not all ranks reach the folder, each file has one writer.
+        one_each = {file: writers[index % len(writers)] for index, file in enumerate(plan.prefixes)}
+        writer_of = {} if len(writers) == len(holdings.ranks) else one_each
+        pieces: list[tuple[Held, Want]] = []
+        for name, owned in owners.items():
+            for held in owned:
+                box = held.piece.canonical_range or ()
+                writer = writer_of.get(plan.tensors[name][0], held.rank)
+                pieces.append((held, Want(frozenset((writer,)), name, Piece(name, box, box))))
         count = IOCounter() if counter is None else counter
         write_pieces(folder, plan, pieces, holdings, group, count, plan.nbytes)
         sums = _checksums(folder, plan, holdings.rank, writers, group)
@@ -94,24 +101,6 @@ def save_hf(
             write_companions(folder, plan, layout, chosen, None if copy_from is None else Path(copy_from))
 
         agree_on_first(finish, group)
-
-
-def _can_write(folder: Path, plan: FilePlan) -> bool:
-    """Return whether this rank sees the files that rank 0 has created."""
-    return all(os.access(folder / file, os.W_OK) for file in plan.prefixes)
-
-
-def _destinations(plan: FilePlan, owners: dict[str, list[Held]], writers: list[int] | None) -> list[tuple[Held, Want]]:
-    """Give each owned piece its writer: the owner itself, or the one of `writers` that writes the piece's file."""
-    writer_of = {file: writers[index % len(writers)] for index, file in enumerate(plan.prefixes)} if writers else {}
-    pieces = []
-    for name, owned in owners.items():
-        for held in owned:
-            box = held.piece.canonical_range
-            assert box is not None
-            writer = writer_of.get(plan.tensors[name][0], held.rank)
-            pieces.append((held, Want(frozenset((writer,)), name, Piece(name, box, box))))
-    return pieces
 
 
 def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,31 +27,62 @@ Index = dict[str, list[tuple[str, Piece]]]
 
 
 @dataclass
-class Source:
+class TensorFiles:
     """The tensors that files hold, as pieces of canonical tensors.
 
     Attributes:
-        layout: The layout of the model.
         headers: The header of each file.
         tensors: Key -> (file, where the tensor lies in the file).
         pieces: Canonical name -> [(key, piece)], each element once.
-        copies: Canonical name -> [(key, piece)], for further copies at other places.
-        tied: The canonical tensors that several pipeline chunks hold.
-        grid: The grid of a sharded checkpoint; None for Hugging Face.
     """
 
-    layout: Layout
-    headers: dict[Path, Header]
+    headers: dict[Path, Header] = field(default_factory=dict)
     tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
     pieces: Index = field(default_factory=dict)
-    copies: Index = field(default_factory=dict)
-    tied: set[str] = field(default_factory=set)
-    grid: Grid | None = None
 
     @property
     def files(self) -> dict[Path, int]:
         """The time of each file's last change (`ckpt.files.disk`)."""
         return {path: header.modified_ns for path, header in self.headers.items()}
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a canonical tensor."""
+        return self.tensors[self.pieces[name][0][0]][1].dtype
+
+    def check(self, rank: int = 0, size: int = 1) -> None:
+        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share.
+
+        Raises:
+            ValueError: As `check_bytes`, or a file was replaced meanwhile.
+        """
+        with while_unchanged(self.files):
+            check_bytes(self.headers, rank, size)
+
+    def reads(self, tensor: Tensor, block: Block) -> Iterator[Read]:
+        """Clear the padding of a tensor, and yield the reads that fill the rest."""
+        for piece in block.pieces:
+            if piece.is_padding:
+                view_of(tensor, piece.local_range).zero_()
+        for key, copy in shared(block, self.pieces):
+            path, info = self.tensors[key]
+            yield Read(key, path, info, copy.source_range, view_of(tensor, copy.destination_range))
+
+
+@dataclass
+class Source(TensorFiles):
+    """A Hugging Face checkpoint or a sharded one.
+
+    Attributes:
+        layout: The layout of the model.
+        copies: Canonical name -> [(key, piece)], for further copies at other places.
+        tied: The canonical tensors that several pipeline chunks hold.
+        grid: The grid of a sharded checkpoint; None for Hugging Face.
+    """
+
+    layout: Layout = field(kw_only=True)
+    copies: Index = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
+    grid: Grid | None = None
 
     def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a local tensor that joins canonical tensors: `cast` where they may be cast, or their own.
@@ -69,15 +100,6 @@ class Source:
                 "them in one type"
             )
         return found.pop()
-
-    def check(self, rank: int = 0, size: int = 1) -> None:
-        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share.
-
-        Raises:
-            ValueError: As `check_bytes`, or a file was replaced meanwhile.
-        """
-        with while_unchanged(self.files):
-            check_bytes(self.headers, rank, size)
 
 
 def open_source(path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False) -> Source:
@@ -98,7 +120,7 @@ def open_source(path: str | os.PathLike[str], layout: Layout | None = None, *, c
         known = layout or layout_for(path, role=detect_role(checkpoint))
         headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
         tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
-        source = Source(known, headers, tensors, match(checkpoint, known))
+        source = Source(headers, tensors, match(checkpoint, known), layout=known)
     if check:
         source.check()
     return source
@@ -138,7 +160,7 @@ def _sharded(folder: Path) -> Source:
             several dtypes or only a part of it; names the file and the tensor.
     """
     layout, grid = read_layout(folder)
-    source = Source(layout, {}, tied=tied_names(layout, grid.places()), grid=grid)
+    source = Source(layout=layout, tied=tied_names(layout, grid.places()), grid=grid)
     boxes: dict[str, set[Box]] = {}
     types: dict[str, dict[torch.dtype, Path]] = {}
     for index, place in enumerate(grid.places()):
@@ -166,18 +188,3 @@ def _sharded(folder: Path) -> Source:
             listed = " and ".join(f"{dtype} in {file}" for dtype, file in found.items())
             raise ValueError(f"{name} is of several types: {listed}; save all places in one")
     return source
-
-
-def reads_into(
-    tensor: Tensor, block: Block, pieces: Index, where: Callable[[str], tuple[Path, TensorInfo]]
-) -> Iterator[Read]:
-    """Clear the padding of a tensor, and yield the reads that fill the rest.
-
-    `pieces` has each element once; `where` returns a key's file, and where the tensor lies in the file.
-    """
-    for piece in block.pieces:
-        if piece.is_padding:
-            view_of(tensor, piece.local_range).zero_()
-    for key, copy in shared(block, pieces):
-        path, info = where(key)
-        yield Read(key, path, info, copy.source_range, view_of(tensor, copy.destination_range))

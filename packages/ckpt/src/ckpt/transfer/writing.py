@@ -1,6 +1,7 @@
 """Write the ranks' pieces into files: into a folder that appears at once, by ranks that reach the folder."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def new_folder(target: Path, nbytes: int, group: ProcessGroup | None) -> Iterato
     finally:
         if writer is not None:
             writer.discard()  # does nothing after a commit
+
+
+def reaching_ranks(folder: Path, group: ProcessGroup | None) -> list[int]:
+    """Return the ranks that see a folder that another rank has just created, and may write in it."""
+    reach = all_gather_json(os.access(folder, os.W_OK | os.X_OK), group)
+    return [rank for rank, can in enumerate(reach) if can]
 
 
 def write_pieces(
