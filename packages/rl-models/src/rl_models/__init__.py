@@ -8,7 +8,7 @@ from rl_models.engines.options import MegatronOptions, PipelineOptions, RouterLo
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, ValueModel
 from rl_models.workers.actor import Actor, TokenLogProbs
-from rl_models.workers.actor_critic import ActorCritic, TokenEstimates
+from rl_models.workers.actor_critic import ActorCritic
 from rl_models.workers.critic import Critic
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "OptimizerOptions",
     "PipelineOptions",
     "RouterLosses",
-    "TokenEstimates",
     "TokenLogProbs",
     "ValueModel",
     "losses",

@@ -92,8 +92,6 @@ def test_whiten_one_rank() -> None:
     expected = (chosen - chosen.mean()) / chosen.std(unbiased=False)
     torch.testing.assert_close(white[mask].double(), expected, rtol=1e-5, atol=1e-5)
     assert not white[~mask].any()
-    kept = whiten(values, mask, shift=False)
-    torch.testing.assert_close(kept[mask].double(), chosen / chosen.std(unbiased=False), rtol=1e-5, atol=1e-5)
     assert not whiten(torch.ones(3), torch.zeros(3)).any()
 
 

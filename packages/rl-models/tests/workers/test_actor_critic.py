@@ -257,7 +257,7 @@ def test_both_heads_read_one_pass_through_the_decoder(models: dict[str, Path]) -
     assert torch.equal(log_probs, alone.log_probs)
     assert alone.entropy is not None
     assert torch.equal(entropy, alone.entropy)
-    assert torch.equal(values, model.values(packed))
+    torch.testing.assert_close(values, model.score(model(packed).float())[:, 0])
 
 
 def five_steps(group: ProcessGroup, path: Path) -> tuple[Tensor, Tensor]:
@@ -285,13 +285,13 @@ def save(group: ProcessGroup, path: Path, out: Path) -> tuple[dict[str, Tensor],
     batch = make_batch(dims, 0)
     worker.update(batch, joint_loss)
     worker.save_pretrained(out)
-    found = worker.estimate(batch)
-    assert torch.equal(worker.values(batch), found.values)
-    assert torch.equal(worker.log_probs(batch).entropy, found.entropy)
-    again = load(group, out, ActorCritic, dims).estimate(batch)
-    assert all(map(torch.equal, again, found))
+    found = worker.predict(batch)
+    assert torch.equal(worker.values(batch), found["values"])
+    assert torch.equal(worker.log_probs(batch).entropy, found["entropy"])
+    again = load(group, out, ActorCritic, dims).predict(batch)
+    assert all(torch.equal(value, found[name]) for name, value in again.items())
     tensors = {name: x.clone() for name, x in worker.stream_weights(value_head=True)}
-    return tensors, found._asdict(), [name for name, _ in worker.stream_weights()]
+    return tensors, found, [name for name, _ in worker.stream_weights()]
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
@@ -332,11 +332,11 @@ def test_a_causal_language_model_gets_a_value_head_of_zeros(models: dict[str, Pa
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("score.")}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     worker, batch = ActorCritic.from_pretrained(folder), make_batch(ParallelDims(), 0)
-    found = worker.estimate(batch)
-    assert not found.values.any()
+    found = worker.predict(batch)
+    assert not found["values"].any()
     assert not worker.rewards(batch).any()
     actor = Actor.from_pretrained(folder)
-    assert torch.equal(found.log_probs, actor.log_probs(batch).log_probs)
+    assert torch.equal(found["log_probs"], actor.log_probs(batch).log_probs)
     options: dict[str, Any] = {"max_new_tokens": 5, "n": 2, "seed": 4}
     drawn, expected = (model.generate([[1, 5, 7], [3]], **options) for model in (worker, actor))
     assert torch.equal(drawn.tokens, expected.tokens)
@@ -380,10 +380,10 @@ def route(group: ProcessGroup, path: Path) -> None:
     worker = load(group, path, ActorCritic, ParallelDims(tp=2, ep=2))
     batch = make_batch(ParallelDims(), 0)
     found = worker.predict(batch, record_routing=True)
-    again = worker.estimate(batch.with_fields(routing=found["routing"]))
-    assert all(torch.equal(value, found[name]) for name, value in again._asdict().items())
-    shuffled = worker.estimate(batch.with_fields(routing=(found["routing"] + 1) % 4))
-    assert not torch.equal(shuffled.values, found["values"])
+    again = worker.predict(batch.with_fields(routing=found["routing"]))
+    assert all(torch.equal(value, found[name]) for name, value in again.items())
+    shuffled = worker.predict(batch.with_fields(routing=(found["routing"] + 1) % 4))
+    assert not torch.equal(shuffled["values"], found["values"])
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     if dp > 1:
         assert worker.seen < len(batch)
     found["step"] = whole.update(batch, push_up)
-    found["after"] = whole.estimate(batch)._asdict()
+    found["after"] = whole.log_probs(batch)._asdict()
     assert len(dict(whole.stream_weights())) == len(dict(worker.stream_weights()))
     assert (whole.steps, whole.role) == (1, "causal_lm_with_value")
     with pytest.raises(AttributeError, match=r"Perplexed.undeclared does not say how .* are divided over dp; declare"):

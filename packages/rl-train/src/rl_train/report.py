@@ -20,24 +20,17 @@ class Metrics:
     """Write `metrics.jsonl` and, on request, TensorBoard events into one folder.
 
     A line is `{"step": n, name: number, ...}`. For a resumed run, the lines of steps that will run again are dropped.
-
-    Attributes:
-        path: The file of the lines.
-        last: The metrics of the last finished step; empty without one.
+    `last` has the metrics of the last finished step.
     """
 
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
-        self.last = self._keep(done)
+        kept = [record for record in read_metrics(self.path) if record["step"] <= done]
+        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
         self._board: Any = None
         if tensorboard:
             self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
-
-    def _keep(self, done: int) -> dict[str, float]:
-        """Drop the lines after step `done`, and return the metrics of the last line that is left."""
-        kept = [record for record in read_metrics(self.path) if record["step"] <= done]
-        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of a step as one line; the file is closed when this returns."""

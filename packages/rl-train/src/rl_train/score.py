@@ -84,10 +84,6 @@ def score(
 def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
     """Open the file of a result: a file appears when it is complete; a pipe or a device gets each score at once.
 
-    Args:
-        out: The file.
-        *inputs: The data and the model folders; `out` must lie outside them.
-
     Raises:
         ValueError: `out` cannot be written, lies in an input, or is a file that `score` has not written.
     """

@@ -86,11 +86,11 @@ def test_one_backbone_says_and_learns_what_it_does_in_one_process(
     one = ActorCritic.from_pretrained(path, optimizer=OPTIMIZER)
     assert one.values(batch).abs().max() > 0.01
     with RayModelGroup(ActorCritic, dims, path, resources=ON_CPUS, optimizer=OPTIMIZER) as group:
-        close(group.estimate(batch, temperature=0.7), one.estimate(batch, temperature=0.7))
+        close(group.predict(batch, temperature=0.7).values(), one.predict(batch, temperature=0.7).values())
         close(group.log_probs(batch), one.log_probs(batch))
         close([group.values(batch)], [one.values(batch)])
         learn_the_same(group, one, batch, joint_loss(), tmp_path)
-        close(group.estimate(batch), one.estimate(batch))
+        close(group.predict(batch).values(), one.predict(batch).values())
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.handover import Pairs
-from rl_train.rollouts.local import Request, Response, Responses
+from rl_train.rollouts.interface import Request, Response, Responses
 
 
 class Stub:
@@ -47,11 +47,11 @@ class Stub:
 
 
 class Fragile(Stub):
-    """Ends, or stops, at the first call of a method after which `mark` does not exist yet."""
+    """Takes the signal that the file `mark` asks for, such as "begin 9", at the next call of that method."""
 
-    def __init__(self, mark: Path, method: str, how: int) -> None:
+    def __init__(self, mark: Path) -> None:
         super().__init__()
-        self.mark, self.method, self.how = mark, method, how
+        self.mark = mark
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         time.sleep(0.05)
@@ -67,13 +67,11 @@ class Fragile(Stub):
         self.weights = received
 
     def _fail(self, method: str) -> None:
-        if method == self.method:
-            try:
-                self.mark.touch(exist_ok=False)
-            except FileExistsError:
-                return
-            os.kill(os.getpid(), self.how)
-            if self.how == signal.SIGSTOP:
+        with suppress(FileNotFoundError):
+            asked, number = self.mark.read_text().split()
+            if asked == method:
+                self.mark.unlink()
+                os.kill(os.getpid(), int(number))
                 time.sleep(60)
 
 

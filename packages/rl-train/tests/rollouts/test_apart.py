@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_models.batch import Batch
-from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions
-from rl_train.rollouts.process import HostMemory
+from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart
+from rl_train.rollouts.handover import pack
 
 from .stub import Fragile, Refusing, Stub
 
@@ -50,53 +51,61 @@ def same(found: Batch, expected: Batch) -> bool:
     return torch.equal(found.tokens, expected.tokens) and torch.equal(found["log_probs"], expected["log_probs"])
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
-def test_lost_requests_are_repeated(actor: Actor, model: Path, tmp_path: Path, expected: Batch, how: int) -> None:
+def test_lost_requests_are_repeated(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
     """The other engine answers them; the lost one takes part again from the next update on."""
-    engine, told = group_of(actor, model, partial(Fragile, tmp_path / "mark", "begin", how), check=True)
-    engine.update_weights(actor, 1)
-    begun = time.monotonic()
-    assert same(engine.generate(PROMPTS, SAMPLING), expected)
-    assert time.monotonic() - begun < 15
-    assert len(told) == 1
-    assert ("hangs: no sign of life for 2 s" if how == signal.SIGSTOP else "(exit status -9)") in told[0]
+    mark = tmp_path / "mark"
+    engine, told = group_of(actor, model, partial(Fragile, mark), check=True)
+    losses = {signal.SIGKILL: "(exit status -9)", signal.SIGSTOP: "hangs: no sign of life for 2 s"}
+    for lost, (number, said) in enumerate(losses.items()):
+        engine.update_weights(actor, 1)
+        assert all(one.current for one in engine._local._engines)
+        assert len(told) == lost
+        mark.write_text(f"begin {int(number)}")
+        begun = time.monotonic()
+        assert same(engine.generate(PROMPTS, SAMPLING), expected)
+        assert time.monotonic() - begun < 15
+        assert said in told[-1]
     engine.update_weights(actor, 2)
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
-    assert len(told) == 1
-    assert len(engine._local._current) == 2
+    assert len(told) == 2
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["begin", "load"])
-def test_the_only_engine_gets_the_weights_anew(
-    actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str
-) -> None:
-    engine, told = group_of(actor, model, partial(Fragile, tmp_path / "mark", method, signal.SIGKILL), devices=1)
+def test_the_only_engine_gets_the_weights_anew(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
+    """It ends in the middle of a hand-over, and later while it generates."""
+    mark = tmp_path / "mark"
+    engine, told = group_of(actor, model, partial(Fragile, mark), devices=1)
+    mark.write_text("load 9")
     engine.update_weights(actor, 1)
-    assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert len(told) == 1
+    mark.write_text("begin 9")
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(told) == 2
     assert engine.version == 1
     engine.close()
 
 
-def test_it_works_in_the_background(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
-    engine, _ = group_of(actor, model, partial(Slow, 1.0), devices=1)
+class Slow(Stub):
+    def begin(self, *args: Any) -> Any:
+        time.sleep(1.0)
+        return super().begin(*args)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Apart]:
+    """A slow engine, which stays whole."""
+    found = Apart(Slow, [""], check=True, bucket_bytes=8192)
+    yield found
+    found.close()
+
+
+def test_it_works_in_the_background(actor: Actor, model: Path, one: Apart, expected: Batch) -> None:
+    engine = EngineOnRanks(actor, model, lambda: one)
     engine.update_weights(actor, 1)
     begun = time.monotonic()
     future = engine.generate_async(PROMPTS, SAMPLING)
     assert time.monotonic() - begun < 0.5
     assert same(future.result(), expected)
-    engine.close()
-
-
-class Slow(Stub):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def begin(self, *args: Any) -> Any:
-        time.sleep(self.seconds)
-        return super().begin(*args)
 
 
 def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
@@ -113,63 +122,57 @@ def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, tmp_pa
     engine.close()
 
 
-class Flipping(HostMemory):
-    """A transport that flips one bit."""
+def test_a_flipped_bit_is_seen(actor: Actor, model: Path, one: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(*args: Any, **kwargs: Any) -> Any:
+        packed = pack(*args, **kwargs)
+        packed[0][1].view(torch.uint8).flatten()[0] ^= 1
+        return packed
 
-    def unpack(self, message: Any) -> list[tuple[str, Tensor]]:
-        pairs = super().unpack(message)
-        pairs[0][1].view(torch.uint8).flatten()[0] ^= 1
-        return pairs
-
-
-def test_a_flipped_bit_is_seen(actor: Actor, model: Path) -> None:
-    engine, _ = group_of(actor, model, Stub, devices=1, check=True, transport=Flipping())
+    monkeypatch.setattr(apart, "pack", flip)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
-        engine.update_weights(actor, 1)
-    engine.close()
+        EngineOnRanks(actor, model, lambda: one).update_weights(actor, 1)
 
 
 def test_an_engine_that_does_not_start_is_named(actor: Actor, model: Path) -> None:
     with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
-        group_of(actor, model, _fail)
+        group_of(actor, model, _fail, devices=1)
 
 
 def _fail() -> Stub:
     raise ValueError("no engine in this place")
 
 
-def with_engines(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
-    """An actor on 4 ranks; rank 0 has the engines, both of which end while they generate."""
+def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
+    """An actor on 4 ranks; rank 0 has the engine, which ends while it generates."""
     actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
-    make = partial(Fragile, mark, "begin", signal.SIGKILL)
-    start = partial(Apart, make, [""], silence=20.0, tell=lambda text: None)
+    start = partial(Apart, partial(Fragile, mark), [""], silence=20.0, tell=lambda text: None)
     engine = EngineOnRanks(actor, model, start, ranks=[0])
     engine.update_weights(actor, 1)
     found = engine.generate(PROMPTS, SAMPLING)
     engine.close()
+    assert not mark.exists()
     return [found.tokens.tolist(), found["log_probs"].tolist()]
 
 
 def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, expected: Batch) -> None:
-    for tokens, log_probs in ranks.run(with_engines, model, tmp_path / "mark"):
+    mark = tmp_path / "mark"
+    mark.write_text("begin 9")
+    for tokens, log_probs in ranks.run(with_an_engine, model, mark):
         assert tokens == expected.tokens.tolist()
         assert log_probs == expected["log_probs"].tolist()
 
 
-def test_the_extra_memory_of_a_transfer_is_a_bucket() -> None:
+def test_the_extra_memory_of_a_transfer_is_a_bucket(one: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a bucket is packed, the sender holds nothing of the buckets before."""
     packed: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    class Watching(HostMemory):
-        def pack(self, bucket: list[tuple[str, Tensor]]) -> Any:
-            alive.append(sum(reference() is not None for reference in packed))
-            message = super().pack(bucket)
-            packed.extend(weakref.ref(tensor) for _, tensor in message)
-            return message
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in packed))
+        message = pack(*args, **kwargs)
+        packed.extend(weakref.ref(tensor) for _, tensor, _ in message)
+        return message
 
-    apart = Apart(Stub, [""], bucket_bytes=1 << 20)
-    apart._transport = Watching()
-    apart.load((f"w{number}", torch.zeros(1 << 17)) for number in range(10))
-    apart.close()
+    monkeypatch.setattr(apart, "pack", watching)
+    one.load((f"w{number}", torch.zeros(1 << 10)) for number in range(10))
     assert alive == [0] * 5

@@ -100,7 +100,7 @@ def generated(group: ProcessGroup, model: Path, engines: list[int]) -> list[Any]
     with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\) before update"):
         engine.update_weights(actor, 1)
     engine.wake()
-    with pytest.raises(ValueError, match="prompt 1 must have at least one token, each below 32"):
+    with pytest.raises(ValueError, match=r"prompt 1: .*32"):
         engine.generate([[1], [32]], SamplingOptions(2))
     engine.close()
     return batch.tokens.tolist()

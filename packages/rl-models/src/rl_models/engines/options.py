@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal
 
 import torch
 
@@ -126,18 +126,3 @@ class EngineOptions:
             )
         if self.keep_probabilities and self.tp_invariant:
             raise ValueError("keep_probabilities=True excludes tp_invariant=True; leave one of them out")
-
-
-class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` as keywords of `from_pretrained`."""
-
-    dtype: torch.dtype | None
-    sequence_parallel: bool | None
-    pipeline: PipelineOptions
-    context_parallel: ContextParallel
-    router_losses: RouterLosses
-    recompute: Recompute
-    keep_probabilities: bool
-    tp_invariant: bool
-    deterministic: bool
-    megatron: MegatronOptions

@@ -112,9 +112,7 @@ def token_rewards(
     return rewards
 
 
-def whiten(
-    values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, shift: bool = True, eps: float = 1e-8
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, eps: float = 1e-8) -> Tensor:
     """Normalise values to mean 0 and variance 1 over the masked tokens of all ranks of `group`.
 
     The statistics cover the whole data-parallel batch. The variance is the biased one; it sums squares around the mean,
@@ -124,7 +122,6 @@ def whiten(
         values: `[T]`.
         mask: `[T]` bool, the tokens to normalise.
         group: The data-parallel group. None: this rank's tokens alone.
-        shift: Subtract the mean. False divides by the deviation and keeps the mean.
         eps: Added to the variance.
 
     Returns:
@@ -142,5 +139,5 @@ def whiten(
         dist.all_reduce(square, group=group)
     deviation = (square / total[1].clamp(min=1) + eps).sqrt()
     white = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-    white[mask] = (chosen - mean) / deviation + (0 if shift else mean / deviation)
+    white[mask] = (chosen - mean) / deviation
     return white.float()

@@ -256,11 +256,7 @@ class ValueModel(PackedModel):
             bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
             self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
 
-    def values(self, packed: PackedSequence, *, routing: RoutingContext | None = None) -> Tensor:
-        """Compute the value `[T]` fp32 after each token, the same on every rank; see `outputs`."""
-        return self._values(self(packed, routing=routing))
-
-    def _values(self, states: Tensor) -> Tensor:
+    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
         states = states.float()
         weight: Tensor = self.score.weight
         bias: Tensor | None = self.score.bias
@@ -275,10 +271,7 @@ class ValueModel(PackedModel):
         if self.sequence_parallel:
             # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
-        return self._gather_context(values)
-
-    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
-        return self._values(states), *super()._outputs(states, packed, temperature)
+        return self._gather_context(values), *super()._outputs(states, packed, temperature)
 
 
 class CausalLMWithValue(CausalLM, ValueModel):

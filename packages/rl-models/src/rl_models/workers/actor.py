@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.workers.dispatch import dispatched, per_prompt, per_token
-from rl_models.workers.generation import GenerationOptions, generate
+from rl_models.workers.generation import generate
 from rl_models.workers.worker import Worker
 
 
@@ -47,38 +47,15 @@ class Actor(Worker):
         return TokenLogProbs(found["log_probs"], found["entropy"])
 
     @dispatched(per_prompt)
-    def generate(
-        self,
-        prompts: Sequence[Tensor | Sequence[int]],
-        *,
-        max_new_tokens: int,
-        n: int = 1,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        stop_ids: Iterable[int] = (),
-        seed: int = 0,
-        exact: bool = False,
-        max_sequences: int = 512,
-        cache_gib: float | None = None,
-    ) -> Batch:
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]], **options: Any) -> Batch:
         """Continue every prompt, by continuous batching over a paged KV cache.
 
         Ranks that differ in tp or pp alone work on the same prompts; cp ranks on a part of them each.
 
         Args:
             prompts: The prompts of this data-parallel rank, each with at least one token.
-            max_new_tokens: The largest number of tokens of a response.
-            n: The number of responses for each prompt.
-            temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
-            stop_ids: A response ends with the first of these tokens.
-            seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's
-                draws depend neither on the other responses nor on `max_sequences`.
-            exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a
-                faster attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
-            max_sequences: The most responses that are drawn at a time; the others wait for a place.
-            cache_gib: The most memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
-                Responses without room wait.
+            **options: Fields of `rl_models.workers.generation.GenerationOptions`: `max_new_tokens`, and on request `n`,
+                `temperature`, `top_k`, `top_p`, `stop_ids`, `seed`, `exact`, `max_sequences` and `cache_gib`.
 
         Returns:
             Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
@@ -96,20 +73,9 @@ class Actor(Worker):
         batch = generate(
             self.engine,
             prompts,
-            lambda: GenerationOptions(
-                max_new_tokens=max_new_tokens,
-                n=n,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop_ids=stop_ids,
-                seed=seed,
-                exact=exact,
-                max_sequences=max_sequences,
-                cache_gib=cache_gib,
-            ),
+            options,
             call=f"{type(self).__name__}.generate",
-            max_tokens_per_pass=self.max_tokens_per_micro_batch,
+            max_tokens=self.max_tokens_per_micro_batch,
             positions=self.positions,
         )
         self._warn_of_length(batch)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
-from rl_models.workers.dispatch import dispatched, per_token
-
-
-class TokenEstimates(NamedTuple):
-    """All `[T]` fp32, aligned with the batch's tokens; zero for the first token of each sequence."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    values: Tensor
 
 
 class ActorCritic(Actor, Critic):
@@ -32,19 +22,12 @@ class ActorCritic(Actor, Critic):
     `save_pretrained` adds `score.weight` and `score.bias` to the checkpoint of a causal language model with one label.
     `AutoModelForCausalLM`, `AutoModelForTokenClassification`, `Actor` and `Critic` read it, each with its own head.
 
+    Every forward pass computes both heads; `predict` returns all outputs of one pass.
     The loss of `update` takes `(log_probs [T], entropy [T], values [T], batch)` and returns one sum, such as
     `policy + 0.5 * value`.
     """
 
     role: ClassVar[Role] = "causal_lm_with_value"
-
-    @dispatched(per_token)
-    def estimate(self, batch: Batch, *, temperature: float = 1.0) -> TokenEstimates:
-        """Return log-probabilities, entropies and values of one forward pass; arguments and errors as for `log_probs`.
-
-        `log_probs` alone or `values` alone costs as much: every forward pass computes both heads.
-        """
-        return TokenEstimates(**self.predict(batch, temperature=temperature))
 
     def stream_weights(self, *, value_head: bool = False, **options: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the language model, for an inference engine.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,15 @@ from rl_models.workers.digests import described_lengths, digests
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options of the draws; see `Actor.generate`.
+    """The options of the draws.
+
+    Attributes:
+        max_new_tokens: The largest number of tokens of a response.
+        n: The number of responses for each prompt.
+        temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
+        stop_ids: A response ends with the first of these tokens.
+        seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
+            depend neither on the other responses nor on `max_sequences`.
 
     Raises:
         ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
@@ -66,7 +75,15 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(SamplingOptions):
-    """The options of the draws, and how this engine computes them; see `Actor.generate`."""
+    """The options of the draws, and how an actor computes them.
+
+    Attributes:
+        exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a faster
+            attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
+        max_sequences: The most responses that are drawn at a time; the others wait for a place.
+        cache_gib: The most memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
+            Responses without room wait.
+    """
 
     exact: bool = False
     max_sequences: int = 512
@@ -82,40 +99,30 @@ class GenerationOptions(SamplingOptions):
 def generate(
     engine: Engine,
     prompts: Sequence[Tensor | Sequence[int]],
-    make_options: Callable[[], GenerationOptions],
+    options: Mapping[str, Any],
     *,
     call: str,
-    max_tokens_per_pass: int,
-    positions: int | None = None,
+    max_tokens: int,
+    positions: int | None,
 ) -> Batch:
-    """Continue every prompt; see `Actor.generate`.
+    """Continue every prompt, with the fields of `GenerationOptions`; see `Actor.generate`.
 
-    Args:
-        engine: The model.
-        prompts: This data-parallel rank's prompts.
-        make_options: Returns the options, or raises ValueError.
-        call: What an error calls this call.
-        max_tokens_per_pass: The most tokens of prompts in one forward pass.
-        positions: The longest sequence that the model was made for; None: not known.
-
-    Raises:
-        ValueError: As `Actor.generate` says. An error of one dp rank is raised on all of them: the other ranks would
-            wait for that rank in their next call.
+    An error of one dp rank is raised on all of them: the other ranks would wait for that rank in their next call.
     """
-    rows, options = list[Tensor](), GenerationOptions(max_new_tokens=1)
+    rows, checked = list[Tensor](), GenerationOptions(max_new_tokens=1)
 
     def prepare() -> Given:
-        nonlocal rows, options
-        options = make_options()
+        nonlocal rows, checked
+        checked = GenerationOptions(**options)
         rows = prompt_rows(prompts, engine.vocab_size, positions)
         flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found, _ = digests({"prompt_tokens": flat})
-        given = {"prompts": described_lengths([len(row) for row in rows]), **vars(options)}
+        given = {"prompts": described_lengths([len(row) for row in rows]), **vars(checked)}
         return Given({**given, **found})
 
     agree_on_call(engine.grid, call, prepare)
     rows = [row.to(engine.grid.device) for row in rows]
-    return _responses(engine, rows, options, max_tokens_per_pass)
+    return _responses(engine, rows, checked, max_tokens)
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, max_tokens: int) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from typing import ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from rl_models.batch import Batch
 from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
 from rl_models.engines.optimizer import OptimizerOptions
-from rl_models.engines.options import EngineKeywords
 from rl_models.grid import Grid
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
@@ -60,7 +59,7 @@ class Worker(WorkerState):
         mesh: DeviceMesh | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
-        **options: Unpack[EngineKeywords],
+        **options: Any,
     ) -> Self:
         """Load a Hugging Face checkpoint; each rank reads its own slices.
 

@@ -19,13 +19,7 @@ T = TypeVar("T")
 
 
 class RankDied(RankFailed):
-    """The process or the node of a rank ended while a call ran.
-
-    Attributes:
-        rank: The rank in the group.
-        node: The IP address of the rank's node.
-        method: The call that ran.
-    """
+    """The process of `rank`, or its node (an IP address), ended while a call of `method` ran."""
 
     def __init__(self, message: str, rank: int, node: str, method: str) -> None:
         super().__init__(message, died=True)
@@ -35,11 +29,7 @@ class RankDied(RankFailed):
 class Future(Generic[T]):
     """A call that `RayModelGroup.submit` has started; `result()` waits for its result.
 
-    Attributes:
-        method: The name of the method.
-        raised: The exceptions of the ranks, by rank.
-        waiting: Ray's references to the missing answers, and their ranks.
-        death: The error of the first rank that died.
+    `raised` has the exceptions of ranks, `waiting` Ray's references to missing answers, `death` the first rank's death.
     """
 
     def __init__(
@@ -70,8 +60,7 @@ class Future(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return the joined result.
 
-        Args:
-            timeout: Seconds to wait; None: no limit. After a TimeoutError the call continues; call `result` again.
+        `timeout` is in seconds. After a TimeoutError the call continues; call `result` again.
 
         Raises:
             Exception: The exception of the lowest failing rank; notes hold each failing rank, its node and traceback.

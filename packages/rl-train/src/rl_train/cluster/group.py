@@ -112,10 +112,8 @@ class RayModelGroup:
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start a method of the actor or critic on the ranks; the calls of one group run one after the other.
 
-        Args:
-            method: "apply", or the name of a method of the kind that `dispatched` declares.
-            *args: The arguments of the method; first the whole batch, or all prompts, if the method takes them.
-            **kwargs: The keyword arguments of the method.
+        `method` is "apply", or a method of the kind that `dispatched` declares. Its arguments follow: first the whole
+        batch, or all prompts, if the method takes them.
 
         Raises:
             ValueError: The kind has no such method, or the method refuses the batch.
@@ -146,11 +144,7 @@ class RayModelGroup:
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(worker, *args, **kwargs)` on every rank; `worker` is the `Actor` or `Critic` of the rank.
-
-        Returns:
-            The result of each rank, by rank, with tensors on the CPU.
-        """
+        """Return the result of `function(worker, *args, **kwargs)` on each rank, by rank, with tensors on the CPU."""
         return self.submit("apply", function, *args, **kwargs).result()
 
     def restart(self, checkpoint: str | os.PathLike[str] | None = None) -> Any:
@@ -160,10 +154,7 @@ class RayModelGroup:
 
         Args:
             checkpoint: The folder of `save_training` (default: the last folder that this group saved to or loaded
-                from). A group that was never updated needs none.
-
-        Returns:
-            The result of `load_training`; None without a checkpoint.
+                from). A group that was never updated needs none, and None is returned.
 
         Raises:
             ValueError: The group has been updated and has no training checkpoint; or see `Placement.wait`.

@@ -7,6 +7,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,9 @@ from rl_train.cluster.resources import import_ray
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of a rank's process.
+    """The place of a rank's process: Ray's id of the node, the node's IP address, the id of the device and the process.
 
-    Attributes:
-        node: Ray's id of the node.
-        address: The node's IP address.
-        device: The id of its device on that node; "" on the CPU.
-        port: The port on which the process listens; only the port of rank 0 is used.
-        pid: The id of the process.
+    `device` is "" on the CPU. The process listens on `port`; only the port of rank 0 is used.
     """
 
     node: str
@@ -34,13 +30,9 @@ class Seat:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a call raised on one rank.
+    """An exception that a call raised on one rank: pickled, and as a text with its traceback.
 
-    Attributes:
-        number: The number of the call that raised. Later calls that are refused because of it have the same number.
-        method: The method of that call.
-        error: The exception, pickled.
-        text: The exception with its traceback.
+    `number` and `method` are those of the call that raised, also where a later call is refused because of it.
     """
 
     number: int
@@ -50,10 +42,9 @@ class Raised:
 
     def exception(self) -> Exception:
         """Return the exception, or a RuntimeError with the last line of `text` if the exception cannot be unpickled."""
-        try:
+        error = None
+        with suppress(Exception):
             error = pickle.loads(self.error)
-        except Exception:
-            error = None
         return error if isinstance(error, Exception) else RuntimeError(self.text.strip().splitlines()[-1])
 
 
@@ -85,7 +76,7 @@ class RankHost:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def call(self, number: int, settled: int, method: str, payload: bytes, part: Any = None, reply: bool = True) -> Any:
-        """Call a method of the actor or critic; return its result on the CPU, or a `Raised`.
+        """Call a method of the actor or critic; return its result on the CPU if asked to reply, or a `Raised`.
 
         Args:
             number: The number of the call.
@@ -115,8 +106,10 @@ class RankHost:
                 result = getattr(self._worker, method)(*args, **kwargs)
             return on_cpu(result) if reply else None
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            self._failure = Raised(number, method, _pickled(error), text)
+            pickled = b""  # an error that cannot be pickled is shown as a text
+            with suppress(Exception):
+                pickled = pickle.dumps(error)
+            self._failure = Raised(number, method, pickled, "".join(traceback.format_exception(error)))
             return self._failure
 
     def _load(self, kind: Any, path: str, **options: Any) -> tuple[int, str]:
@@ -197,11 +190,3 @@ def interface_of(address: str) -> str | None:
             if found[20:24] == packed:
                 return name
     return None
-
-
-def _pickled(error: Exception) -> bytes:
-    """Pickle an error, or return b"" if that fails; `Raised.exception` then uses the text."""
-    try:
-        return pickle.dumps(error)
-    except Exception:
-        return b""

@@ -1,7 +1,4 @@
-"""Run a function on ranks of this machine, each in its own process; a failed rank ends all others.
-
-The commands of rl-train start their ranks here. Programs on several machines use Ray or torchrun.
-"""
+"""Run a function on ranks of this machine, each in its own process; a failed rank ends all others."""
 
 from __future__ import annotations
 
@@ -43,13 +40,7 @@ _OF_THE_DISK = (None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that ranks run on.
-
-    Attributes:
-        type: torch's name of the device type: "cpu", "cuda" or another accelerator.
-        backend: Backend of the process groups: "gloo", "nccl" or the accelerator's backend.
-        count: Number of accelerators that torch sees; 0 on the CPU.
-    """
+    """The devices that ranks run on: torch's type, the backend of process groups, and the number (0 on the CPU)."""
 
     type: str
     backend: str
@@ -98,11 +89,9 @@ class Devices:
 
 
 class RankFailed(RuntimeError):
-    """A rank raised an exception, or its process ended; the message holds the traceback of the rank.
+    """A rank raised an exception, or its process ended (`died`); the message holds the traceback of the rank.
 
-    Attributes:
-        mistake: The text of a ValueError or of a disk error, to show without a traceback; None for other errors.
-        died: Whether the process ended.
+    `mistake` is the text of a ValueError or of a disk error, to show without a traceback; None for other errors.
     """
 
     def __init__(self, message: str, mistake: str | None = None, died: bool = False) -> None:
@@ -112,7 +101,7 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The settings of a rank: its number, its devices, the store's file, and the pipe to the launcher."""
+    """The settings of a rank; `store` is a file, `connection` the pipe to the launcher."""
 
     rank: int
     world_size: int
@@ -123,10 +112,9 @@ class _Setup:
 
 
 def prepare(*modules: str) -> None:
-    """Start the server that forks the ranks; the server imports these modules in the background.
+    """Start the server that forks all ranks; it imports these modules in the background. A second call does nothing.
 
-    The imports serve all ranks of all later calls of `run_on_ranks`. The server starts no threads and touches no
-    device, so forking it is safe. A second call changes nothing.
+    The server starts no threads and touches no device, so forking it is safe.
     """
     forkserver.set_forkserver_preload(list(modules))
     before = os.environ.get(_CUDA_UNTOUCHED)
@@ -269,10 +257,7 @@ def _tells_the_user(error: BaseException) -> bool:
 
 
 def _end_with_the_launcher() -> None:
-    """Wait until the process that called `run_on_ranks` has ended, then end this rank.
-
-    The server that forked this rank stays alive as long as any rank does, so it cannot end the rank.
-    """
+    """End this rank when the launcher has ended; the server that forked the rank cannot, it lives as long as a rank."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

@@ -146,14 +146,8 @@ def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
     """Order devices as ranks, so that as many tensor-parallel groups as possible lie inside a node.
 
     Ranks of a node are neighbours, sorted by device, and tp groups are runs of tp ranks. Nodes that hold a whole number
-    of tp groups come first, larger nodes before smaller ones; any other node would shift the groups after it.
-
-    Args:
-        seats: The node and the device of each seat.
-        tp: The size of a tensor-parallel group.
-
-    Returns:
-        The indices of the seats, rank 0 first.
+    of tp groups come first, larger nodes before smaller ones; any other node would shift the groups after it. `seats`
+    are (node, device); the result has their indices, rank 0 first.
     """
     sizes = Counter(node for node, _ in seats)
 

@@ -18,15 +18,9 @@ _INCARNATIONS = itertools.count()
 
 
 class Ranks:
-    """One Ray actor for each bundle, numbered by node and device.
+    """One Ray actor for each bundle of `share.take`, numbered by node and device; see `RayModelGroup`.
 
-    Args:
-        name: The name of the group.
-        share: The fraction of each device.
-        bundles: The devices of the ranks, from `share.take`.
-        tp: The size of a tensor-parallel group, which lies inside a node where possible.
-        collective_timeout: Seconds after which a collective fails that some ranks have not reached.
-        methods: How each method is split over the ranks, by name.
+    A tensor-parallel group lies inside a node where possible. `methods` says how each method is split over the ranks.
 
     Raises:
         RankFailed: A process did not start; the others have been ended.
@@ -77,11 +71,8 @@ class Ranks:
     ) -> Future[Any]:
         """Start a call on every rank; see `RankHost.call`.
 
-        Args:
-            method, payload: The call.
-            parts: Each rank's part of the batch, or Ray's reference to it.
-            replies: The ranks that return their results; the others answer None.
-            join: Joins the answers of all ranks into the result.
+        `parts` are each rank's part of the batch, or Ray's reference to it. The ranks of `replies` return results, the
+        others None; `join` makes one result of all answers.
 
         Raises:
             RankFailed: After an earlier failure the ranks are dead, waiting or out of step.

@@ -19,13 +19,9 @@ from rl_train.rollouts import RolloutEngine, SamplingOptions
 
 @dataclass(frozen=True)
 class Draw:
-    """Responses that an engine was asked for.
+    """The responses to `prompts` that an engine was asked for, with the weights of `version`.
 
-    Attributes:
-        position: The place of the first prompt in the order of the run.
-        prompts: The prompts.
-        version: The version of the weights that draw the responses.
-        responses: Prompt by prompt.
+    `position` is the place of the first prompt in the order of the run.
     """
 
     position: int
@@ -41,12 +37,7 @@ class Draws:
     moment. An engine on devices of its own draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
-    Args:
-        plan: The options and the prompts of the run.
-        rollouts: The engine.
-
-    Attributes:
-        position: The place of the next prompt that the engine is asked for.
+    `position` is the place of the next prompt that the engine is asked for.
     """
 
     def __init__(self, plan: Plan, rollouts: RolloutEngine) -> None:

@@ -96,15 +96,11 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
 
     Checkpoints after the step that `latest` names are ignored: the run has been set back behind them.
     """
-    common = set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models))
-    return max(common, default=0)
+    return max(set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models)), default=0)
 
 
 def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
-    """Raise ValueError where these files and checkpoint folders cannot be written, or replace something else.
-
-    Nothing is created; the folder of the results may not exist yet.
-    """
+    """Raise ValueError where these files and checkpoint folders cannot be written, or replace something else."""
     check_writable(folder)
     for file in (folder / name for name in files):
         if file.is_dir():

@@ -55,11 +55,10 @@ class Loop:
     """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
 
     Attributes:
-        plan: The options and the prompts of the run.
-        models: The models that learn, and the reference.
+        plan, models: The options, the prompts and the models of the run.
         rollouts: The engine that generates; its weights are those after `version` steps.
         reward: The user's function; None on ranks where `once` does not call it.
-        once: Calls a function on one rank and returns its result on all.
+        once: Calls a function on one rank and returns its JSON value on all.
         writes: Whether this process writes the metrics.
         tell: Called with the metrics of every step and with messages.
     """

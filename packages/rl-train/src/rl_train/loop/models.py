@@ -15,11 +15,7 @@ from rl_train.options.options import TrainOptions
 class Models:
     """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
 
-    Attributes:
-        actor: The policy; an `ActorCritic` with a shared backbone.
-        critic: The critic, if it is a separate model; else None.
-        reference: The reference of the KL penalty; None without a penalty.
-        share_backbone: Whether the actor has the value head.
+    With `share_backbone` the actor is an `ActorCritic`. There is a reference if there is a KL penalty.
     """
 
     actor: Any

@@ -33,12 +33,8 @@ from rl_train.rollouts.vllm import require_vllm
 class Plan:
     """A run that has been checked.
 
-    Attributes:
-        options: The options as resolved.
-        prompts, eval_prompts: Read from their files.
-        stop_ids: The ids of tokens that end a response.
-        positions: The model's number of positions; None if the config does not state it.
-        cache: The most bytes of keys and values on a rank of the policy; None if the backend has no plan.
+    `positions` is the model's number of positions, None if the config does not state it. `cache` are the most bytes of
+    keys and values on a rank of the policy, None if the backend has no plan.
     """
 
     options: TrainOptions

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ckpt.transfer.agreement import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
 from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
@@ -155,22 +156,5 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
 
 def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
-    """Call `make` on the first rank and return its result on every rank.
-
-    For results that may differ between ranks, and for functions that must run once.
-
-    Raises:
-        ValueError: The error of `make`, on every rank.
-    """
-    if group is None:
-        return make()
-    message: list[Any] = [None, None]
-    if group.rank() == 0:
-        try:
-            message[0] = make()
-        except (ValueError, OSError) as mistake:
-            message[1] = str(mistake)
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    if message[1] is not None:
-        raise ValueError(message[1])
-    return message[0]
+    """Call `make` on the first rank alone; return its JSON value, or raise its error, on every rank."""
+    return all_gather_json(agree_on_first(make, group), group)[0]

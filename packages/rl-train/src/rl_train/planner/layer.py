@@ -16,12 +16,9 @@ from rl_models.models.decoder import Recompute
 
 @dataclass(frozen=True)
 class Division:
-    """The sharding of a layer over a grid.
+    """The sharding of a layer over tp: 1/tp of the tokens between blocks, each expert over `expert_tp` (tp or 1) ranks.
 
-    Attributes:
-        tp: Tensor-parallel size; a rank has 1/tp of the tokens between blocks.
-        expert_tp: Number of tp ranks that shard each expert: tp or 1.
-        size: Bytes of an element.
+    `size` is the number of bytes of an element.
     """
 
     tp: int

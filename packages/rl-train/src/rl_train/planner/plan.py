@@ -237,11 +237,10 @@ def _on_rank(
 
 
 def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
-    """Return the largest number of micro-batches in flight (forward done, backward not) for each chunk of a stage.
+    """Return the largest number of micro-batches in flight for each chunk of a stage `(rank, size)`.
 
-    `stage` is `(rank, size)`. 1F1B: the number of stages from this stage to the last. Interleaved (arXiv:2104.04473,
-    section 2.2): chunks take turns of `size` micro-batches, and a rank starts with `size` micro-batches for each of its
-    chunks but one, plus two for each later stage, plus one.
+    1F1B: the number of stages from this stage to the last. Interleaved (arXiv:2104.04473, section 2.2): chunks take
+    turns of `size` micro-batches; a rank starts with `size` for each chunk but one, two for each later stage, and one.
     """
     rank, size = stage
     if virtual_stages == 1:
@@ -265,9 +264,7 @@ def check_native_model(
         The planned memory of each pipeline stage, of a model that generates if a cache is given.
 
     Raises:
-        ValueError: There is no checkpoint folder; the family is unknown; an option has no effect on this grid; heads,
-            layers or experts do not divide over the grid; the cache has no room for a sequence; or a file is broken or
-            has other tensors than the config says. The error names the values and the fix.
+        ValueError: The folder, the config, an option, the grid, the cache or a file of the checkpoint is wrong.
     """
     folder = checkpoint_folder(path)
     config = ModelConfig.from_hf(folder)
@@ -282,12 +279,9 @@ def check_native_model(
 
 @dataclass(frozen=True)
 class Planned:
-    """The planned memory of an actor and of the other models on the same devices.
+    """The planned memory of an actor and of the other models on the same devices, of each model on each stage.
 
-    Attributes:
-        options: The training step.
-        models: The memory of each model on each stage, by name.
-        offload: Keep one model on the devices and offload the others.
+    With `offload` one model is on the devices at a time.
     """
 
     options: MemoryOptions

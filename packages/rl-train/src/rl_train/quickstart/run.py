@@ -25,15 +25,8 @@ def quickstart(
 ) -> dict[str, Any]:
     """Make a checkpoint, train it by PPO on 2 ranks, and compare both checkpoints with transformers.
 
-    Args:
-        out: Folder of the checkpoints, the metrics and the reward curve.
-        steps: Steps of learning, at least 10.
-        seed: Seed of the weights, the order of the prompts and the sampling.
-        device: "cpu", "cuda" or another accelerator that torch finds; None: an accelerator where there is one.
-        tell: Called with the metrics of every step and with messages (`rl_train.report.Display`).
-
-    Returns:
-        The result, as JSON values.
+    The arguments are those of the command; `tell` is called with the metrics of every step and with messages
+    (`rl_train.report.Display`). The result has JSON values.
 
     Raises:
         RankFailed: A rank failed.

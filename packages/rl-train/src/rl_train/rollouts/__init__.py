@@ -2,8 +2,7 @@
 
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
-from rl_train.rollouts.interface import RolloutEngine
-from rl_train.rollouts.local import LocalEngine
+from rl_train.rollouts.interface import LocalEngine, RolloutEngine
 from rl_train.rollouts.native import NativeEngine
 from rl_train.rollouts.over_ranks import EngineOnRanks
 from rl_train.rollouts.vllm import Vllm, VllmEngine

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from rl_models.workers.generation import SamplingOptions
-from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, checksum, in_buckets
-from rl_train.rollouts.local import LocalEngine, Request, Responses, WeightsLostError
-from rl_train.rollouts.process import EngineLostError, EngineProcess, HostMemory
+from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, in_buckets, pack
+from rl_train.rollouts.interface import LocalEngine, Request, Responses, WeightsLostError
+from rl_train.rollouts.process import EngineLostError, EngineProcess
 
 
 class Apart:
@@ -28,7 +28,6 @@ class Apart:
         silence: The seconds without a sign of life after which a process hangs.
         timeout: The seconds after which a call has taken too long, the start of an engine included.
         bucket_bytes: The bytes of tensors that travel at a time.
-        transport: How a bucket travels.
         tell: Called with a text when an engine is lost.
 
     Raises:
@@ -44,24 +43,21 @@ class Apart:
         silence: float = 60.0,
         timeout: float = 1800.0,
         bucket_bytes: int = BUCKET_BYTES,
-        transport: HostMemory | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
         self._check, self._bucket_bytes, self._tell = check, bucket_bytes, tell
-        self._transport = transport or HostMemory()
         self._engines = [
-            EngineProcess(
-                f"engine {number} (device {device or 'cpu'})", make, device, self._transport, silence, timeout
-            )
+            EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, silence, timeout)
             for number, device in enumerate(devices)
         ]
         self._threads = ThreadPoolExecutor(len(self._engines), "rollouts")
         try:
-            self._each(lambda engine: engine.call("ready"))
+            for engine in self._engines:
+                engine.call("ready")
+                engine.current = True
         except BaseException:
             self.close()
             raise
-        self._current = set(self._engines)
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the engines work in the background."""
@@ -73,7 +69,7 @@ class Apart:
 
         def work(engine: EngineProcess) -> None:
             """Answer requests until the queue is empty or the engine is lost."""
-            while engine in self._current:
+            while engine.current:
                 try:
                     part = queue.get_nowait()
                 except Empty:
@@ -86,14 +82,13 @@ class Apart:
                 else:
                     answers.update(zip(part, found, strict=True))
 
-        futures = [self._threads.submit(work, engine) for engine in self._engines]
+        working = self._threads.map(work, self._engines)
 
         def collect() -> Responses:
-            for future in futures:
-                future.result()
+            list(working)
             # Engines that had found the queue empty answer what a lost engine has put back.
-            while not queue.empty() and self._current:
-                self._each(work)
+            while not queue.empty() and any(engine.current for engine in self._engines):
+                list(self._threads.map(work, self._engines))
             if not queue.empty():
                 raise WeightsLostError("no engine with the weights of these requests is left")
             return [answers[number] for number in range(len(requests))]
@@ -107,31 +102,30 @@ class Apart:
             WeightsLostError: Every engine was lost; those that have started again need another hand-over.
             Exception: The error of an engine that refused the weights.
         """
-        self._current = set()
-        receiving = self._tried(self._engines, lambda engine: engine.call("load"))
-        whole = False
+        receiving = self._engines
+        for engine in receiving:
+            engine.current = False
         try:
             for bucket in in_buckets(pairs, self._bucket_bytes):
-                sums = [checksum(tensor) for _, tensor in bucket] if self._check else None
-                receiving = self._send(receiving, self._transport.pack(bucket), sums)
-            whole = True
-        finally:
-            # Engines must not keep half of the weights: they refuse to generate until a hand-over ends.
-            receiving = self._tried(receiving, lambda engine: engine.call("end", whole))
+                receiving = self._call(receiving, "load", pack(bucket, check=self._check))
+            receiving = self._call(receiving, "load", None)
+        except BaseException:
+            # The engines wait for more; the error of the engine that has refused is raised.
+            with suppress(Exception):
+                self._call(receiving, "break off", None)
+            raise
+        for engine in receiving:
+            engine.current = True
         if not receiving:
             raise WeightsLostError("every engine was lost during the hand-over")
-        self._current = set(receiving)
-
-    def _send(self, engines: Sequence[EngineProcess], message: Any, sums: list[int] | None) -> list[EngineProcess]:
-        return self._tried(engines, lambda engine: engine.call("bucket", message, sums))
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
-        self._tried(self._engines, lambda engine: engine.call("sleep"))
+        self._call(self._engines, "sleep")
 
     def wake(self) -> None:
         """See `LocalEngine`."""
-        self._tried(self._engines, lambda engine: engine.call("wake"))
+        self._call(self._engines, "wake")
 
     def close(self) -> None:
         """See `LocalEngine`."""
@@ -139,24 +133,19 @@ class Apart:
             engine.end()
         self._threads.shutdown(wait=False)
 
-    def _each(self, function: Callable[[EngineProcess], Any]) -> list[Any]:
-        return list(self._threads.map(function, self._engines))
-
-    def _tried(self, engines: Sequence[EngineProcess], function: Callable[[EngineProcess], Any]) -> list[EngineProcess]:
-        """Call a function with all engines at once; replace the engines that are lost and return the others."""
-
-        def living(engine: EngineProcess) -> bool:
-            try:
-                function(engine)
-            except EngineLostError as loss:
-                self._replace(engine, loss)
-                return False
-            return True
-
-        lived = list(self._threads.map(living, engines))
-        return list(itertools.compress(engines, lived))
+    def _call(self, engines: Sequence[EngineProcess], method: str, *args: Any) -> list[EngineProcess]:
+        """Call a method of engines at once and wait for all; replace the engines that are lost, return the others."""
+        calls = {engine: self._threads.submit(engine.call, method, *args) for engine in engines}
+        errors = {engine: call.exception() for engine, call in calls.items()}
+        for engine, error in errors.items():
+            if isinstance(error, EngineLostError):
+                self._replace(engine, error)
+                del calls[engine]
+        for call in calls.values():
+            call.result()  # raises the error of an engine
+        return list(calls)
 
     def _replace(self, engine: EngineProcess, loss: EngineLostError) -> None:
-        self._current.discard(engine)
         self._tell(f"{loss}; it starts again, and its requests are repeated")
+        engine.end()
         engine.start()

@@ -13,6 +13,8 @@ from ckpt.layout.model_layout import Canonical
 from rl_models.workers.digests import digests
 
 Pairs = Iterator[tuple[str, Tensor]]
+# A name, a tensor in shared memory, and its checksum.
+Packed = tuple[str, Tensor, int | None]
 
 BUCKET_BYTES = 64 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,6 +49,26 @@ def checksum(tensor: Tensor) -> int:
     """Return an exact checksum of the bits, computed on the tensor's device."""
     bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return digests({"": bits})[0][""].checksum
+
+
+def pack(bucket: Iterable[tuple[str, Tensor]], *, check: bool) -> list[Packed]:
+    """Copy tensors to memory that the processes of this host share, on request with checksums."""
+    return [
+        (name, tensor.detach().to("cpu", copy=True).contiguous().share_memory_(), checksum(tensor) if check else None)
+        for name, tensor in bucket
+    ]
+
+
+def unpack(packed: Iterable[Packed]) -> Pairs:
+    """Yield the tensors of `pack` in the process that receives them; they must stay as they are.
+
+    Raises:
+        ValueError: A checksum differs.
+    """
+    for name, tensor, expected in packed:
+        if expected is not None and checksum(tensor) != expected:
+            raise ValueError(f"{name} arrived with other bits than were sent: its checksum differs")
+        yield name, tensor
 
 
 def in_buckets(pairs: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

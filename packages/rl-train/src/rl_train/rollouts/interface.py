@@ -1,15 +1,16 @@
-"""`RolloutEngine`: the interface of an engine that generates for a run."""
+"""The interfaces of engines: `RolloutEngine` for a run, and `LocalEngine` below it for one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_models.workers.generation import SamplingOptions
+from rl_train.rollouts.handover import Pairs
 
 
 class RolloutEngine(Protocol):
@@ -45,11 +46,9 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, actor: Any, version: int) -> None:
-        """Take the weights of an actor; all its ranks call the method. Later responses are drawn with them.
+        """Take the weights of an actor, of this version; all its ranks call the method.
 
-        Args:
-            actor: An `Actor`, `WholeBatches` or `RayModelGroup`, whose `stream_weights` gives the tensors.
-            version: The version of these weights.
+        `stream_weights` of an `Actor`, `WholeBatches` or `RayModelGroup` gives the tensors.
 
         Raises:
             RuntimeError: The update broke off; the engine refuses to generate until an update succeeds.
@@ -66,4 +65,56 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """End the engine and its processes."""
+        ...
+
+
+class Request(NamedTuple):
+    """A prompt, and the seed of its responses."""
+
+    prompt: list[int]
+    seed: int
+
+
+class Response(NamedTuple):
+    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+# The `n` responses to each request, in order.
+Responses = list[list[Response]]
+
+
+class WeightsLostError(RuntimeError):
+    """The engine has started again and needs the weights anew; an update brings them."""
+
+
+class LocalEngine(Protocol):
+    """An engine of this process, or a handle of engines in other processes.
+
+    `EngineOnRanks` makes a `RolloutEngine` of it. The methods are called one at a time, from one thread.
+    """
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """Start on the requests and return a function that waits for the responses.
+
+        The function raises WeightsLostError if the requests must be repeated after a new hand-over.
+        """
+        ...
+
+    def load(self, pairs: Pairs) -> None:
+        """Take all tensors of a hand-over; pairs are Hugging Face names and whole tensors."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the device's memory; no effect on an engine that sleeps."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device's memory again; no effect on an engine that is awake."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
         ...

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckpt import agree
-from ckpt.transfer.agreement import all_gather_json
-from rl_models.batch import Batch, token_rows
+from ckpt.transfer.agreement import rank_in
+from rl_models.batch import Batch, prompt_rows, token_rows
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.generation import SamplingOptions
 from rl_train.data.prompts import vocabulary_size
-from rl_train.rollouts.handover import BUCKET_BYTES, complete, expected_tensors
-from rl_train.rollouts.local import LocalEngine, Request, Responses, WeightsLostError
+from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, complete, expected_tensors
+from rl_train.rollouts.interface import LocalEngine, Request, Responses, WeightsLostError
 
 # A batch whose engines are lost is repeated at most this number of times.
 _MOST_REPEATS = 3
@@ -57,9 +59,8 @@ class EngineOnRanks:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.version, self._actor, self._grid = version, actor, actor.grid
-        self._everyone = self._grid.everyone
-        size = 1 if self._everyone is None else self._everyone.size()
-        self._rank = 0 if self._everyone is None else self._everyone.rank()
+        self._everyone, size = self._grid.everyone, self._grid.dims.world_size
+        self._rank = rank_in(self._everyone)
         self._ranks = list(range(size)) if ranks is None else sorted(set(ranks))
         if not self._ranks or not set(self._ranks) <= set(range(size)):
             raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
@@ -81,8 +82,14 @@ class EngineOnRanks:
 
         def prepare() -> Given:
             nonlocal rows
-            self._require_ready()
-            rows = self._checked(prompts)
+            if self._broken:
+                raise RuntimeError(
+                    f"the engine does not generate: {self._broken}; call update_weights, or build it anew"
+                )
+            if self._asleep:
+                raise RuntimeError("the engine sleeps; call wake() before generate")
+            on_cpu = [row.cpu() for row in token_rows(prompts, "prompt")]
+            rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
             return Given(everywhere={"prompts": zlib.crc32(repr(rows).encode()), **vars(sampling)})
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
@@ -90,12 +97,7 @@ class EngineOnRanks:
         return _Collected(lambda: self._collect(waiting, rows, sampling))
 
     def update_weights(self, actor: Any, version: int) -> None:
-        """See `RolloutEngine`.
-
-        Raises:
-            RuntimeError: The engine sleeps; or the update broke off, and the engine refuses to generate until an update
-                succeeds.
-        """
+        """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before update_weights")
         self._actor = actor
@@ -120,51 +122,30 @@ class EngineOnRanks:
             self._local.close()
         self._local, self._broken = None, "the engine was closed"
 
-    def _require_ready(self) -> None:
-        if self._broken:
-            raise RuntimeError(f"the engine does not generate: {self._broken}; call update_weights, or build it anew")
-        if self._asleep:
-            raise RuntimeError("the engine sleeps; call wake() before generate")
-
-    def _checked(self, prompts: Sequence[Tensor | Sequence[int]]) -> list[list[int]]:
-        rows = [row.tolist() for row in token_rows(prompts, "prompt")]
-        for number, row in enumerate(rows):
-            if not row or not 0 <= min(row) <= max(row) < self._vocab_size:
-                raise ValueError(f"prompt {number} must have at least one token, each below {self._vocab_size}")
-        return rows
-
-    def _begin(self, rows: list[list[int]], sampling: SamplingOptions) -> Callable[[], Responses | None]:
-        """Start on this rank's prompts; the returned function gives None where the weights must be handed over anew."""
+    def _begin(self, rows: list[list[int]], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """Start on this rank's prompts; the returned function waits, and raises errors of the start, too."""
         if self._local is None:
             return list
-        place, engines = self._ranks.index(self._rank), len(self._ranks)
-        numbers = range(place, len(rows), engines)
-        requests = [Request(rows[number], _seed(sampling.seed, number)) for number in numbers]
+        numbers = range(self._ranks.index(self._rank), len(rows), len(self._ranks))
         try:
             self._local.wake()
-            wait = self._local.begin(requests, sampling)
-        except Exception as error:  # raised on all ranks when they collect
-            failure = error
+            return self._local.begin(
+                [Request(rows[number], _seed(sampling.seed, number)) for number in numbers], sampling
+            )
+        except Exception as error:
+            return partial(_raise, error)
 
-            def fail() -> Responses:
-                raise failure
+    def _collect(self, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions) -> Batch:
+        """Wait for all engines, and return the whole batch on every rank."""
 
-            wait = fail
-
-        def finish() -> Responses | None:
+        def responses() -> Responses | None:
             try:
-                return wait()
+                return waiting()
             except WeightsLostError:
                 return None
 
-        return finish
-
-    def _collect(
-        self, waiting: Callable[[], Responses | None], rows: list[list[int]], sampling: SamplingOptions
-    ) -> Batch:
-        """Wait for all engines, and return the whole batch on every rank."""
         for _ in range(1 + _MOST_REPEATS):
-            own = agree(waiting, self._everyone)
+            own = agree(responses, self._everyone)
             parts: list[Responses | None] = [own]
             if self._everyone is not None:
                 parts = [None] * self._everyone.size()
@@ -188,68 +169,54 @@ class EngineOnRanks:
         return Batch.from_sequences(sequences, response_lengths=lengths, log_probs=log_probs, device="cpu")
 
     def _hand_over(self, what: str) -> None:
-        """Stream the actor's weights into the engines.
-
-        Raises:
-            RuntimeError: The hand-over broke off on some rank; on every rank that goes on.
-        """
+        """Stream the actor's weights into the engines; RuntimeError if the hand-over broke off on some rank."""
         self._broken = f"{what} has not ended"
         for _ in range(1 + _MOST_REPEATS):
-            stream = _Stream(self._actor.stream_weights(to=self._ranks, bucket_bytes=self._bucket_bytes))
-            failure = self._take(stream)
-            lost = isinstance(failure, WeightsLostError)
-
-            def result(failure: Exception | None = None if lost else failure) -> None:
-                if failure is not None:
-                    raise failure
-
             try:
-                # Without a message to the other ranks if the stream itself failed: they may be inside its exchange.
-                agree(result, None if stream.failed else self._everyone)
+                lost = self._stream()
             except Exception as error:
                 self._broken = f"{what} broke off: {error}"
                 raise RuntimeError(self._broken) from error
-            if not any(all_gather_json(lost, self._everyone)):
+            if not lost:
                 self._broken = ""
                 return
         raise RuntimeError(f"{self._broken}: the engines were lost {1 + _MOST_REPEATS} times")
 
-    def _take(self, stream: _Stream) -> Exception | None:
-        """Load this rank's engine, take this rank's part of the exchange to the end, and return the first error."""
+    def _stream(self) -> bool:
+        """Load this rank's engine and take this rank's part of the exchange to the end; say if some engine was lost.
+
+        Raises:
+            Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
+        """
+        ended = False
+
+        def stream() -> Pairs:
+            nonlocal ended
+            yield from self._actor.stream_weights(to=self._ranks, bucket_bytes=self._bucket_bytes)
+            ended = True
+
+        pairs = stream()
         failure: Exception | None = None
         try:
             if self._local is not None:
-                pairs = complete(stream, self._expected)
-                self._local.load(pairs)
-                for name, _ in pairs:
+                checked = complete(pairs, self._expected)
+                self._local.load(checked)
+                for name, _ in checked:
                     raise ValueError(f"the engine did not take {name}")
         except Exception as error:  # any error: the other ranks must not wait for this rank
             failure = error
-        try:
-            for _ in stream:
-                pass
-        except Exception as error:
-            failure = failure or error
-        return failure
+        for _ in pairs:
+            pass
+        if failure is not None and not ended:
+            # Without a message to the other ranks: they may be inside the exchange.
+            raise failure
 
+        def outcome() -> Given:
+            if failure is not None and not isinstance(failure, WeightsLostError):
+                raise failure
+            return Given(told=failure is not None)
 
-class _Stream:
-    """A stream of weights that remembers whether it raised an error itself."""
-
-    def __init__(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
-        self._pairs, self.failed = pairs, False
-
-    def __iter__(self) -> _Stream:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        try:
-            return next(self._pairs)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
+        return any(one.value for one in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
 
 
 class _Collected(Future[Batch]):
@@ -261,17 +228,22 @@ class _Collected(Future[Batch]):
 
     def result(self, timeout: float | None = None) -> Batch:
         """Return the batch, or raise the error of an engine."""
-        self.exception()
-        return super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of an engine; None for responses."""
         if not self.done():
             try:
                 self.set_result(self._collect())
             except Exception as error:
                 self.set_exception(error)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of an engine; None for responses."""
+        with suppress(Exception):
+            self.result()
         return super().exception()
+
+
+def _raise(error: Exception) -> Responses:
+    raise error
 
 
 def _seed(seed: int, number: int) -> int:

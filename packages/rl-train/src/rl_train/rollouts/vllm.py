@@ -16,8 +16,8 @@ from torch import Tensor
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
-from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
-from rl_train.rollouts.local import Request, Response, Responses
+from rl_train.rollouts.handover import Pairs
+from rl_train.rollouts.interface import Request, Response, Responses
 from rl_train.rollouts.over_ranks import EngineOnRanks
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays, but for the last:
@@ -180,15 +180,11 @@ class VllmEngine(EngineOnRanks):
     `devices`, the engines run apart from the actor: the first rank sends them the prompts and the weights.
 
     Args:
-        actor: An `Actor` or `WholeBatches`.
-        model: The checkpoint folder of the actor's weights.
-        version: The version of these weights.
+        actor, model, version: See `EngineOnRanks`.
         devices: The ids of devices for engines apart, one engine each, as in `CUDA_VISIBLE_DEVICES`; an empty id is a
             CPU (default: the actor's own devices).
-        in_process: Whether an actor on one rank has its engine in its own process.
         check: Compare a checksum of each tensor that goes to another process.
-        silence, timeout: See `Apart`.
-        bucket_bytes: See `EngineOnRanks`.
+        timeout: See `Apart`.
         **options: See `Vllm`: `memory`, `dtype`, and further options of vLLM.
 
     Raises:
@@ -202,27 +198,16 @@ class VllmEngine(EngineOnRanks):
         *,
         version: int = 0,
         devices: Sequence[str] | None = None,
-        in_process: bool = True,
         check: bool = False,
-        silence: float = 60.0,
         timeout: float = 1800.0,
-        bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
         require_vllm()
         make = partial(Vllm, str(model), **options)
-        alone = actor.grid.everyone is None or actor.grid.everyone.size() == 1
-        apart = partial(Apart, make, check=check, silence=silence, timeout=timeout, bucket_bytes=bucket_bytes)
-        start = make if alone and in_process and devices is None else partial(apart, devices or [own_device(actor)])
-        super().__init__(
-            actor,
-            model,
-            start,
-            ranks=None if devices is None else [0],
-            sleeps=devices is None,
-            version=version,
-            bucket_bytes=bucket_bytes,
-        )
+        apart = partial(Apart, make, devices or [own_device(actor)], check=check, timeout=timeout)
+        start = make if devices is None and actor.grid.dims.world_size == 1 else apart
+        ranks = None if devices is None else [0]
+        super().__init__(actor, model, start, ranks=ranks, sleeps=devices is None, version=version)
 
 
 def own_device(actor: Any) -> str:

@@ -18,8 +18,7 @@ from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
-from rl_models.engines.megatron.chunks import ChunkedLayout, places_of, stored_tensors
-from rl_models.engines.megatron.engine import MegatronEngine, check_device
+from rl_models.engines.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
 from rl_models.engines.megatron.optimizer import PRECISIONS
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.grid import Grid

@@ -9,13 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckpt
 from parallel_layers import PackedSequence
+from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import SequenceCache
-from parallel_layers.moe import BatchTotals, MoE, RoutingContext
+from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.shared_weights import view_of
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
@@ -23,7 +25,6 @@ from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, 
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, tied_gradients
-from rl_models.engines.parallel.replay import complete, local_replay
 from rl_models.engines.parallel.stage import Stage, batch_totals, compute, count_loads
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, PackedModel
@@ -98,8 +99,17 @@ class ParallelEngine(Engine):
         longest, local = max(each.packed.num_tokens for each in micro_batches), []
         for each in micro_batches:
             packed = each.packed if self.pipeline is None else pad_to(each.packed, longest)
-            replay = each.replay and local_replay(each.replay, self.model.model, packed.num_tokens)
+            replay = each.replay and self._local_replay(each.replay, packed.num_tokens)
             local.append(replace(each, packed=packed, replay=replay))
+        return local
+
+    def _local_replay(self, replay: RouterReplay, num_tokens: int) -> RouterReplay:
+        """Return this rank's part of a replay, with rows of -1 for padding up to `num_tokens`."""
+        local = RouterReplay()
+        local.recording = replay.recording
+        for layer, entry in ({} if replay.recording else replay.experts).items():
+            padding = entry.new_full((num_tokens - len(entry), entry.shape[1]), -1)
+            local.experts[layer] = self.model.model.split(torch.cat([entry, padding]))
         return local
 
     def _totals(self, local: Sequence[MicroBatch]) -> BatchTotals | None:
@@ -126,9 +136,26 @@ class ParallelEngine(Engine):
         return lambda micro_batch: stage.run(make_task(stage, micro_batch))
 
     def _complete(self, micro_batches: Sequence[MicroBatch], local: Sequence[MicroBatch]) -> None:
-        """Put the recordings of all ranks into the caller's replays."""
+        """Put the recordings of all ranks into the caller's replays, on every rank.
+
+        Communication: an all-gather for each layer over the context-parallel group, and one all-reduce over the
+        pipeline.
+        """
+        decoder = self.model.model
         for each, own in zip(micro_batches, local, strict=True):
-            complete(each, own, self.model.model, self.grid, top_k=self._top_k)
+            if each.replay is None or own.replay is None or not each.replay.recording:
+                continue
+            # [M, T, k]: M layers with routed experts, T tokens, k experts a token.
+            shape = len(self._top_k), own.packed.num_tokens, max(self._top_k.values())
+            table_MTk = torch.zeros(shape, dtype=torch.int64, device=self.grid.device)
+            for row, layer in enumerate(self._top_k):
+                if layer in own.replay.experts:
+                    experts = own.replay.experts[layer]
+                    table_MTk[row] = gather_sequence(experts, decoder.context_group, layout=decoder.context_layout)
+            if self.pipeline is not None:  # each layer is on one stage, and 0 elsewhere
+                dist.all_reduce(table_MTk, group=self.pipeline.group)
+            whole = table_MTk[:, : each.packed.num_tokens].unbind()
+            each.replay.experts.update(zip(self._top_k, whole, strict=True))
 
     @property
     def _tied_copy(self) -> nn.Parameter | None:
