@@ -160,11 +160,7 @@ class Batch:
         return replace(self, fields={**self.fields, **fields})
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """Return the sequences with these numbers, in this order, with their fields.
-
-        Raises:
-            ValueError: A number is outside 0..N-1.
-        """
+        """Return the sequences with these numbers, in this order, with their fields; ValueError outside 0..N-1."""
         numbers = self._numbers(indices)
         where = self.positions(numbers)
         return self._each(lambda tensor: tensor[where], tuple(self.lengths[i] for i in numbers))
@@ -218,11 +214,7 @@ class Batch:
 
 
 def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
-    """Return the number of each token's sequence, `[T]` int64, on the device of `mask` `[T]`.
-
-    Raises:
-        ValueError: The lengths are negative or do not add up to T.
-    """
+    """Return the number of each token's sequence, `[T]` int64, on the device of `mask` `[T]`."""
     if sum(lengths) != len(mask) or min(lengths, default=0) < 0:
         raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {len(mask)} tokens given")
     # Computed on the CPU, which knows the size of the result. Without sequences torch would infer float.

@@ -15,16 +15,7 @@ def require_number(
     integer: bool = False,
     finite: bool = True,
 ) -> None:
-    """Raise ValueError unless `value` is a number within its bounds.
-
-    Args:
-        name: The name of the argument in the error.
-        value: The value of the argument.
-        positive: Refuse 0 and below.
-        at_least: The lower bound; None: no bound.
-        integer: Refuse numbers other than integers.
-        finite: Refuse NaN and infinities.
-    """
+    """Raise ValueError, which names the argument, unless `value` is a number within these bounds."""
     kind = Integral if integer else Real
     text = "an integer" if integer else "a finite number" if finite else "a number"
     if isinstance(value, bool) or not isinstance(value, kind):

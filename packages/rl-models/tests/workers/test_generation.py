@@ -70,11 +70,19 @@ CASES = {
 PLACES = {
     "qwen2": [
         ("parallel", ParallelDims(tp=2)),
-        ("parallel", ParallelDims(tp=4)),
         ("parallel", ParallelDims(pp=2)),
-        ("parallel", ParallelDims(cp=2)),
         ("transformers", ParallelDims(cp=2)),
         ("megatron", ParallelDims(tp=2)),
+    ],
+    "llama": [
+        ("parallel", ParallelDims(cp=2)),
+        ("megatron", ParallelDims(pp=2)),
+    ],
+}
+MORE_PLACES = {
+    "qwen2": [
+        ("parallel", ParallelDims(tp=4)),
+        ("parallel", ParallelDims(cp=2)),
         ("megatron", ParallelDims(pp=2)),
         ("megatron", ParallelDims(cp=2)),
     ],
@@ -86,8 +94,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("model", PLACES)
-def test_all_grids_and_backends_draw_the_same_tokens(ranks: RankPool, models: dict[str, Path], model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [*PLACES.items(), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_PLACES.items())],
+)
+def test_all_grids_and_backends_draw_the_same_tokens(
+    ranks: RankPool, models: dict[str, Path], model: str, places: list[tuple[str, ParallelDims]]
+) -> None:
     cases = list(CASES.values())
     (expected,) = ranks.run(generate, models[model], ParallelDims(), "parallel", cases, world=1)
     for first, options in zip(expected, cases, strict=True):
@@ -97,7 +110,7 @@ def test_all_grids_and_backends_draw_the_same_tokens(ranks: RankPool, models: di
             assert tokens.tolist() == prompt + response.tolist()
             stops = [i for i, token in enumerate(response.tolist()) if token in options.get("stop_ids", [])]
             assert len(response) == (stops[0] + 1 if stops else options["max_new_tokens"])
-    for backend, dims in PLACES[model]:
+    for backend, dims in places:
         for found in ranks.run(generate, models[model], dims, backend, cases, world=dims.world_size):
             for batch, first, name in zip(found, expected, CASES, strict=True):
                 assert torch.equal(batch.tokens, first.tokens), (dims, backend, name)
@@ -204,7 +217,11 @@ def generate_in_small_room(group: ProcessGroup, path: Path, dims: ParallelDims, 
 
 @pytest.mark.parametrize(
     ("backend", "dims"),
-    [("parallel", ParallelDims(tp=2)), ("parallel", ParallelDims(cp=2)), ("megatron", ParallelDims())],
+    [
+        ("parallel", ParallelDims(tp=2)),
+        pytest.param("parallel", ParallelDims(cp=2), marks=pytest.mark.slow),
+        ("megatron", ParallelDims()),
+    ],
     ids=["tp2", "cp2", "megatron"],
 )
 def test_draws_depend_neither_on_places_nor_on_memory(
@@ -253,12 +270,12 @@ def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backen
     ("model", "dims", "backend"),
     [
         ("llama", ParallelDims(), "parallel"),
-        ("llama", ParallelDims(tp=2), "parallel"),
+        pytest.param("llama", ParallelDims(tp=2), "parallel", marks=pytest.mark.slow),
         ("llama", ParallelDims(pp=2), "parallel"),
-        ("llama", ParallelDims(dp=2), "parallel"),
+        pytest.param("llama", ParallelDims(dp=2), "parallel", marks=pytest.mark.slow),
         ("mixture", ParallelDims(dp=2, ep=2), "parallel"),
         ("llama", ParallelDims(pp=2), "megatron"),
-        ("mixture", ParallelDims(dp=2, ep=2), "megatron"),
+        pytest.param("mixture", ParallelDims(dp=2, ep=2), "megatron", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -19,13 +19,12 @@ from rl_models import Actor, Batch, OptimizerOptions, losses
 
 LENGTHS = (7, 1, 12, 0, 5)
 PLACES = [
-    ("transformers", ParallelDims(dp=2)),
     ("transformers", ParallelDims(cp=2)),
     ("parallel", ParallelDims(tp=2, ep=2)),
     ("parallel", ParallelDims(pp=2, cp=2)),
-    ("megatron", ParallelDims(tp=2)),
     ("megatron", ParallelDims(dp=2, ep=2)),
 ]
+MORE_PLACES = [("transformers", ParallelDims(dp=2)), ("megatron", ParallelDims(tp=2))]
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +83,10 @@ def own_routing(ranks: RankPool, path: Path) -> Tensor:
     return routing
 
 
-def test_routing_replays_on_every_backend_and_grid(ranks: RankPool, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_routing_replays_on_every_backend_and_grid(
+    ranks: RankPool, models: dict[str, Path], places: list[tuple[str, ParallelDims]]
+) -> None:
     path = models["mixture"]
     routing = own_routing(ranks, path)
     assert routing.shape == (25, 2, 2)  # layer 1 is dense
@@ -95,7 +97,7 @@ def test_routing_replays_on_every_backend_and_grid(ranks: RankPool, models: dict
     ((_, _, plain, _),) = ranks.run(replay, path, "transformers", ParallelDims(), routing, world=1)
     assert (one[2] - plain).abs().max() > 1e-3
     assert (one[3] - one[2]).abs().max() > 1e-3
-    for backend, dims in PLACES:
+    for backend, dims in places:
         results = ranks.run(replay, path, backend, dims, other, world=dims.world_size, timeout=120)
         assert torch.equal(whole(results, 1).sort(-1).values, routing.sort(-1).values), (backend, dims)
         for column in (2, 3):

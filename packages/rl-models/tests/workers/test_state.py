@@ -302,11 +302,12 @@ def stream(
     ("name", "kind", "backend", "dims"),
     [
         ("model", "actor", "parallel", DP2TP2),
-        ("model", "critic", "parallel", DP2PP2),
-        ("moe", "actor", "parallel", ParallelDims(dp=2, ep=2)),
+        pytest.param("model", "critic", "parallel", DP2PP2, marks=pytest.mark.slow),
+        pytest.param("moe", "actor", "parallel", ParallelDims(dp=2, ep=2), marks=pytest.mark.slow),
         ("moe", "actor", "parallel", ParallelDims(tp=2, ep=2)),  # whole experts, two on each rank
-        ("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2)),  # two halves of each, shared out over dp
-        ("moe", "actor", "parallel", ParallelDims(pp=2, cp=2, ep=2)),
+        # Two halves of each, shared out over dp.
+        ("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2)),
+        pytest.param("moe", "actor", "parallel", ParallelDims(pp=2, cp=2, ep=2), marks=pytest.mark.slow),
         ("model", "actor", "transformers", DP2),
         ("moe", "actor", "transformers", ONE),
     ],

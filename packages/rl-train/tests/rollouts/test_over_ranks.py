@@ -68,13 +68,13 @@ def handed_over(group: ProcessGroup, model: Path, dims: ParallelDims, out: Path,
     ("model", "dims"),
     [
         ("llama", ParallelDims(tp=4)),  # two key-value heads: each is on two ranks
-        ("llama", ParallelDims(dp=2, cp=2)),
         ("tied", ParallelDims(pp=2, tp=2)),
-        ("tied", ParallelDims(pp=4)),
-        ("mixture", ParallelDims(dp=4, ep=4)),
         ("mixture", ParallelDims(dp=2, tp=2, ep=2)),
-        ("mixture", ParallelDims(pp=2, dp=2, ep=2)),
-        ("mixture", ParallelDims(cp=2, tp=2)),
+        pytest.param("llama", ParallelDims(dp=2, cp=2), marks=pytest.mark.slow),
+        pytest.param("tied", ParallelDims(pp=4), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(dp=4, ep=4), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(pp=2, dp=2, ep=2), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(cp=2, tp=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -30,12 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of `BACKENDS`.
+    """One row of `BACKENDS`: a module with `load(path, role, grid, options) -> Engine`, and what it offers.
 
     Attributes:
-        module: The module with the function `load(path, role, grid, options) -> Engine`.
-        axes: The offered forms of parallelism.
-        roles: The offered roles.
+        axes, roles: The offered forms of parallelism, and the offered roles.
         lacks: The fields of `EngineOptions` that must keep their defaults.
         scales_loss: Train fp16 under a loss scale.
         extra: The extra of rl-models with the module's dependencies; empty: the base has them.
@@ -102,12 +100,7 @@ def require_learning(backend: str, dtype: torch.dtype) -> None:
 
 
 def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
-    """Load a checkpoint onto a backend.
-
-    Raises:
-        ValueError: `offered` refuses the backend, or the backend does not offer an option.
-        ImportError: The backend's extra is not installed.
-    """
+    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its extra."""
     entry = offered(backend, role, grid)
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):

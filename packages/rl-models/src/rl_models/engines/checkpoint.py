@@ -13,11 +13,7 @@ from rl_models.engines.options import COMPUTED
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> str:
-    """Return the path of a local checkpoint folder.
-
-    Raises:
-        ValueError: The folder has no `config.json`, such as the name of a model on a hub.
-    """
+    """Return the path of a checkpoint folder; ValueError without a `config.json`, as for the name of a hub's model."""
     folder = os.fspath(path)
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ValueError(
@@ -27,11 +23,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
 
 
 def stored_dtype(path: str) -> torch.dtype:
-    """Return the dtype of most of a checkpoint's tensors.
-
-    Raises:
-        ValueError: No model computes in this dtype.
-    """
+    """Return the dtype of most of a checkpoint's tensors; ValueError if no model computes in this dtype."""
     stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
     ((dtype, _),) = stored.most_common(1)
     if dtype not in COMPUTED:

@@ -76,10 +76,7 @@ class CacheOptions:
     def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
         """Return the number of blocks that the sequences take, at most as many as fit beside the block of padding.
 
-        Args:
-            size: The tokens of a block.
-            block: The bytes of a block.
-            memory: The bytes for all blocks; None: no limit.
+        A block has `size` tokens and `block` bytes; `memory` are the bytes for all, None: no limit.
         """
         wanted = max(1, self.sequences * -(-self.max_length // size))
         return wanted if memory is None else min(wanted, max(0, memory // block - 1))
@@ -97,9 +94,7 @@ class CacheOptions:
     def build(self, new_cache: Sequence[Callable[[int, int, int], PagedKVCache]], grid: Grid) -> list[PagedKVCache]:
         """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
 
-        Args:
-            new_cache: For each chunk: (number of sequences, longest sequence, number of blocks) -> cache.
-            grid: The grid of the model.
+        `new_cache` makes a chunk's cache for a number of sequences, the longest sequence, and a number of blocks.
 
         Raises:
             ValueError: The memory does not suffice for one sequence.

@@ -60,10 +60,8 @@ Loss = Callable[[MicroBatch, Outputs], Tensor]
 class Shards:
     """The parameters of this rank, and the parts of the checkpoint's tensors that they hold.
 
-    Attributes:
-        layout: The layout of the model.
-        chunks: The place of each pipeline chunk of the rank, and its parameters by the layout's local names, which
-            differ between chunks. Parameters sharded by FSDP2 are DTensors.
+    `chunks` has the place of each pipeline chunk of the rank, and its parameters by the layout's local names, which
+    differ between chunks. Parameters sharded by FSDP2 are DTensors.
     """
 
     layout: ckpt.Layout

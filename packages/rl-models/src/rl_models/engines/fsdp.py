@@ -39,8 +39,7 @@ def shard_over_dp(
         blocks: The submodules to shard separately (the decoder layers).
         grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters.
         experts: The submodules of the blocks whose parameters are distributed over ep.
-        reshard_blocks: Release each block after its forward, and gather it again for its backward. False keeps blocks
-            gathered from the forward to the backward, like the parameters of the root.
+        reshard_blocks: Release each block after its forward. False keeps blocks gathered until the backward.
     """
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
     if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
@@ -73,10 +72,7 @@ def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 @contextmanager
 def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
-    """Keep all parameters gathered, so that ranks may run different numbers of forward passes inside.
-
-    Give `reshard_blocks` as to `shard_over_dp`.
-    """
+    """Keep all parameters gathered, so that ranks may run different numbers of passes; see `shard_over_dp`."""
     parts = _parts(module)
     for part in parts:
         part.unshard()
@@ -118,10 +114,7 @@ def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[Micro
 
 
 def drop_gradients(module: nn.Module) -> None:
-    """Drop all gradients on this rank and reset FSDP2.
-
-    From torch 2.13 on this also recovers from an interrupted forward or backward.
-    """
+    """Drop all gradients on this rank and reset FSDP2, from torch 2.13 on also after an interrupted pass."""
     for part in _parts(module):
         state = part._get_fsdp_state()
         if state._is_root and hasattr(part, "reset_iter_state"):

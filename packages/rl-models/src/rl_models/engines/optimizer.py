@@ -57,9 +57,7 @@ class OptimizerOptions:
 class Optimizer(ABC):
     """The optimizer of an engine.
 
-    Attributes:
-        loss_scale_state: The loss scale and its counters by name, which a resumed run sets again; None: no loss scale
-            that adapts.
+    A resumed run sets `loss_scale_state` again, the loss scale and its counters; None: no loss scale that adapts.
     """
 
     loss_scale_state: Mapping[str, float] | None = None
@@ -68,8 +66,7 @@ class Optimizer(ABC):
     def loss_scale(self) -> float | None:
         """The factor of losses before the backward, so that small gradients survive in fp16; None: no loss scale.
 
-        `step` divides the gradients by the scale and adapts the scale. A gradient that is not finite lowers the scale
-        and skips the step; without a scale it is an error.
+        `step` divides the gradients by the scale. A gradient that is not finite lowers the scale and skips the step.
         """
         return None
 
@@ -77,14 +74,8 @@ class Optimizer(ABC):
     def step(self, learning_rate: float) -> float:
         """Clip the gradient of the whole model, take a step, and drop the gradients; every rank calls it.
 
-        Returns:
-            The norm of the whole model's gradient before clipping, the same on every rank. If it is not finite, no
-            parameter and no state has changed.
+        Return the norm before clipping, the same on every rank. If it is not finite, nothing has changed.
         """
-
-    @abstractmethod
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
 
     @abstractmethod
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -110,11 +101,7 @@ class AdamW(Optimizer):
     are not lost. Gradients of bf16 parameters are summed in fp32 over micro-batches. An fp32 parameter is its own
     master. AdamW works elementwise, so the local part of a DTensor is enough.
 
-    Args:
-        module: The module, already sharded.
-        options: The numbers.
-        groups: Every group that divides layers, as for `parallel_layers.clip_grad_norm_`.
-        pipeline_group: The ranks that hold other layers.
+    `module` is already sharded; `groups` and `pipeline_group` are those of `parallel_layers.clip_grad_norm_`.
 
     Raises:
         ValueError: A parameter is fp16, whose small gradients vanish without a loss scale.
@@ -160,7 +147,8 @@ class AdamW(Optimizer):
         )
         if math.isfinite(norm):
             self._step(learning_rate)
-        self.zero_grad()
+        for parameter in self._masters:
+            parameter.grad = None
         return norm
 
     def _step(self, learning_rate: float) -> None:
@@ -173,11 +161,6 @@ class AdamW(Optimizer):
         for parameter, master in self._masters.items():
             if parameter.dtype != master.dtype:
                 _local(parameter).copy_(master)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for parameter in self._masters:
-            parameter.grad = None
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter; a frozen parameter has none."""

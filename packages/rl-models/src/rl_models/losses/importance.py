@@ -62,12 +62,9 @@ def importance_weights(
     Args:
         old_log_probs: `[T]` of the trainer, before the update.
         rollout_log_probs: `[T]` of the engine that drew the tokens, with the weights that it had then.
-        mask: `[T]` bool, the drawn tokens.
-        lengths: The lengths of the sequences.
-        level: A key of `LEVELS`.
-        bound: A key of `BOUNDS`.
-        cap: The largest ratio.
-        floor: The smallest ratio; 0 with `truncate`.
+        mask, lengths: The drawn tokens, `[T]` bool, and the lengths of the sequences.
+        level, bound: Keys of `LEVELS` and `BOUNDS`.
+        cap, floor: The largest and the smallest ratio; the floor is 0 with `truncate`.
 
     Returns:
         The weights, and the metrics `importance_outside`, the share of drawn tokens that were truncated or masked, and

@@ -44,16 +44,10 @@ def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = 
         k2 = l^2 / 2               biased, low variance; its gradient is the unbiased gradient of the divergence
         k3 = exp(-l) - 1 + l       unbiased, never negative, low variance; constant below l = -20
 
-    Args:
-        log_probs: `[T]` under the policy.
-        reference_log_probs: `[T]` under the reference, a constant.
-        estimator: One of `KL_ESTIMATORS`.
-
-    Returns:
-        `[T]`, differentiable in `log_probs`.
+    All are `[T]`; the result is differentiable in `log_probs`, and the reference is a constant.
 
     Raises:
-        ValueError: The estimator is unknown, or the shapes differ.
+        ValueError: The estimator is no key of `KL_ESTIMATORS`, or the shapes differ.
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(KL_ESTIMATORS)}")

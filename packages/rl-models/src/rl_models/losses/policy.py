@@ -72,10 +72,8 @@ def gspo_clip(
     the sum of the terms and its gradient are those of equation 5.
 
     Args:
-        log_probs, old_log_probs, advantages: `[T]`, as for `ppo_clip`.
-        mask: `[T]` bool, the actions.
-        lengths: The lengths of the sequences.
-        clip_low, clip_high: The widths of the trust interval of the sequence ratio.
+        log_probs, old_log_probs, advantages, clip_low, clip_high: As for `ppo_clip`.
+        mask, lengths: The actions, `[T]` bool, and the lengths of the sequences.
 
     Metrics: `clip_fraction` and `approx_kl`, as for `ppo_clip`, of the sequence ratio.
 
@@ -115,9 +113,8 @@ def _clipped_surrogate(
 
 
 def entropy_bonus(entropy: Tensor, coefficient: float) -> LossTerms:
-    """Return `-coefficient * entropy` per token: a positive coefficient keeps the policy from collapsing.
+    """Return `-coefficient * entropy` per token, with the metric `entropy` (Williams and Peng 1991).
 
-    Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
-    Metric: `entropy`.
+    A positive coefficient keeps the policy from collapsing.
     """
     return LossTerms(-coefficient * entropy, {"entropy": entropy.detach()})

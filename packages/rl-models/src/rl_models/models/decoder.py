@@ -28,12 +28,9 @@ Recompute = Literal["full", "selective"] | Collection[int] | None
 
 @dataclass(frozen=True)
 class Chunk:
-    """The consecutive layers that one pipeline stage runs.
+    """Consecutive layers of a pipeline stage, numbered in the whole model.
 
-    Attributes:
-        layers: The numbers of the layers in the whole model.
-        first: The chunk begins with the embedding.
-        last: The chunk ends with the final norm and the head.
+    The first chunk begins with the embedding, the last ends with the final norm and the head.
     """
 
     layers: tuple[int, ...]

@@ -40,11 +40,8 @@ from rl_models.models.decoder import Chunk, Decoder, ModelOptions
 class PackedModel(nn.Module):
     """A decoder, to which each kind of model adds its head.
 
-    Args:
-        config: `ModelConfig.from_hf(...)`.
-        **options: See `ModelOptions`.
-
-    `state_dict()` has the names of `ckpt.layout_for(config, target="parallel")`, for this rank's chunks of a pipeline.
+    The config is `ModelConfig.from_hf(...)`; for the options see `ModelOptions`. `state_dict()` has the names of
+    `ckpt.layout_for(config, target="parallel")`, for this rank's chunks of a pipeline.
     `Actor.from_pretrained` loads the parameters.
     """
 
@@ -77,11 +74,7 @@ class PackedModel(nn.Module):
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """Compute the hidden states `[T', H]` of this rank's tokens; see `Decoder.forward`.
-
-        Raises:
-            ValueError: The number of tokens is no multiple of `tokens_multiple_of`.
-        """
+        """Compute the hidden states `[T', H]` of this rank's tokens; see `Decoder.forward`."""
         if packed.num_tokens % self.tokens_multiple_of:
             raise ValueError(
                 f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
@@ -188,10 +181,8 @@ class CausalLM(PackedModel):
             sequence_parallel=self.sequence_parallel,
             vocab_size=self.config.vocab_size,
         )
-        if self.model.context_group is None:
-            return own
-        if own.entropy is None:
-            return LogProbs(self._gather_context(own.log_probs), None)
+        if self.model.context_group is None or own.entropy is None:
+            return LogProbs(self._gather_context(own.log_probs), own.entropy)
         both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
         return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
 
@@ -228,8 +219,7 @@ class CausalLM(PackedModel):
         """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
         `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row. With `exact` the
-        operands of the head's GEMM are fp32 copies. Communication: one all-gather of the logits, and under sequence
-        parallelism one of the hidden states.
+        operands of the head's GEMM are fp32 copies.
         """
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
@@ -246,8 +236,7 @@ class ValueModel(PackedModel):
 
     Hugging Face calls it a model for token classification with one label. A reward model, whose config is that of a
     model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
-    and computes in fp32. Under sequence parallelism each rank computes the values of its own tokens, and the head's
-    gradients are summed over the group.
+    and computes in fp32; under sequence parallelism each rank does so for its own tokens.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:

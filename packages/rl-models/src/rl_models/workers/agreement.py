@@ -24,11 +24,8 @@ _SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 class Given:
     """The arguments of one rank, as a message for the other ranks.
 
-    Attributes:
-        alike: Arguments that must be the same on ranks that differ in tp, cp or pp alone. A value is a `Digest`, or
-            is compared by its `repr`.
-        everywhere: Arguments that must be the same on all ranks.
-        told: A JSON value for the other ranks.
+    `alike` must be the same on ranks that differ in tp, cp or pp alone, `everywhere` on all ranks. A value is a
+    `Digest`, or is compared by its `repr`. `told` is a JSON value for the other ranks.
     """
 
     alike: Mapping[str, object] = field(default_factory=dict)
@@ -48,11 +45,8 @@ class Told:
 def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywhere: object) -> list[Told]:
     """Check a call on every rank, compare its arguments, and exchange what the ranks need to know of each other.
 
-    Args:
-        grid: The ranks that make the call.
-        call: The name of the call.
-        prepare: Checks this rank's arguments; may raise.
-        **everywhere: Arguments that must be the same on all ranks; compared before the errors of `prepare`.
+    `prepare` checks this rank's arguments and may raise. The further arguments must be the same on all ranks, and are
+    compared before the errors of `prepare`.
 
     Returns:
         The `told` of each rank, in rank order.

@@ -47,13 +47,11 @@ class ContinuousBatching:
     the pool of blocks is full, the response with the fewest tokens waits again and keeps its tokens.
 
     Args:
-        decoding: The model.
+        decoding, draw: The model, and how a token is drawn for each place.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
-        draw: Draws a token for each place.
         stop: `[n]` int64, tokens that end a response.
-        max_tokens: The most tokens of prompts in one forward pass.
-        multiple_of: The tokens of a forward pass are a multiple of this number, which divides N.
+        max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
     """
 
@@ -124,9 +122,8 @@ class ContinuousBatching:
     def _admit(self) -> tuple[list[tuple[int, Tensor]], list[tuple[int, int, int]]]:
         """Give free places to waiting responses.
 
-        Returns:
-            (place, tokens before the last one) of responses that compute these tokens, and (source, place, number of
-            tokens) of responses that share them.
+        Return (place, tokens before the last one) of responses that compute these tokens, and (source, place, number of
+        tokens) of responses that share them.
         """
         leaders, followers = [], []
         holders = {id(self.prompts[response]): place for place, response in self._taken()}

@@ -25,13 +25,9 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 class Digest(NamedTuple):
-    """The digest of one tensor; JSON writes it as a list.
+    """The digest of one tensor: its shape and dtype, and a checksum, or two projections and the norm of floats.
 
-    Attributes:
-        kind: The shape and the dtype.
-        checksum: The checksum of integers and bools; 0 for floating-point numbers.
-        projections: Two projections of floating-point numbers; empty for integers.
-        norm: The norm of floating-point numbers; 0 for integers.
+    JSON writes it as a list.
     """
 
     kind: str

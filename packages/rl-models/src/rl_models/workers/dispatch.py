@@ -1,8 +1,6 @@
 """Division of the methods of actors and critics over ranks, and joining of their results.
 
 A method declares its division where it is defined, by `@dispatched(...)`; so do the methods of a user's subclass.
-
-N sequences of T tokens in all, dp data-parallel ranks. A division is, for each dp rank, the sequences of its part.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from parallel_layers.head.vocabulary import check_token_ids
 from rl_models.batch import Batch, prompt_rows, require_batch, token_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
+# For each dp rank, the numbers of its sequences.
 Division = list[list[int]]
 # The results of ranks, in order -> the result of the whole.
 Join = Callable[[list[Any]], Any]
@@ -34,8 +33,7 @@ class Method:
 
     Attributes:
         split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
-            Without `split` every rank gets the same arguments; without `gather` either, the first rank's result is
-            returned.
+            None: every rank gets the same arguments; without `gather` either, the first rank's result is returned.
         gather: Makes the result of all ranks' results, in order of rank.
         changes: Whether the method changes what a rank holds. After a failure on some ranks alone the ranks then no
             longer hold one model.
@@ -107,8 +105,7 @@ def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
 
 def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split a batch, for a method with the same result on all ranks."""
-    parts, _ = _split(batch, dp, vocab_size)
-    return parts, lambda results: results[0]
+    return _split(batch, dp, vocab_size)[0], lambda results: results[0]
 
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:

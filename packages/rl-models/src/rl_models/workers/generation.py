@@ -126,11 +126,7 @@ def generate(
 
 
 def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, max_tokens: int) -> Batch:
-    """Return prompts and responses; each context-parallel rank draws those of a part of the prompts.
-
-    Raises:
-        ValueError: Logits are NaN or infinite, or the caches have no room.
-    """
+    """Return prompts and responses; each context-parallel rank draws those of a part of the prompts."""
     grid, n = engine.grid, options.n
     generator = torch.Generator(grid.device).manual_seed(_seed(options.seed, grid.rank("dp")))
     shape = len(rows), n, options.max_new_tokens

@@ -82,11 +82,6 @@ def _divide(
     Returns:
         The micro-batches, in equal number on all dp ranks (an empty one holds padding alone), and where in the batch
         the tokens of each stand.
-
-    Raises:
-        ValueError: On some rank the temperature is no number above 0, a token on the CPU is outside the vocabulary,
-            `batch` is no `Batch`, a sequence is too long for a micro-batch, or ranks that differ in tp, cp or pp alone
-            were given other sequences or fields.
     """
     placed, counts = batch, list[int]()
     shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
@@ -145,8 +140,7 @@ def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
 class _Total:
     """A caller's loss in the form of an engine: weighted, summed, and zero after its first error.
 
-    After an error the passes continue, since other ranks take part in them; `finish` raises the error. The loss is
-    called for micro-batches with tokens in their mask.
+    After an error the passes continue, since other ranks take part in them; `finish` raises the error.
     """
 
     def __init__(self, loss: PartLoss) -> None:
@@ -193,11 +187,7 @@ class _Total:
 
 
 def _means(told: list[Told]) -> dict[str, float]:
-    """Add the sums of the data-parallel parts; the first rank with losses speaks for its part.
-
-    Raises:
-        ValueError: The data-parallel ranks report different metrics.
-    """
+    """Add the sums of the data-parallel parts; the first rank with losses speaks for its part."""
     by_place: dict[int, Told] = {}
     for one in told:
         if one.value:
@@ -213,11 +203,7 @@ def _means(told: list[Told]) -> dict[str, float]:
 
 
 def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
-    """Return the loss and its metrics, without gradients, each `[T]` or one number.
-
-    Raises:
-        ValueError: The loss returns something else.
-    """
+    """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
     if not isinstance(terms, LossTerms):
         raise ValueError(
             f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "

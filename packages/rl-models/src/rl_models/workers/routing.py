@@ -20,12 +20,7 @@ ROUTING = "routing"
 
 
 def require_routing(engine: Engine, batch: Batch, *, record: bool = False) -> None:
-    """Check that an engine can record the routing of a batch, or replay the batch's own.
-
-    Raises:
-        ValueError: The model has no routing, the field does not fit the model, or a batch with the field
-            is to be recorded.
-    """
+    """Raise ValueError unless an engine can record the routing of a batch, or replay the batch's own."""
     given = ROUTING in batch.fields
     if not given and not record:
         return

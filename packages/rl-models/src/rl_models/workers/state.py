@@ -1,7 +1,4 @@
-"""`WorkerState`: the weights and optimizer state of an engine, saved, resumed, streamed and offloaded.
-
-Training checkpoints hold boxes of the Hugging Face checkpoint's tensors, so a run resumes on any other grid.
-"""
+"""`WorkerState`: the weights and optimizer state of an engine, saved, resumed, streamed and offloaded."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Resumed(NamedTuple):
 
 
 class WorkerState:
-    """The weights and optimizer state of a worker: saved, resumed, streamed and offloaded.
+    """The weights and optimizer state of a worker: saved, resumed on any other grid, streamed and offloaded.
 
     Attributes:
         engine: The model on its grid.
@@ -117,8 +114,8 @@ class WorkerState:
     ) -> None:
         """Write `path/step-NNNNNNNN`: weights, optimizer state, steps taken and random-number states.
 
-        Every rank calls this method and writes its own part. The complete checkpoint appears in one step, and
-        `path/latest` names it; a kill before that leaves the older checkpoints.
+        Every rank writes its own part. The complete checkpoint appears in one step, and `path/latest` names it; a kill
+        before that leaves the older checkpoints.
 
         Args:
             path: The folder of the run; an actor and a critic each need their own.
@@ -162,11 +159,7 @@ class WorkerState:
 
     @dispatched(needs="nothing")
     def wait_for_save(self) -> None:
-        """Wait for the save in the background, if there is one.
-
-        Raises:
-            ValueError, OSError: The save failed; raised once, on every rank.
-        """
+        """Wait for the save in the background, if there is one; raise its ValueError or OSError once, on every rank."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -193,7 +186,7 @@ class WorkerState:
         state = ckpt.load_training(
             path, shards.layout, shards.places, step=step, into=parameters, group=self.grid.everyone
         )
-        optimizer.zero_grad()
+        self.engine.drop_gradients()
         for name, parameter in parameters.items():
             optimizer.load_state(parameter, state.optimizer.get(name, {}))
         ckpt.restore_rng(state.rng)

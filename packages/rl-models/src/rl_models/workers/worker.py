@@ -66,9 +66,7 @@ class Worker(WorkerState):
         Args:
             path: A folder with `config.json` and safetensors files.
             backend: One of `rl_models.engines.BACKENDS`.
-            dims: The sizes of the grid (default: one rank).
-            device: The device (default: this process's CUDA device if there is one, else the CPU).
-            mesh: A mesh of `dims.build_mesh(...)` for a grid on some of the ranks (default: all ranks).
+            dims, device, mesh: The grid, see `Grid.build` (default: one rank).
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
             **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
@@ -138,11 +136,7 @@ class Worker(WorkerState):
         return dict(zip(names, results, strict=True))
 
     def _warn_of_length(self, batch: Batch, stacklevel: int = 4) -> None:
-        """Warn, once, of a sequence beyond the model's positions.
-
-        Rotary embeddings have values there, but outputs beyond the trained length are unreliable. The last token needs
-        no position: no token of the sequence follows it.
-        """
+        """Warn, once, of a sequence beyond the model's positions; its last token needs none, as no token follows."""
         longest = max(batch.lengths, default=0)
         if self.positions is not None and longest - 1 > self.positions:
             warnings.warn(
@@ -161,8 +155,7 @@ class Worker(WorkerState):
 
         The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`;
         it does not depend on how the batch was divided. A call that raises changes nothing, unless the optimizer itself
-        was interrupted; the next call starts without its gradients. An error of the loss on one rank is raised on every
-        rank.
+        was interrupted. An error of the loss on one rank is raised on every rank.
 
         Args:
             batch: This data-parallel rank's part, with the fields that the loss reads.
@@ -218,12 +211,10 @@ class Worker(WorkerState):
 
 
 def be_deterministic() -> None:
-    """Make this process compute sums in fixed orders from now on.
+    """Make this process compute sums in fixed orders from now on; call this before the first use of cuBLAS.
 
     torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
-    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`; call this
-    before the first use of cuBLAS. Kernels of parallel-layers use no atomics, and the grid fixes the order of sums in
-    collectives.
+    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -305,7 +305,7 @@ def bf16_gradients(
     ]
     gradients: dict[str, list[Tensor]] = {}
     for batches in [packed] if together else [[one] for one in packed]:
-        actor.optimizer.zero_grad()
+        actor.engine.drop_gradients()
         actor.engine.forward_backward(batches, lambda _, outputs: outputs[0].sum())
         for name, parameter in actor.engine.module.named_parameters():
             gradient = parameter.grad

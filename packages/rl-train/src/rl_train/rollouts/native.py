@@ -18,20 +18,11 @@ class NativeEngine:
     Args:
         actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
         version: The version of the actor's weights.
-        exact, max_sequences, cache_gib: See `Actor.generate`.
+        **options: `exact`, `max_sequences` and `cache_gib` of `Actor.generate`.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        *,
-        version: int = 0,
-        exact: bool = False,
-        max_sequences: int = 512,
-        cache_gib: float | None = None,
-    ) -> None:
-        self.actor, self.version = actor, version
-        self._options = {"exact": exact, "max_sequences": max_sequences, "cache_gib": cache_gib}
+    def __init__(self, actor: Any, *, version: int = 0, **options: Any) -> None:
+        self.actor, self.version, self._options = actor, version, options
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`."""

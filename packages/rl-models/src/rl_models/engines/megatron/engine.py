@@ -31,10 +31,7 @@ from rl_models.grid import Grid
 class MegatronEngine(Engine):
     """A GPTModel divided over tp, pp (with virtual stages), cp and ep, and whole on every data-parallel rank.
 
-    Attributes:
-        chunks: This rank's pipeline chunks, which `module` holds.
-        layout, places: The model's layout, and a place for each chunk.
-        distributed_optimizer: Masters and moments are divided over the ranks that hold the same parameters.
+    `chunks` are this rank's pipeline chunks, which `module` holds, with a place each in `layout`.
     """
 
     def __init__(
@@ -62,12 +59,7 @@ class MegatronEngine(Engine):
 
     @contextmanager
     def entered(self) -> Iterator[MegatronGrid]:
-        """Enter Megatron's global state for this grid.
-
-        Raises:
-            ValueError: The device is not the current one, or a CPU without the stand-in.
-            RuntimeError: Inside another `megatron_grid`.
-        """
+        """Enter Megatron's global state for this grid; refuses a wrong device, or another `megatron_grid` around it."""
         check_device(self.grid.device)
         with self._enter() as megatron:
             yield megatron

@@ -30,15 +30,7 @@ TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatr
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronEngine:
-    """Load a checkpoint; each rank reads only its own slices.
-
-    Raises:
-        ValueError: There is no process group, the device is a CPU outside `cpu_stand_in`, the architecture, an option
-            or a config field is not supported, sizes do not divide over the grid, or the checkpoint is broken; on every
-            rank alike.
-        ImportError: The options ask for Transformer Engine, which is not installed.
-        RuntimeError: The call is inside a `megatron_grid`.
-    """
+    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank."""
     assert role != "causal_lm_with_value"  # refused by `load_engine`
     dims, pipeline = grid.dims, options.pipeline
     check_device(grid.device)

@@ -20,15 +20,8 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 class MegatronOptimizer(Optimizer):
     """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters and, for fp16, a dynamic loss scale.
 
-    If masters and moments are divided (`MegatronOptions.distributed_optimizer`), `state` and `load_state` are
-    collective. Vectors (norms and biases) have no weight decay.
-
-    Args:
-        chunks: The chunks with buffers for gradients.
-        options: The numbers.
-        enter: Enters Megatron's global state.
-        distributed: Divide masters and moments.
-        drop_gradients: Drops the gradients of all chunks.
+    With `distributed`, masters and moments are divided, and `state` and `load_state` are collective. Vectors (norms and
+    biases) have no weight decay. `chunks` have buffers for gradients; `enter` enters Megatron's global state.
     """
 
     def __init__(
@@ -73,12 +66,8 @@ class MegatronOptimizer(Optimizer):
         """Clip, step, and drop the gradients; return the norm before clipping, infinity after an overflow of fp16."""
         with self._enter():
             result = self.inner.step(learning_rate)
-        self.zero_grad()
-        return math.inf if result.grad_norm is None else result.grad_norm
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
         self._drop_gradients()
+        return math.inf if result.grad_norm is None else result.grad_norm
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter; DTensors if divided."""

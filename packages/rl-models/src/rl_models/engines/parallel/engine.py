@@ -33,11 +33,8 @@ from rl_models.models.language_models import CausalLM, PackedModel
 class ParallelEngine(Engine):
     """A native model, divided over tp, pp, cp and ep, and over dp x cp by FSDP2.
 
-    Attributes:
-        model: All pipeline chunks of this rank, under ckpt's local names.
-        layout, places: The model's layout, and a place for each chunk.
-        stages: The chunks as callable modules.
-        pipeline: The pipeline; None for pp 1.
+    `model` has all pipeline chunks of this rank, under ckpt's local names; `stages` are the chunks as callable modules.
+    `pipeline` is None for pp 1.
     """
 
     def __init__(

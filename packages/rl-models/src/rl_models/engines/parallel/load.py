@@ -44,12 +44,7 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
-    """Load a checkpoint; each rank reads only its own slices.
-
-    Raises:
-        ValueError: The architecture or a config field is not supported, sizes do not divide over the grid, or the
-            checkpoint is broken; on every rank alike.
-    """
+    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank."""
     group = grid.group("tp")
     sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
     pipeline = options.pipeline
@@ -112,11 +107,7 @@ def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
 
 
 def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
-    """Return the layers of each chunk of this rank.
-
-    Raises:
-        ValueError: A chunk has no layer, or `ckpt.layout.place.place_layers` refuses the split.
-    """
+    """Return the layers of each chunk of this rank; ValueError for a chunk without layers."""
     layers = layout.chunk_layers(places[0].grid)
     if not all(layers):
         raise ValueError(

@@ -41,15 +41,9 @@ def why_no_zero_bubble() -> str | None:
 
 
 class Pipeline:
-    """The stages of one rank of a pipeline.
+    """The stages of one rank of a pipeline: the rank's chunks of the model, in order.
 
-    Args:
-        model: The rank's model.
-        stages: The rank's chunks of the model, in order.
-        group: The ranks of the pipeline.
-        options: The schedule.
-        device: The device of the model.
-        num_outputs: The number of the model's outputs, each `[T]` fp32.
+    The model has `num_outputs` outputs, each `[T]` fp32.
 
     Raises:
         ValueError: `why_no_zero_bubble`.
@@ -130,9 +124,7 @@ class Pipeline:
     def relay(self, shape: tuple[int, int], run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
         """Pass once through all stages, without a schedule; return the result of `run` on the last stage, else None.
 
-        Args:
-            shape: The shape of the hidden states between stages.
-            run: A stage and its input -> its output.
+        `shape` is that of the hidden states between stages; `run` maps a stage and its input to its output.
         """
         rank, size = self.group.rank(), self.group.size()
         result: Tensor | None = None
@@ -150,13 +142,9 @@ class Pipeline:
 
 @contextmanager
 def tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> Iterator[None]:
-    """Sum the gradients that the body adds to an embedding that the first and the last stage hold.
+    """Sum the gradients that the body adds to an embedding that the first and the last stage hold, to the same bits.
 
-    Both get the same bits. Communication: the gradient, once each way between the two.
-
-    Args:
-        embedding: This rank's copy; None on the other stages.
-        group: The ranks of the pipeline.
+    `embedding` is this rank's copy, None on the other stages. Communication: the gradient, once each way.
     """
     if embedding is None:
         yield

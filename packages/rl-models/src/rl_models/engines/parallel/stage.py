@@ -20,13 +20,9 @@ Task = Callable[[Tensor | None], Any]
 
 
 class Stage(nn.Module):
-    """The parameters of one chunk of a model, and a `forward` that runs the next of its tasks.
+    """The parameters of one of a model's chunks, and a `forward` that runs the next of its tasks.
 
     FSDP2 and torch's pipelines need one fixed `forward`; tasks adapt calls with varying arguments to it.
-
-    Args:
-        model: The model, which keeps its own names for the same parameters.
-        chunk: One of `model.chunks`.
     """
 
     def __init__(self, model: PackedModel, chunk: Chunk) -> None:

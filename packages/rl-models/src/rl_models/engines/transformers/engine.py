@@ -125,11 +125,7 @@ def _name_sequence_classifier(config: Path) -> None:
 
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> TransformersEngine:
-    """Load a checkpoint with transformers and patch it.
-
-    Raises:
-        ValueError: hf-patches does not know the family, or the options ask for sequence parallelism; on every rank.
-    """
+    """Load a checkpoint with transformers and patch it; refusals are the same on every rank."""
     if options.sequence_parallel:
         raise ValueError(
             "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "

@@ -45,12 +45,10 @@ def load_model(
     transformers only warns of missing, unexpected and misshapen tensors; raise here.
 
     Args:
-        auto_class: The class, such as `AutoModelForCausalLM`.
-        path: The folder.
+        auto_class, path, **options: Class, such as `AutoModelForCausalLM`, and arguments of its `from_pretrained`.
         dtype: The dtype of the parameters; None: as stored.
         may_lack: Regular expression of parameters that the checkpoint may lack; they keep their initial values.
         may_have: Regular expression of tensors that the checkpoint may have beyond the model's.
-        **options: Options of `from_pretrained`.
 
     Returns:
         The model and the names of the parameters that the checkpoint lacked.

@@ -14,13 +14,8 @@ class HubLayout(ckpt.Layout):
     """The layout of a transformers model that is whole on its rank; FSDP2 may divide it further.
 
     A parameter is the checkpoint's tensor of its name, or a stack of the checkpoint's experts. The order of a stack is
-    that of ckpt's table of the family, or else that of transformers.
-
-    Args:
-        config: The Hugging Face configuration.
-        role: "causal_lm" or "value".
-        shapes: The shapes of the model's parameters and stored buffers, by name.
-        stacks: `hub.stacked_experts` of the model.
+    that of ckpt's table of the family, or else that of transformers, `hub.stacked_experts`. `shapes` are those of the
+    model's parameters and stored buffers, by name.
     """
 
     def __init__(
