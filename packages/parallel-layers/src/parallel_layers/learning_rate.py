@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+
+# Kind: its required fields.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("total_steps",),
+    "cosine": ("total_steps",),
+    "wsd": ("total_steps", "decay_steps"),
+    "inverse-sqrt": (),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Schedule:
             raise ValueError(f"schedule {self.kind!r} is unknown; known: {', '.join(SCHEDULES)}")
         for name in ("warmup_steps", "total_steps", "decay_steps"):
             value = getattr(self, name)
-            if value is None and name in SCHEDULES[self.kind][0]:
+            if value is None and name in SCHEDULES[self.kind]:
                 raise ValueError(f"schedule {self.kind!r} needs {name}=...")
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
@@ -66,33 +74,12 @@ class Schedule:
         """Return the factor of the step that follows `step` completed ones."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return SCHEDULES[self.kind][1](self, step)
-
-    def _linear(self, step: int) -> float:
-        return self.min_ratio + (1 - self.min_ratio) * (1 - self._progress(step, self.warmup_steps))
-
-    def _cosine(self, step: int) -> float:
-        fallen = (1 + math.cos(math.pi * self._progress(step, self.warmup_steps))) / 2
-        return self.min_ratio + (1 - self.min_ratio) * fallen
-
-    def _wsd(self, step: int) -> float:
-        first = (self.total_steps or 0) - (self.decay_steps or 0)
-        return self.min_ratio + (1 - self.min_ratio) * (1 - self._progress(step, first))
-
-    def _inverse_sqrt(self, step: int) -> float:
-        return max(self.min_ratio, math.sqrt(max(self.warmup_steps, 1) / (step + 1)))
-
-    def _progress(self, step: int, first: int) -> float:
-        """Return the progress from step `first` (0) to `total_steps` (1)."""
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "inverse-sqrt":
+            return max(self.min_ratio, math.sqrt(max(self.warmup_steps, 1) / (step + 1)))
         assert self.total_steps is not None
-        return min(max(step - first, 0) / (self.total_steps - first), 1.0)
-
-
-# Kind: the required fields, and the factor after the warm-up.
-SCHEDULES: dict[str, tuple[tuple[str, ...], Callable[[Schedule, int], float]]] = {
-    "constant": ((), lambda schedule, step: 1.0),
-    "linear": (("total_steps",), Schedule._linear),
-    "cosine": (("total_steps",), Schedule._cosine),
-    "wsd": (("total_steps", "decay_steps"), Schedule._wsd),
-    "inverse-sqrt": ((), Schedule._inverse_sqrt),
-}
+        first = self.total_steps - self.decay_steps if self.kind == "wsd" and self.decay_steps else self.warmup_steps
+        progress = min(max(step - first, 0) / (self.total_steps - first), 1.0)
+        height = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
+        return self.min_ratio + (1 - self.min_ratio) * height

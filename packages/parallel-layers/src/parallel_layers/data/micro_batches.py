@@ -7,7 +7,6 @@ optimum).
 """
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Sequence
 from typing import TypeVar
@@ -38,7 +37,7 @@ def split_micro_batches(
         max_tokens: The most tokens of a micro-batch.
         count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
         min_count: The least number of micro-batches.
-        group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of three numbers.
+        group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of two numbers.
 
     Returns:
         The increasing sample indices of each micro-batch; every sample is in exactly one. If there are more
@@ -52,29 +51,22 @@ def split_micro_batches(
     for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=-1)
-    longest_length = lengths[longest] if longest >= 0 else 0
-    shortest_length = min(lengths, default=0)
+    wrong = [index for index, length in enumerate(lengths) if not 0 <= length <= max_tokens]
     bins: list[list[int]] = []
-    if shortest_length >= 0 and longest_length <= max_tokens:
+    if not wrong:
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
         bins = _pack_smallest(lengths, max_tokens, least, count_multiple_of)
     # Exchange before raising: the other ranks would wait for a rank that raised.
-    told = [len(bins), longest_length, -shortest_length]
-    count, longest_anywhere, below_zero = told if group is None or group.size() == 1 else _largest(told, group)
-    if shortest_length < 0:
-        raise ValueError(f"lengths[{list(lengths).index(shortest_length)}]={shortest_length} is negative")
-    if below_zero > 0:
-        raise ValueError(f"a sample on another rank of the group has the negative length {-below_zero}")
-    if longest_length > max_tokens:
-        raise ValueError(
-            f"sample {longest} has {longest_length} tokens, more than max_tokens={max_tokens}; "
-            f"raise max_tokens to at least {longest_length} or shorten the sample"
+    told = [len(bins), len(wrong)]
+    count, wrong_anywhere = told if group is None or group.size() == 1 else _largest(told, group)
+    if wrong_anywhere:
+        which = (
+            f"sample {wrong[0]} has {lengths[wrong[0]]} tokens,"
+            if wrong
+            else "a sample on another rank of the group has"
         )
-    if longest_anywhere > max_tokens:
         raise ValueError(
-            f"a sample on another rank of the group has {longest_anywhere} tokens, more than max_tokens={max_tokens}; "
-            f"raise max_tokens to at least {longest_anywhere} or shorten the sample"
+            f"{which} more than max_tokens={max_tokens} or less than 0; raise max_tokens or shorten the sample"
         )
     if count > len(bins):
         bins = _pack_smallest(lengths, max_tokens, count, count_multiple_of)
@@ -178,43 +170,30 @@ def _pack_smallest(lengths: Sequence[int], max_tokens: int, least: int, multiple
     """Pack the samples into the smallest number of bins, at least `least` and a multiple of `multiple`."""
     count = math.ceil(least / multiple) * multiple
     while True:
-        bins = _spread(lengths, max_tokens, count) or _best_fit(lengths, max_tokens, count)
+        bins = _place(lengths, max_tokens, count, balance=True) or _place(lengths, max_tokens, count, balance=False)
         if bins is not None:
             return _fill_empty(bins, lengths)
         count += multiple
 
 
-def _spread(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]] | None:
-    """Put samples, heaviest first, into the lightest bin with room; return None if a sample finds no room."""
+def _place(lengths: Sequence[int], max_tokens: int, count: int, *, balance: bool) -> list[list[int]] | None:
+    """Put samples, longest first, into the lightest bin with room; return None if a sample finds no room.
+
+    Without `balance` take the fullest bin with room, which fits where the lightest does not.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     # (work, samples, bin): the number of samples spreads samples without tokens.
-    heap = [(0.0, 0, number) for number in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        full = []
-        while heap and tokens[heap[0][2]] + lengths[index] > max_tokens:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        work, samples, number = heapq.heappop(heap)
-        bins[number].append(index)
-        tokens[number] += lengths[index]
-        for entry in (*full, (work + _cost(lengths[index]), samples + 1, number)):
-            heapq.heappush(heap, entry)
-    return bins
-
-
-def _best_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]] | None:
-    """Put samples, longest first, into the fullest bin with room, which fits where `_spread` does not."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
+    order: list[tuple[float, ...]] = [(0, 0, number) for number in range(count)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         room = [number for number in range(count) if tokens[number] + lengths[index] <= max_tokens]
         if not room:
             return None
-        number = max(room, key=lambda number: (tokens[number], -number))
+        number = min(room, key=order.__getitem__)
         bins[number].append(index)
         tokens[number] += lengths[index]
+        work, samples, _ = order[number]
+        order[number] = (work + _cost(lengths[index]), samples + 1, number) if balance else (-tokens[number], 0, number)
     return bins
 
 

@@ -27,8 +27,7 @@ def clip_grad_norm_(
 
     The squares of a parameter are summed over the groups that it is sharded over, FSDP2's included. So a KV head or a
     parameter that several ranks hold counts once, and experts may be sharded over other ranks than dense layers. The
-    function takes modules because they know the sharding (`parallel_layers.sharding`); FSDP2 and `to_empty` replace
-    parameter objects.
+    function takes modules because they know the sharding (`parallel_layers.sharding`).
 
     Args:
         modules: The model, or the modules of the pipeline stages on this rank.
@@ -48,7 +47,13 @@ def clip_grad_norm_(
         ValueError: A parameter is sharded over a group that is not in `groups`.
     """
     layered = [group for group in groups if is_sharded(group)]
-    roots = _roots(modules)
+    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for root in roots:
+        if not isinstance(root, nn.Module):
+            raise ValueError(
+                f"clip_grad_norm_ takes modules, got {type(root).__name__}; pass the model itself, "
+                "which knows how its parameters are sharded"
+            )
     by_name: dict[str, ProcessGroup] = {}
     classes: dict[frozenset[str], list[Tensor]] = {}
     gradients: list[Tensor] = []
@@ -62,7 +67,10 @@ def clip_grad_norm_(
             gradients.append(local)
             pieces += _counted(gradient, local, get_sharding(owner, name))
     parameters = [parameter for root in roots for parameter in root.parameters()]
-    total = _sum_of_squares(classes, by_name, _device(parameters, pipeline_group))
+    # A pipeline stage without parameters computes on the device of its group.
+    on_cuda = pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl"
+    device = parameters[0].device if parameters else torch.device("cuda" if on_cuda else "cpu")
+    total = _sum_of_squares(classes, by_name, device)
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
     for group in layered:
@@ -80,10 +88,8 @@ def clip_grad_norm_(
 def _sum_of_squares(
     classes: Mapping[frozenset[str], list[Tensor]], groups: Mapping[str, ProcessGroup], device: torch.device
 ) -> Tensor:
-    """Return the sum of squares of all classes of pieces; a class is summed over the groups of its key.
-
-    The sum is in fp64, on which ranks with different dtypes agree; devices without fp64 take fp32.
-    """
+    """Return the sum of squares of all classes of pieces; a class is summed over the groups of its key."""
+    # Ranks with different dtypes agree on fp64.
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     zero = torch.zeros((), dtype=dtype, device=device)
     totals = {
@@ -104,24 +110,6 @@ def _norms(pieces: Sequence[Tensor]) -> Tensor:
     for piece in pieces:
         by_dtype.setdefault(wide(piece.dtype), []).append(piece)
     return torch.stack([norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, dtype=dtype)])
-
-
-def _device(parameters: Sequence[Tensor], pipeline_group: ProcessGroup | None) -> torch.device:
-    """Return the device to compute on; a pipeline stage without parameters takes that of its group."""
-    if parameters:
-        return parameters[0].device
-    return torch.device("cuda" if pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl" else "cpu")
-
-
-def _roots(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for root in roots:
-        if not isinstance(root, nn.Module):
-            raise ValueError(
-                f"clip_grad_norm_ takes modules, got {type(root).__name__}; pass the model itself, "
-                "which knows how its parameters are sharded"
-            )
-    return roots
 
 
 def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:

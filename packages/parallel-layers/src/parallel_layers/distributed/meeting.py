@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -27,15 +26,20 @@ def meet(members: list[int], what: str) -> None:
     """
     store = dist.distributed_c10d._get_default_store()
     me = dist.get_rank()
-    meeting = _Meeting.next(store, members, what)
-    store.set(meeting.key(me), f"{_group_count()} {what}")
-    store.set(_Meeting.entry(me), json.dumps(dataclasses.asdict(meeting)))
+    name = "parallel_layers/grid/" + ",".join(map(str, members))
+    # Successful and failed meetings on this list before; the same numbers on every member.
+    done, failed = store.add(f"{name}/done/{me}", 0), 0
+    while store.check([f"{name}/{done}/{failed}/reason"]):
+        failed += 1
+    meeting = _Meeting(members, f"{name}/{done}/{failed}")
+    store.set(f"{meeting.key}/{me}", f"{_group_count()} {what}")
+    store.set(_entry(me), json.dumps(meeting))
     try:
-        _wait(store, meeting)
+        _wait(store, meeting, what)
     finally:
-        store.set(_Meeting.entry(me), "")
-    told = [store.get(meeting.key(rank)).decode().split(" ", 1) for rank in members]
-    store.add(f"{meeting.name}/done/{me}", 1)
+        store.set(_entry(me), "")
+    told = [store.get(f"{meeting.key}/{rank}").decode().split(" ", 1) for rank in members]
+    store.add(f"{name}/done/{me}", 1)
     for rank, (_, other) in zip(members, told, strict=True):
         if other != told[0][1]:
             raise ValueError(
@@ -46,114 +50,78 @@ def meet(members: list[int], what: str) -> None:
         dist.new_group([me], use_local_synchronization=True)
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """One call of `meet` on a list of members, and its keys in the store."""
+class _Meeting(NamedTuple):
+    """One call of `meet`: its members, and the prefix of its keys in the store."""
 
     members: list[int]
-    what: str
-    done: int
-    """Earlier meetings on this list that succeeded; the same number on every member."""
-    failed: int
-    """Earlier meetings on this list that failed."""
-
-    @classmethod
-    def next(cls, store: Store, members: list[int], what: str) -> _Meeting:
-        """Return the meeting that this rank's call belongs to."""
-        new = cls(members, what, 0, 0)
-        return cls(members, what, store.add(f"{new.name}/done/{dist.get_rank()}", 0), new.count_failed(store))
-
-    @classmethod
-    def of(cls, store: Store, rank: int) -> _Meeting | None:
-        """Return the meeting that a rank waits in, or None."""
-        text = store.get(cls.entry(rank)).decode() if store.check([cls.entry(rank)]) else ""
-        return cls(**json.loads(text)) if text else None
-
-    @staticmethod
-    def entry(rank: int) -> str:
-        """Return the key under which a rank stores the meeting that it waits in."""
-        return f"parallel_layers/waits/{rank}"
-
-    @property
-    def name(self) -> str:
-        """Return the prefix of the keys of all meetings on this list."""
-        return "parallel_layers/grid/" + ",".join(map(str, self.members))
-
-    def key(self, rank: int) -> str:
-        """Return the key under which a member arrives."""
-        return f"{self.name}/{self.done}/{self.failed}/{rank}"
-
-    def missing(self, store: Store) -> list[int]:
-        """Return the members that have not arrived, by bisection: one request to the store covers many members."""
-        todo, missing = [self.members], []
-        while todo:
-            part = todo.pop()
-            if store.check([self.key(rank) for rank in part]):
-                continue
-            if len(part) == 1:
-                missing += part
-            else:
-                todo += [part[len(part) // 2 :], part[: len(part) // 2]]
-        return missing
-
-    def count_failed(self, store: Store) -> int:
-        """Return how many meetings on this list have failed."""
-        return int(store.get(f"{self.name}/failed")) if store.check([f"{self.name}/failed"]) else 0
-
-    def fail(self, store: Store, reason: str) -> None:
-        """Let every waiting member raise `reason`."""
-        store.set(f"{self.name}/{self.done}/{self.failed}/reason", reason)
-        store.set(f"{self.name}/failed", str(self.failed + 1))
-
-    def reason(self, store: Store) -> str:
-        """Return why this meeting failed."""
-        return store.get(f"{self.name}/{self.done}/{self.failed}/reason").decode()
+    key: str
 
 
-def _wait(store: Store, meeting: _Meeting) -> None:
+def _entry(rank: int) -> str:
+    """Return the key under which a rank stores the meeting that it waits in."""
+    return f"parallel_layers/waits/{rank}"
+
+
+def _meeting_of(store: Store, rank: int) -> _Meeting | None:
+    """Return the meeting that a rank waits in."""
+    text = store.get(_entry(rank)) if store.check([_entry(rank)]) else b""
+    return _Meeting(*json.loads(text)) if text else None
+
+
+def _missing(store: Store, members: list[int], key: str) -> list[int]:
+    """Return the members that have not arrived, by bisection: one request to the store covers many members."""
+    if store.check([f"{key}/{rank}" for rank in members]):
+        return []
+    half = len(members) // 2
+    return members if not half else _missing(store, members[:half], key) + _missing(store, members[half:], key)
+
+
+def _wait(store: Store, meeting: _Meeting, what: str) -> None:
     """Wait for all members; raise if members wait for each other on different lists."""
+    members, key = meeting
     limit: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
     deadline = time.monotonic() + limit
     pause = 0.25
     while True:
         with contextlib.suppress(RuntimeError):  # the store's error after `pause` seconds
-            store.wait([meeting.key(rank) for rank in meeting.members], timedelta(seconds=pause))
+            store.wait([f"{key}/{rank}" for rank in members], timedelta(seconds=pause))
             return
         pause = min(2 * pause, 8.0)
-        if any(_Meeting.of(store, rank) for rank in meeting.missing(store)):
+        missing = _missing(store, members, key)
+        if any(_meeting_of(store, rank) for rank in missing):
             _fail_if_stuck(store)
-        if meeting.count_failed(store) > meeting.failed:
-            raise ValueError(meeting.reason(store))
-        if time.monotonic() > deadline:
+        if store.check([f"{key}/reason"]):
+            raise ValueError(store.get(f"{key}/reason").decode())
+        if missing and time.monotonic() > deadline:
             raise TimeoutError(
-                f"ranks {meeting.missing(store)} did not come to form {meeting.what} on ranks {meeting.members} within "
-                f"{limit:.0f} s; call it on all of these ranks"
+                f"ranks {missing} did not come to form {what} on ranks {members} within {limit:.0f} s; call it on all "
+                "of these ranks"
             )
 
 
 def _fail_if_stuck(store: Store) -> None:
-    """On the smallest stuck rank, fail the meetings that can never succeed.
+    """On the smallest stuck rank, tell the meetings that can never succeed the reason.
 
     A rank in a meeting waits for the members that have not arrived. Ranks on a cycle of this relation are stuck.
     """
-    meetings = {rank: _Meeting.of(store, rank) for rank in range(dist.get_world_size())}
-    waits = {rank: [] if each is None else each.missing(store) for rank, each in meetings.items()}
+    meetings = {rank: found for rank in range(dist.get_world_size()) if (found := _meeting_of(store, rank))}
+    waits = {rank: _missing(store, *meeting) for rank, meeting in meetings.items()}
     stuck = {rank for rank, missing in waits.items() if missing}
     while free := {rank for rank in stuck if not stuck.intersection(waits[rank])}:
         stuck -= free
-    failing = {rank: each for rank, each in meetings.items() if each is not None and rank in stuck}
-    if min(stuck, default=None) != dist.get_rank():
+    reasons = [f"{meetings[rank].key}/reason" for rank in stuck]
+    one = dist.get_rank()
+    # A reason: some ranks left their meetings while this rank read the store.
+    if one != min(stuck, default=None) or any(store.check([key]) for key in reasons):
         return
-    if any(each.count_failed(store) > each.failed for each in failing.values()):
-        return  # some ranks left their meetings while this rank read the store
-    one, other = dist.get_rank(), next(rank for rank in waits[dist.get_rank()] if rank in stuck)
-    reason = (
-        f"rank {one} forms a group of ranks={failing[one].members} and rank {other} one of "
-        f"ranks={failing[other].members}, and they would wait for ever; give the same ranks, in the same order of "
-        "calls, on every member"
-    )
-    for each in failing.values():
-        each.fail(store, reason)
+    other = next(rank for rank in waits[one] if rank in stuck)
+    for key in reasons:
+        store.set(
+            key,
+            f"rank {one} forms a group of ranks={meetings[one].members} and rank {other} one of "
+            f"ranks={meetings[other].members}, and they would wait for ever; give the same ranks, in the same order of "
+            "calls, on every member",
+        )
 
 
 def _group_count() -> int:
