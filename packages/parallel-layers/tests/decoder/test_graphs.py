@@ -21,7 +21,7 @@ from parallel_layers.attention.kernel_interface import Kernel
 from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.linear import Placement
-from parallel_layers.moe import RouterReplay, RoutingContext, grouped
+from parallel_layers.moe import RouterReplay, RoutingContext, experts
 from parallel_layers.testing import RankPool
 
 
@@ -122,7 +122,7 @@ def run_without_reading(group: ProcessGroup, config: DecoderConfig, rotary: tupl
     layer = DecoderLayer(config, placement=Placement(tp, sequence_parallel=True), context_group=cp)
     x, cu_seqlens = torch.randn(10, HIDDEN, requires_grad=True), cu_seqlens_of([13, 1, 0, 21, 5])
     # On a CPU attention and grouped products read and check their bounds; their kernels do not.
-    readers = [(grouped, "_runs"), *((module, "check_segments") for module in (packed, ring, ulysses))]
+    readers = [(experts, "_runs"), *((module, "check_segments") for module in (packed, ring, ulysses))]
     unseen = replace(BACKENDS["reference"], kernel=Kernel(*map(_unseen, BACKENDS["reference"].kernel)))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(BACKENDS, reference=unseen))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
-from parallel_layers.moe import GroupedExperts, grouped
+from parallel_layers.moe import GroupedExperts, experts
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.testing import RankPool
 
@@ -78,13 +78,13 @@ def reads_of_experts(group: ProcessGroup) -> list[str]:
     """Return the reads of a forward and backward, without the bounds of grouped products that CUDA leaves unread."""
     layer = GroupedExperts(8, 6, 4, bias=True, expert_group=group)
     x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
-    bounds = grouped._runs
+    bounds = experts._runs
 
     def unseen(*arguments: Tensor) -> Any:
         with torch._C.DisableTorchFunction():
             return bounds(*arguments)
 
-    with patch.object(grouped, "_runs", unseen), Reads() as reads:
+    with patch.object(experts, "_runs", unseen), Reads() as reads:
         layer(x, choices(5, 4, 2, seed=group.rank()), weights).sum().backward()
     assert x.grad is not None
     return reads.seen

@@ -27,8 +27,7 @@ class VocabParallelEmbedding(ParallelModule):
     Forward: all-reduce; `sequence_parallel`, which returns only this rank's tokens: reduce-scatter. Backward: none;
     sequence parallel: all-gather. The gradient of a row is complete on the rank that holds the row.
 
-    Initial rows are drawn from N(0, 1), by one number from torch's default CPU generator: ranks with the same seed hold
-    shards of one table.
+    Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table.
     """
 
     def __init__(
@@ -61,8 +60,7 @@ class VocabParallelEmbedding(ParallelModule):
 
         Raises:
             ValueError: An id is outside `0 .. V - 1`; on every rank. CUDA ids and compiled code are checked by an
-                assertion on the device, because reading ids would stall the host in every step. Call `check_token_ids`
-                before the copy to the GPU to get the ValueError.
+                assertion on the device; call `check_token_ids` before the copy to the GPU to get the ValueError.
         """
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
@@ -73,10 +71,6 @@ class VocabParallelEmbedding(ParallelModule):
         reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
         # At most one addend is not zero, so the sum is exact in any dtype.
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, rows {self.first}..{self.last - 1}"
 
 
 class VocabParallelHead(ParallelModule):
@@ -97,7 +91,7 @@ class VocabParallelHead(ParallelModule):
             last stage of a pipeline).
         dtype, device: Those of the weight.
 
-    The initial weight is drawn from U(-1/sqrt(H), 1/sqrt(H)), by one number from torch's default CPU generator.
+    The initial weight is drawn from U(-1/sqrt(H), 1/sqrt(H)).
     """
 
     def __init__(
@@ -161,7 +155,3 @@ class VocabParallelHead(ParallelModule):
             vocab_size=self.vocab_size, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
             temperature=temperature, entropy=entropy, keep_probabilities=keep_probabilities,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"{self.hidden_size}, {self.vocab_size}, rows {self.weight_shape[0]}, softcap={self.logit_softcap}"

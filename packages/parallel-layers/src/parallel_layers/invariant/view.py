@@ -117,7 +117,6 @@ def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `RotaryEmbedding.forward`."""
     if layer.rope_type is ROPE_TYPES["dynamic"] and not positions_T.is_cuda:
         raise ValueError("rope_type='dynamic' takes powers, which have no invariant form on a CPU; use a GPU")
     angles = layer.angles(positions_T, cu_seqlens)
@@ -126,5 +125,4 @@ def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | No
 
 
 def _attend(attend: Callable[..., Tensor], *tensors: Any, backend: str, **options: Any) -> Tensor:
-    """Call `packed_attention` or its context-parallel form on an invariant backend."""
     return attend(*tensors, backend="invariant" if backend == "auto" else backend, **options)

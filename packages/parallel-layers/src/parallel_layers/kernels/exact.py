@@ -9,8 +9,7 @@ so an fp64 GEMM of x1 and W1 is exact, and so are those of x1 w2 and x2 w1. The 
 product. The three fp64 GEMMs are added elementwise.
 
 `in_double` computes in fp64 and rounds once. On a CPU the last bit of torch's functions depends on an element's place
-in the tensor (vector or scalar instructions), and that of sums on the shape. In fp64 the difference is about 2^-29 of
-the distance between two fp32 numbers, so it changes one rounded result in some 10^8.
+in the tensor, and that of sums on the shape. In fp64 the difference changes about one rounded result in 10^8.
 
 Shape suffixes: M rows, N columns of the result, K contraction.
 """

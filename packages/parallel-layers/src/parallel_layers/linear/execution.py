@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.linear.products import PLAIN, Product
-from parallel_layers.linear.transports import Overlap, check_overlap
+from parallel_layers.linear.transports import Overlap
 from parallel_layers.shared_weights import Model, view_of
 
 
@@ -46,10 +46,9 @@ class Execution:
         overlap: How sequence parallelism sends tokens: "serial", "collectives", "symmetric-memory", or "auto", by size;
             see `transports`. The backward always overlaps: by whole collectives, or over symmetric memory where dx is
             summed in its own dtype.
-        reduce_dtype: dtype of the sums over the ranks, forward and backward; None: at least fp32. The ranks' parts are
-            rounded to it before they are summed, and the sum at every step. In fp32 a bf16 layer has the error of a
-            layer that is not divided; `torch.bfloat16` sends half the bytes and has 1.2 times that error at tp 2, 1.5
-            times at tp 4.
+        reduce_dtype: dtype of the sums over the ranks, forward and backward; None: at least fp32, with the error of a
+            layer that is not divided. `torch.bfloat16` sends half the bytes, and rounds the ranks' parts and every
+            step of the sum.
         product: How the operands are multiplied; set by `with_float8` and `tp_invariant`.
 
     Raises:
@@ -61,8 +60,8 @@ class Execution:
     product: Product = PLAIN
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an unknown way to overlap."""
-        check_overlap(self.overlap)
+        if self.overlap not in (known := get_args(Overlap)):
+            raise ValueError(f"overlap={self.overlap!r} is unknown; use one of {', '.join(map(repr, known))}")
 
 
 UNDIVIDED = Placement()

@@ -50,11 +50,7 @@ class InvariantProduct(Product):
     in_tree: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once from fp32.
-
-        Raises:
-            ValueError: x is not fp32, bf16 or fp16, or the weight has another dtype.
-        """
+        """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once from fp32."""
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
             raise ValueError(
                 f"invariant products take float32, bfloat16 or float16, not {x.dtype} with a weight in {weight.dtype}"

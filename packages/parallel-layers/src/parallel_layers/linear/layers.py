@@ -77,8 +77,7 @@ class _Linear(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(in_features), 1/sqrt(in_features)) and set the bias to 0.
 
-        The layer takes one number from torch's default CPU generator and draws its part of the full weight from that:
-        ranks that are seeded alike and build the same layers hold parts of the same weights, at every group size.
+        Ranks with equal seeds of torch's CPU generator hold parts of the same weight, at every group size.
         """
         fill_parameter_(self, "weight", shared_seed(), as_linear(self.in_features))
         if self.bias is not None:
@@ -161,9 +160,8 @@ class MergedColumnParallelLinear(ColumnLinear):
 class QKVParallelLinear(ColumnLinear):
     """The query, key and value projections of an attention block, divided by heads.
 
-    A rank has `num_heads / tp` query heads and `num_kv_heads / tp` key-value heads. When there are more ranks than KV
-    heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head `r * num_kv_heads // tp`), and
-    the backward sums the gradients of its copies over these, in fp32. A rank's weight is
+    With more ranks than KV heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head
+    `r * num_kv_heads // tp`), and the backward sums the gradients of its copies, in fp32. A rank's weight is
     `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
     `num_heads_local` and `num_kv_heads_local` are this rank's heads.
 

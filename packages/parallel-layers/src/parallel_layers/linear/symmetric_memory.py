@@ -58,9 +58,8 @@ class PeerMemory:
         return view
 
     def barrier(self) -> None:
-        """Make the current stream wait until every rank's stream has come to its own barrier.
+        """Make the current stream wait until every rank's stream has come to its own barrier, and its writes are there.
 
-        All earlier writes of the ranks' streams are then there. The ranks' barriers meet in the order of their calls.
         When another rank does not come within the group's timeout, the kernel traps and the process loses its GPU.
         """
         self._handle.barrier(0, self._timeout_ms)
@@ -74,8 +73,7 @@ _in_graphs: WeakKeyDictionary[ProcessGroup, set[PeerMemory]] = WeakKeyDictionary
 def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> PeerMemory:
     """Return the group's memory of at least `num_bytes`; every rank asks for the same size, in the same order.
 
-    The memory grows with the requests, and lives as long as the group. When it grows, the ranks exchange handles, and
-    the host waits for the GPU.
+    The memory lives as long as the group. When it grows, the ranks exchange handles, and the host waits for the GPU.
 
     Raises:
         RuntimeError: A CUDA graph is being captured, and the memory is smaller. Or torch cannot map the memory; when
@@ -222,7 +220,7 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
     """Return why the ranks of `group` cannot use these products on `device`, in words; None when they can.
 
     Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA, once for each group and
-    device: an all-gather and two all-reduces of a few bytes, and the exchange of a handle of a buffer.
+    device: an all-gather and two all-reduces of a few bytes, and the exchange of a handle.
     """
     if group is None or not async_collectives.is_sharded(group):
         return "one rank has nothing to send"
@@ -236,7 +234,6 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
 
 
 def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
-    """Return why not, where this rank's GPU is number `own`; the messages are tensors on `device`."""
     ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
     gathered = async_collectives.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
     peers = [bytes(row) for row in gathered.tolist()]

@@ -18,7 +18,7 @@ Shape suffixes: T tokens, I input features, O output features; `tp` ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -231,12 +231,6 @@ def tree(parts: Sequence[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
-
-
-def check_overlap(name: str) -> None:
-    """Raise ValueError when `name` is no way to overlap."""
-    if name not in get_args(Overlap):
-        raise ValueError(f"overlap={name!r} is unknown; use one of {', '.join(map(repr, get_args(Overlap)))}")
 
 
 def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:

@@ -21,11 +21,6 @@ from parallel_layers.linear.layers import (
 )
 from parallel_layers.mlp.activations import XIELU, ClampedSwiGLU
 
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 # Keys are the names of Hugging Face configs (`hidden_act`).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -34,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "relu2": _relu_squared,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 # The activation of a gated MLP: a name of `ACTIVATIONS`, or a function of gate and up.

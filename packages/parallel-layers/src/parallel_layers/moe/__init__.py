@@ -3,8 +3,7 @@
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import BatchTotals, RouterReplay, RoutingContext
-from parallel_layers.moe.experts import GroupedExperts
-from parallel_layers.moe.grouped import grouped_linear
+from parallel_layers.moe.experts import GroupedExperts, grouped_linear
 from parallel_layers.moe.layer import MoE
 from parallel_layers.moe.losses import (
     attach_loss,

@@ -144,8 +144,7 @@ class RoutingContext:
             pack is the batch.
         loads: Output: tokens per expert `[E]` fp32 by layer number, of the whole pack (under context parallelism of
             this rank's tokens).
-        losses: Output of a forward with gradients: by layer number the unweighted, detached losses by config name. The
-            backward adds their gradients without a further call.
+        losses: Output of a forward with gradients: by layer number the unweighted, detached losses by config name.
         routers: Output: `id` of the router by layer number.
     """
 

@@ -1,7 +1,8 @@
-"""Routed experts as stacked weights and grouped GEMMs.
+"""Routed experts as stacked weights and grouped GEMMs: each run of rows times the weight of its own expert.
 
-Shape suffixes: T tokens, k experts per token, M rows at this rank's experts, H hidden, I intermediate size of an
-expert, E experts, e = E / ep experts of this rank; ep and tp are the sizes of the expert and tensor-parallel groups.
+Shape suffixes: T tokens, k experts per token, M rows at this rank's experts (in order of expert), K input and N output
+features of a GEMM, H hidden, I intermediate size of an expert, E experts, e = E / ep experts of this rank; ep and tp
+are the sizes of the expert and tensor-parallel groups.
 """
 
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
+from parallel_layers.autocast import as_operand
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.mlp.layer import GatedActivation, activation_function, gated
 from parallel_layers.moe.dispatch import Dispatch
-from parallel_layers.moe.grouped import grouped_bias, grouped_linear
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
@@ -38,8 +40,7 @@ class GroupedExperts(ParallelModule):
     `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
 
     Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
-    of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum. An
-    expert's gradient covers the tokens of all ranks of the expert group.
+    of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum.
 
     Args:
         hidden_size: H.
@@ -72,8 +73,10 @@ class GroupedExperts(ParallelModule):
         self.down_proj_bias: nn.Parameter | None
         activation_function(activation, gated=True)  # raise for an unknown name at construction
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
-        _check_across(group, expert_group)
-        size = intermediate_size if group is None else divide(intermediate_size, group.size(), "moe_intermediate_size")
+        size = intermediate_size
+        if group is not None:
+            check_expert_group(group, expert_group, divided=True)
+            size = divide(size, group.size(), "moe_intermediate_size")
         ranks = 1 if expert_group is None else expert_group.size()
         if num_experts % ranks:
             usable = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
@@ -120,20 +123,87 @@ class GroupedExperts(ParallelModule):
             out = out + grouped_bias(share, dispatch.counts, weights)
         return dispatch.to_tokens(out)
 
-    def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
-        here, rows, hidden = self.gate_up_proj.shape
-        return f"{here} of {self.num_experts} experts, hidden {hidden}, intermediate {rows // 2}"
 
-
-def _check_across(group: ProcessGroup | None, expert_group: ProcessGroup | None) -> None:
-    """Raise ValueError if the expert group has several ranks of the tensor-parallel group."""
-    if group is None or expert_group is None:
-        return
-    members, exchanging = (sorted(dist.get_process_group_ranks(each)) for each in (group, expert_group))
-    if len(set(members) & set(exchanging)) > 1:
+def check_expert_group(group: ProcessGroup, expert_group: ProcessGroup | None, *, divided: bool) -> None:
+    """Raise ValueError unless the expert group suits a tensor-parallel group that divides every expert, or none."""
+    members = set(dist.get_process_group_ranks(group))
+    exchanging = set() if expert_group is None else set(dist.get_process_group_ranks(expert_group))
+    if divided and len(members & exchanging) > 1:
         raise ValueError(
-            f"the expert group {exchanging} has several ranks of the tensor-parallel group {members}, over which every "
-            "expert is divided; use an expert group across data-parallel ranks, or whole experts "
+            f"the expert group {sorted(exchanging)} has several ranks of the tensor-parallel group {sorted(members)}, "
+            "over which every expert is divided; use an expert group across data-parallel ranks, or whole experts "
             "(expert_tensor_parallel=False)"
         )
+    if not divided and (len(exchanging) < 2 or not (members <= exchanging or exchanging <= members)):
+        raise ValueError(
+            f"with expert_tensor_parallel=False the expert group must contain the tensor-parallel ranks "
+            f"{sorted(members)} or be some of them, but it is {sorted(exchanging)}; copies of an expert would get "
+            "different gradients"
+        )
+
+
+def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
+    """Multiply each run of rows by the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
+
+    Rows are ordered by expert, and `counts_e` has the rows of each. The result is in x's dtype, or under torch.autocast
+    in its dtype. The weight gradient of an expert without rows is zero. bf16 on CUDA is one kernel without host
+    synchronisation; otherwise a loop over the experts copies the counts to the host.
+    """
+    x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
+    whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
+    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
+        return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
+    return _loop(x_MK, weight_eNK, counts_e)
+
+
+def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:
+    """Return each row's weight times the bias of its expert: `[M, N]` in the bias's dtype.
+
+    This is a GEMM with an `[M, e]` matrix, so gradients are summed in fp32 and in a fixed order. The backward of a
+    gather would use atomics in the bias's dtype.
+    """
+    row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
+    own = (row >= ends - counts_e) & (row < ends)
+    return (own * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
+
+
+# An operator, because torch.compile cannot trace a loop with data-dependent bounds.
+@torch.library.custom_op("parallel_layers::grouped_linear", mutates_args=())
+def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for rows, out, one in zip(*_runs(counts, x, y), weight, strict=True):
+        torch.mm(rows, one.T, out=out)
+    return y
+
+
+@_loop.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("parallel_layers::grouped_linear_backward", mutates_args=())
+def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dx = dy W and dW = dyᵀ x, computed expert by expert."""
+    d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+    for d_rows, rows, out, one, d_one in zip(*_runs(counts, d_y, x, d_x), weight, d_weight, strict=True):
+        torch.mm(d_rows, one, out=out)
+        torch.mm(d_rows.T, rows, out=d_one)
+    return d_x, d_weight
+
+
+@_loop_backward.register_fake
+def _(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
+def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split each tensor's rows into the experts' runs."""
+    sizes = counts.tolist()
+    return [x.split(sizes) for x in tensors]
+
+
+def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_loop_backward(d_y, *ctx.saved_tensors), None
+
+
+_loop.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

@@ -5,7 +5,6 @@ token, I intermediate size of an expert.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,7 +21,7 @@ from parallel_layers.linear.layers import ReplicatedLinear
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
-from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.experts import GroupedExperts, check_expert_group
 from parallel_layers.moe.router import Routing, TopKRouter
 from parallel_layers.parallel_module import ParallelModule
 
@@ -30,8 +29,7 @@ from parallel_layers.parallel_module import ParallelModule
 class MoE(ParallelModule):
     """Return Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
 
-    Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts` (a `ParallelMLP`), and
-    `shared_expert_gate` with weight `[1, H]`.
+    Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts`, `shared_expert_gate`.
 
     Experts can be divided in two ways, alone or together. Over the placement's group every rank has I/tp of each
     expert, and the ranks work on the same tokens. Over `expert_group`, usually of data-parallel ranks, every rank has
@@ -79,7 +77,7 @@ class MoE(ParallelModule):
         self.group, self.sequence_parallel = group, placement.sequence_parallel
         self.expert_tensor_parallel = expert_tensor_parallel
         if group is not None and not expert_tensor_parallel:
-            _check_nested(expert_group, group)
+            check_expert_group(group, expert_group, divided=False)
         split_tokens = self.sequence_parallel or not expert_tensor_parallel
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
         self.experts = GroupedExperts(
@@ -133,14 +131,3 @@ class MoE(ParallelModule):
         x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
         weights = copy_to_tensor_parallel(weights, self.group)
         return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group, reduce_dtype=dtype)
-
-
-def _check_nested(expert_group: ProcessGroup | None, group: ProcessGroup) -> None:
-    members = set(dist.get_process_group_ranks(group))
-    exchanging = set() if expert_group is None else set(dist.get_process_group_ranks(expert_group))
-    if len(exchanging) < 2 or not (members <= exchanging or exchanging <= members):
-        raise ValueError(
-            f"with expert_tensor_parallel=False the expert group must contain the tensor-parallel ranks "
-            f"{sorted(members)} or be some of them, but it is {sorted(exchanging)}; copies of an expert would get "
-            "different gradients"
-        )

@@ -202,7 +202,3 @@ class TopKRouter(ParallelModule):
             weights = attach_loss(weights, loss, getattr(config, name))
         context.losses[layer_number] = {name: loss.detach() for name, loss in losses.items()}
         return routing._replace(weights=weights)
-
-    def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
-        return f"{self.config.num_experts} experts, top {self.config.top_k}, {self.config.scoring}"
