@@ -217,10 +217,9 @@ class WorkerState:
         """
 
         def check() -> None:
-            ranks = 1 if self.grid.everyone is None else self.grid.everyone.size()
-            if to is None:
-                return
-            if isinstance(to, str) or not isinstance(to, Sequence) or any(rank not in range(ranks) for rank in to):
+            ranks = self.grid.dims.world_size
+            listed = isinstance(to, Sequence) and not isinstance(to, str)
+            if to is not None and not (listed and all(rank in range(ranks) for rank in to)):
                 raise ValueError(
                     f"to={to!r} must be ranks of the grid, 0 to {ranks - 1}, such as [0]; your program hands the "
                     "tensors of these ranks to an inference engine"

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,9 @@ class EngineOnRanks:
                 [Request(rows[number], _seed(sampling.seed, number)) for number in numbers], sampling
             )
         except Exception as error:
-            return partial(_raise, error)
+            failed: Future[Responses] = Future()
+            failed.set_exception(error)
+            return failed.result
 
     def _collect(self, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions) -> Batch:
         """Wait for all engines, and return the whole batch on every rank."""
@@ -240,10 +241,6 @@ class _Collected(Future[Batch]):
         with suppress(Exception):
             self.result()
         return super().exception()
-
-
-def _raise(error: Exception) -> Responses:
-    raise error
 
 
 def _seed(seed: int, number: int) -> int:
