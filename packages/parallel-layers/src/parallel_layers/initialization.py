@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from parallel_layers.sharding import blocks_of, full_shape, is_dtensor
 
 # Large enough to hide Python's overhead, small enough that a shard draws few unused numbers.
 _TILE = (128, 1024)
+# Independent of torch's default dtype and device.
+_DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 Fill = Callable[[Tensor, torch.Generator], object]
 Range = tuple[int, int]
@@ -36,7 +39,11 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
     """
     seen: set[nn.Parameter] = set()
     for path, owner in module.named_modules():
-        _reset_the_rest(owner)
+        # `to_empty` leaves vectors and buffers undefined.
+        vectors = [p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias")]
+        if hasattr(owner, "reset_parameters") and (vectors or any(True for _ in owner.buffers(recurse=False))):
+            with torch.random.fork_rng(devices=[]):  # matrices that it draws here are drawn again later
+                owner.reset_parameters()
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter in seen:
                 continue
@@ -46,15 +53,6 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 nn.init.zeros_(parameter)
             elif parameter.dim() >= 2:
                 fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
-
-
-def _reset_the_rest(owner: nn.Module) -> None:
-    """Reset a module's vectors and buffers, which `to_empty` leaves undefined."""
-    vectors = (p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias"))
-    reset = getattr(owner, "reset_parameters", None)
-    if reset is not None and any(True for _ in itertools.chain(vectors, owner.buffers(recurse=False))):
-        with torch.random.fork_rng(devices=[]):  # matrices that it draws here are drawn again later
-            reset()
 
 
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:
@@ -86,16 +84,17 @@ def draw(shape: Sequence[int], ranges: Sequence[Range], seed: int, name: str, fi
     missing = max(2 - len(shape), 0)
     shape = [1] * missing + list(shape)
     *leading, rows, columns = [(0, 1)] * missing + list(ranges)
-    out = _empty([stop - start for start, stop in (*leading, rows, columns)])
+    out = torch.empty([stop - start for start, stop in (*leading, rows, columns)], **_DRAWN)
     generator = torch.Generator()
     for index in itertools.product(*(range(start, stop) for start, stop in leading)):
         matrix = out[tuple(i - start for i, (start, _) in zip(index, leading, strict=True))]
         for row, column in itertools.product(_tiles(rows, _TILE[0]), _tiles(columns, _TILE[1])):
-            size = min(_TILE[0], shape[-2] - row * _TILE[0]), min(_TILE[1], shape[-1] - column * _TILE[1])
-            tile = _empty(size)
-            fill(tile, generator.manual_seed(_hash(seed, name, *index, row, column)))
-            inner_rows, outer_rows = _overlap(rows, row * _TILE[0], tile.shape[0])
-            inner_columns, outer_columns = _overlap(columns, column * _TILE[1], tile.shape[1])
+            tile = torch.empty(min(_TILE[0], shape[-2] - row), min(_TILE[1], shape[-1] - column), **_DRAWN)
+            key = "/".join(map(str, (seed, name, *index, row // _TILE[0], column // _TILE[1])))
+            digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+            fill(tile, generator.manual_seed(int.from_bytes(digest, "little")))
+            inner_rows, outer_rows = _overlap(rows, row, tile.shape[0])
+            inner_columns, outer_columns = _overlap(columns, column, tile.shape[1])
             matrix[outer_rows, outer_columns] = tile[inner_rows, inner_columns]
     return out.reshape([stop - start for start, stop in ranges])
 
@@ -116,22 +115,13 @@ def shared_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-def _empty(size: Sequence[int]) -> Tensor:
-    """Return a tensor to draw into, independent of torch's default dtype and device."""
-    return torch.empty(size, dtype=torch.float32, device="cpu")
-
-
 def _tiles(extent: Range, size: int) -> range:
+    """Return the first units of the tiles that overlap a range."""
     start, stop = extent
-    return range(start // size, -(-stop // size)) if stop > start else range(0)
+    return range(start - start % size, stop, size)
 
 
 def _overlap(extent: Range, tile_start: int, tile_size: int) -> tuple[slice, slice]:
     """Return the intersection of a tile and a range, as a slice of the tile and as a slice of the range."""
     start, stop = max(extent[0], tile_start), min(extent[1], tile_start + tile_size)
     return slice(start - tile_start, stop - tile_start), slice(start - extent[0], stop - extent[0])
-
-
-def _hash(*key: object) -> int:
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

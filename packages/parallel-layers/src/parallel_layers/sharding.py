@@ -92,8 +92,7 @@ def set_sharding(module: nn.Module, name: str, *shardings: Sharding | None) -> N
 
 def get_sharding(module: nn.Module, name: str) -> tuple[Sharding, ...]:
     """Return the division of `module`'s own parameter `name`; empty for a whole parameter."""
-    shardings: tuple[Sharding, ...] = module.__dict__.get("_shardings", {}).get(name, ())
-    return shardings
+    return module.__dict__.get("_shardings", {}).get(name, ())
 
 
 def blocks_of(module: nn.Module, name: str) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

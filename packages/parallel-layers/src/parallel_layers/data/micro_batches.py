@@ -1,6 +1,5 @@
 """Split a ragged batch into micro-batches with a cap on tokens and balanced work, and pack each micro-batch.
 
-The work of the linears grows with the tokens, the work of causal attention with the square of each sequence's length.
 The number of micro-batches is the smallest that the cap, the pipeline schedule and the other data-parallel ranks
 allow. The longest-processing-time rule balances the work (Graham 1969: the heaviest micro-batch is at most 4/3 of the
 optimum).
@@ -57,8 +56,12 @@ def split_micro_batches(
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
         bins = _pack_smallest(lengths, max_tokens, least, count_multiple_of)
     # Exchange before raising: the other ranks would wait for a rank that raised.
-    told = [len(bins), len(wrong)]
-    count, wrong_anywhere = told if group is None or group.size() == 1 else _largest(told, group)
+    count, wrong_anywhere = len(bins), len(wrong)
+    if group is not None and group.size() > 1:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        told = torch.tensor([count, wrong_anywhere], device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        count, wrong_anywhere = told.tolist()
     if wrong_anywhere:
         which = (
             f"sample {wrong[0]} has {lengths[wrong[0]]} tokens,"
@@ -114,16 +117,14 @@ def pack_micro_batches(
     Returns:
         A packed batch for each micro-batch. An empty micro-batch becomes a dummy of `multiple_of` tokens of padding.
     """
-    device = sequences[0].device if len(sequences) else device
+    device = sequences[0].device if len(sequences) else device or torch.device("cpu")
     packed = []
     for members in micro_batches:
         if members:
             part = [sequences[index] for index in members]
             packed.append(PackedSequence.from_sequences(part, multiple_of=multiple_of, pad_id=pad_id))
         else:
-            none = torch.zeros(0, dtype=torch.int64, device=device)
-            empty = PackedSequence(none, none, torch.zeros(1, dtype=torch.int32, device=device), 0)
-            packed.append(pad_to(empty, multiple_of, pad_id=pad_id))
+            packed.append(pad_to(PackedSequence.from_sequences([]).to(device), multiple_of, pad_id=pad_id))
     return packed
 
 
@@ -149,13 +150,6 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
         max_seqlen=max(packed.max_seqlen, padding),
         padding=padding,
     )
-
-
-def _largest(values: list[int], group: ProcessGroup) -> list[int]:
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return [int(value) for value in tensor.tolist()]
 
 
 def _cost(length: int) -> float:

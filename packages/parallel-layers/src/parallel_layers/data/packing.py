@@ -6,8 +6,7 @@ A batch of sequences of lengths 3, 1, 2, padded to a multiple of 4:
     position_ids 0 1 2 0 0 1 0 1
     cu_seqlens   0 3 4 6 8          (padding=2: the last segment is not a sequence)
 
-The padding that a grid needs is added here, once, as a last segment. Layers treat it as one more sequence; losses
-ignore it.
+Layers treat the padding as one more sequence; losses ignore it.
 
 Shape suffixes: B sequences, S padded length, N segments, T tokens, L_i length of sequence i.
 """
@@ -18,7 +17,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -107,9 +105,7 @@ class PackedSequence:
         """
         for i, ids in enumerate(sequences):
             if not isinstance(ids, Tensor):
-                raise ValueError(
-                    f"sequence {i} must be a tensor of token ids, got {type(ids).__name__}; use torch.tensor"
-                )
+                raise ValueError(f"sequence {i} must be a tensor of token ids, got {type(ids).__name__}")
             if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
                 raise ValueError(f"sequence {i} must be 1-D token ids, got shape {tuple(ids.shape)} of {ids.dtype}")
         device = sequences[0].device if len(sequences) else torch.device("cpu")
@@ -166,7 +162,6 @@ def unpack(
     attention_mask: Tensor | None = None,
     *,
     padding_value: float = 0.0,
-    side: Literal["left", "right"] = "right",
 ) -> Tensor:
     """Return the rows of `values` `[T, ...]` as `[B, S, ...]`, one row for each sequence.
 
@@ -174,21 +169,17 @@ def unpack(
         values: One row for each token of `packed`; gradients flow back to it.
         packed: The batch of `values`.
         attention_mask: `[B, S]`, the mask given to `pack`: values return to the places of their tokens. Without a
-            mask, S is the length of the longest sequence.
+            mask, S is the length of the longest sequence, and shorter sequences are padded on the right.
         padding_value: The value at places without a token.
-        side: The side on which shorter sequences are padded, if there is no mask.
 
     Raises:
-        ValueError: `values` or the mask do not fit the batch, or `side` is unknown.
+        ValueError: `values` or the mask do not fit the batch.
     """
     packed._check_rows(values)
-    if side not in ("left", "right"):
-        raise ValueError(f"side={side!r} must be 'left' or 'right'")
     if attention_mask is None:
         lengths = torch.tensor(packed.lengths, dtype=torch.int64)
         columns = torch.arange(int(lengths.max()) if len(lengths) else 0)
-        mask = columns < lengths[:, None]
-        mask = (mask.flip(1) if side == "left" else mask).to(values.device)
+        mask = (columns < lengths[:, None]).to(values.device)
     else:
         mask = attention_mask.bool()
         kept = mask.sum(1).tolist() if mask.dim() == 2 else None
@@ -212,17 +203,10 @@ def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tenso
 
 
 def refuse_unshifted_labels(labels: Tensor, input_ids: Tensor, shifted: Tensor) -> None:
-    """Refuse labels that are the input ids, which Hugging Face models take and shift themselves.
+    """Raise ValueError for labels that are the input ids, some replaced by -100, which Hugging Face models shift.
 
-    On a GPU only the very same tensor is recognised, because reading values would wait for the device.
-
-    Args:
-        labels: The labels of a caller; -100 for no label.
-        input_ids: The ids of the batch, in the same shape.
-        shifted: The next token of each token, as `next_token_labels` returns them.
-
-    Raises:
-        ValueError: The labels are the ids, or the ids with some replaced by -100.
+    `shifted` are the labels that `next_token_labels` returns. On a GPU only the very same tensor is recognised, because
+    reading values would wait for the device.
     """
     same = labels.data_ptr() == input_ids.data_ptr() and labels.numel() > 0
     if not same and labels.device.type == input_ids.device.type == "cpu":

@@ -22,7 +22,7 @@ from parallel_layers.distributed.gloo import prepare_gloo
 
 _ops = torch.ops._c10d_functional
 
-# About 4 microseconds on an H100 or H200: the time that a kernel of another stream needs to start after an event.
+# About 4 microseconds on an H100: the time that a kernel of another stream needs to start after an event.
 _HEAD_START_CYCLES = 8000
 # Bytes that NVLink sends in about 25 microseconds.
 _WORTH_A_HEAD_START = 8 * 2**20
@@ -60,8 +60,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def wait(x: Tensor) -> Tensor:
     """Return the complete result of a started collective (on CUDA: complete for later work on the current stream)."""
-    result: Tensor = _ops.wait_tensor(x)
-    return result
+    return _ops.wait_tensor(x)
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: bool = False) -> Tensor:
@@ -71,33 +70,22 @@ def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: 
     """
     # The compiler reuses buffers by itself.
     reduce = _ops.all_reduce_ if owned and not torch.compiler.is_compiling() else _ops.all_reduce
-    result: Tensor = reduce(_contiguous(x), op, group.group_name)
-    return result
+    return reduce(_contiguous(x), op, group.group_name)
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Start an all-gather along dim 0: `[n, ...]` -> `[size * n, ...]`, in order of rank."""
-    result: Tensor = _ops.all_gather_into_tensor(_contiguous(x), group.size(), group.group_name)
-    return result
+    return _ops.all_gather_into_tensor(_contiguous(x), group.size(), group.group_name)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start a reduce-scatter (sum) along dim 0: `[size * n, ...]` -> this rank's `[n, ...]`.
-
-    Raises:
-        ValueError: Dim 0 does not divide by the group's size.
-    """
+    """Start a reduce-scatter (sum) along dim 0: `[size * n, ...]` -> this rank's `[n, ...]`."""
     check_divisible(x, 0, group)
-    result: Tensor = _ops.reduce_scatter_tensor(_contiguous(x), "sum", group.size(), group.group_name)
-    return result
+    return _ops.reduce_scatter_tensor(_contiguous(x), "sum", group.size(), group.group_name)
 
 
 def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work:
-    """Start a reduce-scatter into `out`, which may be rows of a larger tensor; not for compiled code.
-
-    Returns:
-        The work; `out` is complete after `.wait()`.
-    """
+    """Start a reduce-scatter into `out`, complete after the work's `.wait()`; not for compiled code."""
     options = dist.ReduceScatterOptions()
     options.asyncOp = True  # on a stream of its own
     # The group's own method: the public function has different names in different releases of torch.
@@ -107,9 +95,8 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> di
 def head_start(sent: Tensor) -> None:
     """Delay the current CUDA stream by some microseconds, so that a collective just started runs before the next GEMM.
 
-    A GEMM occupies all SMs when it launches. A collective that becomes ready a moment later would start when most of
-    the GEMM is done. Only transfers about as large as `sent` get the delay, if `sent` is large. The delay does the
-    work of the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1.
+    A GEMM occupies all SMs when it launches, so a collective that becomes ready a moment later would start late. The
+    delay is for large transfers only. It does the work of the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
     if sent.is_cuda and not torch.compiler.is_compiling() and sent.nbytes >= _WORTH_A_HEAD_START:
         with torch.cuda.device(sent.device):
@@ -118,8 +105,7 @@ def head_start(sent: Tensor) -> None:
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:
     """Start an all-to-all that sends `input_sizes[r]` rows to rank r and receives `output_sizes[r]` rows from it."""
-    result: Tensor = _ops.all_to_all_single(_contiguous(x), list(output_sizes), list(input_sizes), group.group_name)
-    return result
+    return _ops.all_to_all_single(_contiguous(x), list(output_sizes), list(input_sizes), group.group_name)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:

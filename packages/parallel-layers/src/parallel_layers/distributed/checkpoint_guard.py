@@ -1,10 +1,7 @@
 """Make sharded parameters in a `state_dict()` refuse `torch.distributed.checkpoint`.
 
 torch takes plain tensors of several ranks for copies of one tensor and writes one of them, so it would keep one rank's
-shard of each parameter. `TrainingState` saves and loads all shards.
-
-The guard needs the model's state dict. torch saves an optimizer's state dict alone without an error, and wrongly,
-because no hook of a module sees the optimizer.
+shard of each parameter. `TrainingState` saves and loads all shards. An optimizer's state dict alone has no guard.
 """
 
 from __future__ import annotations

@@ -13,20 +13,15 @@
 
 If every rank computes the same function of a gathered or reduced tensor, the ranks' gradients are equal and complete,
 and the backward splits or does nothing. If each rank computes a part (its columns, its tokens), each gradient is a
-part, and the backward sums. torch's own differentiable collectives always sum in the backward, which counts a
-replicated loss once for each rank.
+part, and the backward sums.
 
 Common to all functions:
 
 - The result is a new tensor, or the input itself if the group is None or has one rank. Inputs and gradients are never
-  changed. Tensors may be non-contiguous or empty and have any number of dims.
-- They can be differentiated twice, and torch.compile traces them.
+  changed. The functions can be differentiated twice, and torch.compile traces them.
 - Parts are equal unless `sizes` gives the units of the dim on each rank. A size that does not divide, and `sizes` that
-  do not fit the tensor, raise ValueError.
-- Every rank must pass the same `sizes`, and without `sizes` tensors of the same shape. A check would need communication
-  of its own, so there is none; gloo and NCCL fail in their own ways.
-- Sums over the ranks are taken in `reduce_dtype`, by default at least fp32, and rounded to the tensor's dtype at the
-  end.
+  do not fit the tensor, raise ValueError. Every rank must pass the same `sizes`, and without `sizes` equal shapes.
+- Sums over the ranks are taken in `reduce_dtype`, by default at least fp32, and rounded to the tensor's dtype.
 
 Sources: Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence parallelism (https://arxiv.org/abs/2205.05198).
 """
@@ -151,7 +146,7 @@ def all_to_all(
 
     Args:
         x: The tensor to exchange.
-        group: The ranks; None returns `x`.
+        group: The ranks.
         split_dim: The dim to cut.
         concat_dim: The dim to concatenate along.
         input_sizes: Units of `split_dim` for each rank (default: equal parts). If the two dims differ, `input_sizes`

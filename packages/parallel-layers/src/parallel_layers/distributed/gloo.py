@@ -1,14 +1,12 @@
 """Make gloo safe in this process: its all-gathers do not corrupt memory, and its threads rest before Python ends.
 
 The two threads of a gloo group (as of torch 2.13) write the name of their last collective into one std::string without
-a lock. A name of more than 15 characters is on the heap, so two writes at once free it twice. torch's functional
-all-gather has such a name (ALLGATHER_COALESCED); its variant with an `out` is called ALLGATHER, and all other names are
-short.
+a lock. Two writes of a name of more than 15 characters at once free its memory twice. torch's functional all-gather has
+such a name (ALLGATHER_COALESCED); its variant with an `out` (ALLGATHER) and all others have short names.
 
-A gloo thread releases a collective's tensors a moment after `wait` returns. To release a tensor that Python has seen,
-the thread takes the interpreter's lock. Before Python 3.14 a thread that asks for the lock while the interpreter exits
-is unwound through gloo's functions, and the process aborts: "terminate called without an active exception". torchrun
-then stops the other ranks. `destroy_process_group` does not help while a model holds its groups.
+A gloo thread releases a collective's tensors a moment after `wait` returns, and takes the interpreter's lock for it.
+Before Python 3.14 the process aborts if the interpreter exits meanwhile ("terminate called without an active
+exception"), and torchrun stops the other ranks. `destroy_process_group` does not help while a model holds its groups.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor
 
 _TASKS = Path("/proc/self/task")
-_SECONDS_BETWEEN = 0.002
 _LOOKS = 4
 _MOST_LOOKS = 1000
 
@@ -65,7 +62,7 @@ def wait_for_gloo() -> None:
         if looks_at_rest == _LOOKS:
             return
         before = threads
-        time.sleep(_SECONDS_BETWEEN)  # releases the lock to threads that wait for it
+        time.sleep(0.002)  # releases the lock to threads that wait for it
 
 
 def _threads() -> dict[str, str] | None:

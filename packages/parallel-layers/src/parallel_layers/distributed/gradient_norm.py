@@ -40,9 +40,6 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank: a 0-dim fp32 tensor (fp64 if a parameter is fp64). If the norm
         is not finite, the gradients stay unchanged. On CUDA the host does not wait.
 
-    Communication: an all-reduce of a few numbers for each group that shards parameters, and of one number for each of
-    `groups` and the pipeline group.
-
     Raises:
         ValueError: A parameter is sharded over a group that is not in `groups`.
     """

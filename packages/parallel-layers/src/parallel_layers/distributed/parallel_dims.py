@@ -128,8 +128,7 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
             that backend; default: backend and time limit of the default group.
 
     Raises:
-        ValueError: Members form different groups, or give different `ranks`; on all of them.
-        TimeoutError: A member did not come within the time limit of the default group's store.
+        ValueError, TimeoutError: As `ParallelDims.build_mesh`.
     """
     meet(list(ranks), f"a group with backend={backend!r}")
     prepare_gloo()
@@ -144,10 +143,7 @@ def _new_group(ranks: list[int], backend: str | None = None) -> ProcessGroup:
 
 
 def default_timeout() -> timedelta | None:
-    """Return the time limit of the default group's collectives, or None if its backend has no limit.
-
-    Pass the limit to `torch.distributed.new_group`, which otherwise takes the default of the backend.
-    """
+    """Return the default group's time limit, None for no limit; `new_group` would take the backend's default."""
     group = dist.group.WORLD
     assert group is not None
     options = [group._get_backend(device).options for device in group._device_types]

@@ -57,10 +57,8 @@ class TrainingState:
         owners = _owners(self.model)
         wrapped: dict[str, Any] = {"model": {name: _chunks(owners, name, unguarded(x)) for name, x in model.items()}}
         if self.optimizers:
-            moments = {
-                name: {slot: _slot(owners, name, slot, x) for slot, x in slots.items()}
-                for name, slots in optimizer["state"].items()
-            }
+            slots = optimizer["state"].items()
+            moments = {fqn: {slot: _slot(owners, fqn, slot, x) for slot, x in each.items()} for fqn, each in slots}
             wrapped["optimizer"] = {**optimizer, "state": moments}
         return wrapped
 
@@ -76,9 +74,7 @@ class TrainingState:
 class ShardedTensorView(Tensor):
     """This rank's rectangles of a full tensor, with the full shape, for `torch.distributed.checkpoint` alone.
 
-    Attributes:
-        held: The tensor that holds the rectangles.
-        pieces: Each rectangle's place in the full tensor (the first index of each dim), and a view of it.
+    `held` is the tensor that holds the rectangles; `pieces` has a view of each rectangle by its first index.
     """
 
     held: Tensor
@@ -120,10 +116,6 @@ class ShardedTensorView(Tensor):
             f"{func} was called on a tensor of TrainingState.state_dict(), which only torch.distributed.checkpoint's "
             "save and load take (not async_save); use model.state_dict() for anything else"
         )
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        """Shown by `print`."""
-        return f"ShardedTensorView({list(self.shape)}, {self.dtype}, at {[list(place) for place in self.pieces]})"
 
 
 def _owners(model: nn.Module) -> Owners:

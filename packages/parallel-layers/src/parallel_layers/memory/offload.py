@@ -31,11 +31,6 @@ class HostOffload:
         """Whether tensors are offloaded; reading such a tensor is the caller's mistake."""
         return bool(self._away)
 
-    @property
-    def host_bytes(self) -> int:
-        """The size of the host buffer in bytes."""
-        return self._buffer.numel()
-
     @torch.no_grad()
     def offload(self, tensors: Iterable[Tensor], *, discard: Iterable[Tensor] = ()) -> int:
         """Copy the memory of tensors to the host and free it on their device.
@@ -62,7 +57,7 @@ class HostOffload:
                 "file, for example); clone() the tensors first"
             )
         size = sum(_padded(storage) for storage in kept.values())
-        if size > self.host_bytes:
+        if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = _host_memory(size)
         away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
@@ -93,10 +88,7 @@ class HostOffload:
 
 
 def _host_memory(nbytes: int) -> Tensor:
-    """Return host memory, with a GPU locked as long as it lives.
-
-    torch's own allocator of pinned memory would round up to a power of two and keep freed memory.
-    """
+    """Return host memory, with a GPU locked; torch's own would round up to a power of two and keep freed memory."""
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     if torch.cuda.is_available():
         runtime = torch.cuda.cudart()

@@ -21,10 +21,7 @@ _ACTIVE = "active"
 
 
 class RngStates:
-    """Random number streams by name, for the CPU and, if given, one CUDA device.
-
-    Args:
-        device: The CUDA device whose generator the streams drive beside the CPU's; None: the CPU's alone.
+    """Random number streams by name, for the CPU and, if `device` is one, a CUDA device.
 
     `fork(name)` makes torch's default generators continue a stream inside a `with` block. Blocks may be nested, also
     blocks of the same stream. All state is in this object.
@@ -59,11 +56,7 @@ class RngStates:
         return [name for name in self._states if name != _DEFAULT]
 
     def add(self, name: str, seed: int) -> None:
-        """Start a stream from a seed.
-
-        Raises:
-            ValueError: The name is taken, or is `"default"`, the name of torch's own state.
-        """
+        """Start a stream from a seed; raise ValueError if the name is taken, or is torch's own, `"default"`."""
         if name == _DEFAULT or name in self._states:
             raise ValueError(
                 f"there is a stream {name!r} already; streams are {self.names}, and {_DEFAULT!r} is torch's"
@@ -74,11 +67,7 @@ class RngStates:
 
     @contextlib.contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Draw from the stream `name` inside the block, and from the former stream afterwards.
-
-        Raises:
-            ValueError: There is no such stream.
-        """
+        """Draw from the stream `name` inside the block, and from the former stream afterwards."""
         if name not in self.names:
             raise ValueError(f"no stream {name!r}; streams are {self.names}")
         self._suspend()
@@ -117,11 +106,7 @@ class RngStates:
 
     @contextlib.contextmanager
     def replay(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """Draw inside the block as at the snapshot; afterwards go on as if the block had not run.
-
-        Raises:
-            ValueError: As `load_state_dict`.
-        """
+        """Draw inside the block as at the snapshot; afterwards go on as if the block had not run."""
         now = self.state_dict()
         self.load_state_dict(state)
         self._active.append(bytes(state[_ACTIVE].tolist()).decode())

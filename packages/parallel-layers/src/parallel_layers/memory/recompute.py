@@ -15,15 +15,8 @@ from parallel_layers.memory.random_states import RngStates
 def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None, **kwargs: Any) -> Any:
     """Return `fn(*args, **kwargs)`, save only the arguments, and run `fn` again in the backward.
 
-    The second run draws the same random numbers, and gradients are bitwise those of a plain call. The function is
-    torch's non-reentrant checkpoint: it works with `torch.autograd.grad`, arguments without gradient, structures of
-    tensors, and nested.
-
-    Args:
-        fn: The function.
-        *args: Positional arguments of `fn`.
-        rng: Streams to replay; without them only torch's default generators are replayed.
-        **kwargs: Keyword arguments of `fn`.
+    This is torch's non-reentrant checkpoint. The second run draws the same random numbers from torch's default
+    generators and from the streams `rng`, and gradients are bitwise those of a plain call.
     """
     if rng is None:
         return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)

@@ -97,11 +97,7 @@ class ModelConfig:
         self, *, balance_loss: float = 0.0, sequence_balance_loss: float = 0.0, z_loss: float = 0.0
     ) -> Self:
         """Return the same model with these weights of its routers' auxiliary losses."""
-        losses: dict[str, Any] = {
-            "balance_loss": balance_loss,
-            "sequence_balance_loss": sequence_balance_loss,
-            "z_loss": z_loss,
-        }
+        losses: Any = {"balance_loss": balance_loss, "sequence_balance_loss": sequence_balance_loss, "z_loss": z_loss}
         return replace(self, moe=tuple(None if part is None else replace(part, **losses) for part in self.moe))
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:

@@ -15,8 +15,6 @@ from typing import Any
 from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, indices, name, names, number, read
 from parallel_layers.rotary import yarn_softmax_scale
 
-Windows = tuple[int | None, ...]
-
 
 @dataclass(frozen=True)
 class SlidingWindow:
@@ -31,18 +29,6 @@ class SlidingWindow:
     default: int | None = None
     switched: bool = False
     by_layer: bool = False
-
-    def of(self, config: Config, num_layers: int) -> Windows:
-        """Return the window of every layer in tokens, None for full attention."""
-        # A null window is none.
-        stated = config.get("sliding_window", self.default) is not None
-        if not stated or (self.switched and not flag("use_sliding_window")(config)):
-            return (None,) * num_layers
-        window = count("sliding_window", default=self.default)(config)
-        types = names("layer_types")(config)
-        first = count_or_zero("max_window_layers", default=28)(config)
-        windowed = [kind == "sliding_attention" for kind in types] or [i >= first for i in range(num_layers)]
-        return tuple(window if there or not self.by_layer else None for there in windowed)
 
 
 @dataclass(frozen=True)
@@ -78,8 +64,8 @@ class Family:
         entries = [*self.decoder.values(), *(self.latent or {}).values(), *(self.moe or {}).values()]
         return frozenset(name for entry in entries if isinstance(entry, Field) for name in entry.names)
 
-    def windows(self, config: Config, num_layers: int) -> Windows:
-        """Return the sliding window of every layer, None for full attention.
+    def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
+        """Return the sliding window of every layer in tokens, None for full attention.
 
         Raises:
             ValueError: A layer type that the family does not have, or another number of them than of layers.
@@ -93,7 +79,16 @@ class Family:
                 f"the config's layer_types name {len(types)} layers, but num_hidden_layers={num_layers}; write one "
                 "type for each layer"
             )
-        return (None,) * num_layers if self.window is None else self.window.of(config, num_layers)
+        rule = self.window
+        # A null window is none.
+        if rule is None or config.get("sliding_window", rule.default) is None:
+            return (None,) * num_layers
+        if rule.switched and not flag("use_sliding_window")(config):
+            return (None,) * num_layers
+        window = count("sliding_window", default=rule.default)(config)
+        first = count_or_zero("max_window_layers", default=28)(config)
+        windowed = [kind == "sliding_attention" for kind in types] or [i >= first for i in range(num_layers)]
+        return tuple(window if there or not rule.by_layer else None for there in windowed)
 
     def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
         """Return the fields of `MoEConfig` for every layer, None for an MLP.
