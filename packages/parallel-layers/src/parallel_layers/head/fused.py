@@ -156,7 +156,10 @@ def head_gradients(
     kept: Kept | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Compute `chunked.head_gradients` by kernels: with `kept` without a GEMM for the logits, and `overwrite` in it."""
+    """Compute `chunked.head_gradients` by kernels; with `kept`, without a GEMM for the logits.
+
+    With `overwrite` the gradient of all logits overwrites the kept exponentials.
+    """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     num_tokens, num_entries = len(hidden), len(weight_VH)
     if kept is not None and overwrite:
