@@ -172,11 +172,11 @@ def test_a_dtype_is_cast_on_the_way(checkpoint: Checkpoints, tmp_path: Path) -> 
         (["--tp", 3], "num_attention_heads=4 is not divisible by tp=3; use tp in {1, 2, 4}"),
         (["--layers", "many"], "--layers='many' must be"),
         (["--dtype", "float12"], "--dtype='float12'"),
-        (["--pp", 2, "--layers", "1,2"], "--layers 1,2 sums to 3"),
+        (["--pp", 2, "--layers", "1,2"], "layers=[1, 2] sums to 3"),
         (["--dtype", "int8"], "--dtype='int8'"),
         (["--ep", 2], "ep=2 would divide experts, and this llama model has none; leave it out"),
-        (["--target", "deepspeed"], "--target deepspeed is unknown"),
-        (["--pp", 3], "num_hidden_layers=2 is not divisible by pp * vpp = 3; pass --layers balanced or the number"),
+        (["--target", "deepspeed"], "target='deepspeed' is unknown"),
+        (["--pp", 3], "num_hidden_layers=2 is not divisible by pp * vpp = 3; pass layers='balanced' or the number"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ckpt import Block, Grid, Place, layout_for
-from ckpt.layout.blocks import SizedRow
+from ckpt import Grid, Place, layout_for
+from ckpt.layout.pieces import cover_problem
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -191,44 +189,27 @@ def test_unknown_targets_and_roles_are_refused() -> None:
         layout_for(LLAMA, role="critic")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("target", ["parallel", "megatron", "megatron_te"])
-@pytest.mark.parametrize(
-    "grid", [Grid(), Grid(tp=2), Grid(tp=4), Grid(tp=2, pp=2), Grid(pp=2, vpp=2), Grid(tp=4, pp=4)]
-)
-def test_all_places_together_hold_every_tensor(target: Any, grid: Grid) -> None:
-    layout = layout_for(LLAMA, target)
-    held = {name for place in grid.places() for block in layout.at(place).values() for name in block.names}
-    assert held == set(layout.canonical)
-
-
 MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}
 
 
+@pytest.mark.parametrize("target", ["parallel", "megatron", "megatron_te"])
 @pytest.mark.parametrize(
-    ("config", "missing", "where"),
+    ("config", "grid"),
     [
-        (LLAMA, "model.layers.0.self_attn.o_proj.weight", "everywhere"),
-        (LLAMA, "model.layers.0.self_attn.o_proj.weight", "tp rank 1"),
-        (LLAMA, "model.norm.weight", "everywhere"),
-        (LLAMA, "lm_head.weight", "tp rank 1"),
-        (MOE, "model.layers.0.mlp.experts.3.gate_proj.weight", "everywhere"),
-        (MOE, "model.layers.0.mlp.experts.3.gate_proj.weight", "tp rank 1"),
+        *(
+            (LLAMA, Grid(tp=tp, pp=pp, vpp=vpp))
+            for tp, pp, vpp in ((1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (4, 4, 1))
+        ),
+        *((MOE, Grid(tp=tp, ep=ep, etp=etp)) for tp, ep, etp in ((2, 1, None), (1, 4, None), (4, 2, 1), (2, 2, 2))),
     ],
 )
-@pytest.mark.parametrize("target", ["parallel", "megatron"])
-def test_a_tensor_that_no_place_holds_whole_is_refused_by_name(
-    target: Any, config: dict[str, Any], missing: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = SizedRow.local
-
-    def incomplete(row: SizedRow, place: Place, *layer: int) -> Iterator[tuple[str, Block]]:
-        for name, block in local(row, place, *layer):
-            if missing not in block.names or (where == "tp rank 1" and place.tp[0] != 1):
-                yield name, block
-
-    layout_for(config, target).at(Place(tp=(0, 2)))
-    monkeypatch.setattr(SizedRow, "local", incomplete)
-    # The whole block goes, and with it the experts that are stacked with this one; the first of them is named.
-    first = missing.replace("experts.3", "experts.0") if target == "parallel" else missing
-    with pytest.raises(ValueError, match=rf"not hold every element of {re.escape(first)} \(.* is covered 0 times"):
-        layout_for(config, target).at(Place(tp=(0, 2)))
+def test_all_places_together_hold_every_element(target: Any, config: dict[str, Any], grid: Grid) -> None:
+    layout = layout_for(config, target)
+    held: dict[str, set[Any]] = {name: set() for name in layout.canonical}
+    for place in grid.places():
+        for block in layout.at(place).values():
+            for piece in block.pieces:
+                if piece.canonical_range is not None:
+                    held[piece.name].add(piece.canonical_range)
+    for name, boxes in held.items():
+        assert cover_problem(sorted(boxes), layout.canonical[name].shape) is None, name

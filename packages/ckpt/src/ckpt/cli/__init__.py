@@ -1,10 +1,4 @@
-"""The command line.
-
-Commands import torch when they run, so `--help` and a wrong option answer at once.
-
-Exit codes: 0 for success, 1 for differences, 2 for a mistake, which one line on standard error names; 130 after Ctrl-C
-and 143 after SIGTERM, once unfinished output is removed.
-"""
+"""The command line. Commands import torch when they run, so `--help` and a wrong option answer at once."""
 
 import typer
 

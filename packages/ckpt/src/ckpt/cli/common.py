@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A function's argument in an error text, which is an option here: "layers='balanced'", "layers=[7, 8]", "dtype=".
-_OPTION = re.compile(
-    r"(?<!config's )(?<![\w-])(layers|target|dtype|copy_from|max_shard_size|vocab_multiple)="
-    r"(?:'([^']*)'|\[([^\]]*)\]|(\w*))"
-)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.")]
@@ -99,12 +93,6 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _as_option(found: re.Match[str]) -> str:
-    """Return an argument as the command line spells it: "--layers balanced", "--layers 7,8", "--dtype"."""
-    value = next((value for value in found.groups()[1:] if value), "").replace(", ", ",")
-    return f"--{found[1].replace('_', '-')} {value}".rstrip()
-
-
 def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
     """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error.
 
@@ -117,7 +105,7 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
             with _signals_raise():
                 return command(*args, **kwargs)
         except (ValueError, OSError) as error:
-            typer.echo(f"error: {_OPTION.sub(_as_option, str(error))}", err=True)
+            typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
         except _Stopped as stopped:
             (number,) = stopped.args

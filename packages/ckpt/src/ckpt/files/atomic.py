@@ -3,12 +3,7 @@
 A save to `DIR/name` works in `DIR/.name.saving-*`. When the target exists, the two folders change places in one system
 call (`renameat2` with `RENAME_EXCHANGE`), so at every instant `name` is a complete checkpoint. Where the file system
 cannot exchange, the old folder is first renamed to `.name.previous`; a kill between the two renames leaves it there,
-complete. A save that was killed leaves its temporary folder; the next save to the same target recognises and removes
-it, unless its owner, which holds a lock on it, is alive.
-
-Removing a folder removes the files that a checkpoint has by name (`ckpt.files.contents`). Files that somebody has added
-meanwhile are kept in `name.kept-*`, and a warning names them. A new folder takes the modes and the group of the
-folder that it replaces.
+complete. The next save to the same target removes the temporary folder of a killed save, on which nobody holds a lock.
 """
 
 import contextlib
@@ -146,12 +141,9 @@ def remove_abandoned(folders: Iterable[Path]) -> None:
 
 
 def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) -> None:
-    """Remove a checkpoint's folder; keep files that no checkpoint has beside `target`, and warn with their names.
+    """Remove a checkpoint's folder; keep files that no checkpoint has in `TARGET.kept-*`, and warn with their names.
 
-    Args:
-        folder: The folder to remove, under a temporary name.
-        target: The folder's own name; kept files go to `TARGET.kept-*`.
-        held: The entries that may go; None: all that have a checkpoint's names.
+    `held` names the entries that may go; None: all that have a checkpoint's names (`ckpt.files.contents`).
     """
     # A link or a file in the target's place is not ours: keep it as a whole.
     if folder.is_dir() and not folder.is_symlink():

@@ -1,7 +1,6 @@
-"""Move boxes between files and tensors, in the longest contiguous runs that both sides allow, and count the bytes.
+"""Move boxes between files and the memory of tensors, in the longest contiguous runs that both sides allow.
 
-`preadv` and `pwritev` move bytes between the file and the tensor's own memory. A tensor on another device or of another
-dtype goes through a bounded staging buffer.
+A tensor on another device or of another dtype goes through a bounded staging buffer.
 """
 
 import ctypes
@@ -25,16 +24,9 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class IOCounter:
-    """Counts the bytes and calls of reads and writes.
-
-    Attributes:
-        data_bytes: Bytes of tensors.
-        header_bytes: Bytes of headers.
-        calls: System calls for tensors.
-    """
+    """Counts the bytes of tensors, and the system calls, of reads and writes."""
 
     data_bytes: int = 0
-    header_bytes: int = 0
     calls: int = 0
 
 
@@ -76,10 +68,6 @@ def _run_dims(sides: Shape, strides: Shape) -> int:
     return dims
 
 
-def _contiguous_strides(shape: Shape) -> Shape:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def _offsets(base: int, sides: Shape, steps: Shape) -> list[int]:
     """`base` plus every combination of index * step, in row-major order."""
     offsets = [base]
@@ -96,7 +84,7 @@ def _runs(info: TensorInfo, box: Box, view: Tensor) -> tuple[list[int], list[int
     """
     item = info.dtype.itemsize
     sides = extents(box)
-    file_strides = _contiguous_strides(info.shape)
+    file_strides = tuple(math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape)))
     # Leading dimensions of extent 1 may be extra on either side.
     view_strides = (0,) * (len(sides) - view.dim()) + tuple(view.stride())[max(0, view.dim() - len(sides)) :]
     inner = min(_run_dims(sides, file_strides), _run_dims(sides, view_strides))

@@ -45,10 +45,7 @@ def while_unchanged(files: Mapping[Path, int]) -> Iterator[None]:
 
     A save replaces a folder as a whole, but a reader opens the files one after another, and could mix two versions. The
     time of the last change, in ticks of the file system (mostly milliseconds), identifies a file's version. Inode
-    numbers would not do: some network file systems change them.
-
-    Args:
-        files: The time of each file's last change (`st_mtime_ns`), taken before the file was read.
+    numbers would not do: some network file systems change them. `files` has each `st_mtime_ns` from before the reading.
     """
     try:
         yield

@@ -125,9 +125,7 @@ def write_json(path: Path, value: Any) -> None:
 def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
     """Copy tokenizer, processor and generation files (`ckpt.files.contents.COMPANIONS`); code is not copied.
 
-    Args:
-        source: A checkpoint folder.
-        destination: The folder to copy to; created if absent.
+    The destination is created if it is absent.
 
     Raises:
         ValueError: The source is no folder.

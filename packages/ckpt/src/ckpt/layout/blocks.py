@@ -73,7 +73,7 @@ class Segment:
 Dim = tuple[Segment, ...]
 
 
-def _dimensions(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
+def dimensions(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
     """Return the dimensions of a shape such as "Q/tp H". Only the first dimension may have several segments."""
     return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
 
@@ -96,13 +96,9 @@ def _evaluate(expression: str, config: Config) -> int:
 class SizedRow:
     """A row of a family's entry on one target, with a configuration's numbers.
 
-    Attributes:
-        row: The row.
-        family: The family.
-        target: The target of the local tensors.
-        sources: The dimensions of each source.
-        num_experts: The number of routed experts, each of which has the row's tensors; 0: the row is of no expert.
-        vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
+    `sources` has the dimensions of each source. `num_experts` is the number of routed experts, each of which has the
+    row's tensors; 0: the row is of no expert. Each rank's vocabulary rows are padded up to a multiple of
+    `vocab_multiple`.
     """
 
     row: Row
@@ -111,14 +107,6 @@ class SizedRow:
     sources: Mapping[str, tuple[Dim, ...]]
     num_experts: int
     vocab_multiple: int
-
-    @classmethod
-    def of(
-        cls, row: Row, family: Family, target: Target, config: Config, num_experts: int, vocab_multiple: int
-    ) -> "SizedRow":
-        """Return a row with the numbers of a configuration."""
-        sources = {name: _dimensions(text, family, config) for name, text in row.sources.items()}
-        return cls(row, family, target, sources, num_experts if row.of_experts else 0, vocab_multiple)
 
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
         """Return the names that files may give a source; the first is the canonical name."""

@@ -1,23 +1,11 @@
 """Find the box of a DTensor that a rank holds; FSDP2 makes DTensors of a place's tensors."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ckpt.layout.pieces import Box, Shape, full_box
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    # DTensors are not imported, because the import takes over a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def require_memory(what: str, device: torch.device) -> None:
@@ -42,10 +30,10 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
     require_memory(name, tensor.device)
     box = list(full_box(shape))
-    if not _is_dtensor(tensor):
+    # Only a program that has DTensors imports this module: the import takes over a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
         return tensor.detach(), tuple(box)
-    from torch.distributed.tensor import Shard
-
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name} lies on {tensor.device_mesh}, which does not have this rank")
@@ -53,7 +41,7 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
         if placement.is_replicate():
             continue
         # Subclasses of Shard cut in other ways.
-        if type(placement) is not Shard:
+        if type(placement) is not module.Shard:
             raise ValueError(
                 f"{name} is placed as {tensor.placements}, of which a rank holds no box; redistribute it to Shard and "
                 "Replicate, or pass its full_tensor()"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files.folder import open_checkpoint
-from ckpt.layout.blocks import DoesNotDivide, SizedRow
+from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
 from ckpt.layout.config import (
     Config,
     ConfigLike,
@@ -27,7 +27,7 @@ from ckpt.layout.config import (
     text_config,
 )
 from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, family_of
-from ckpt.layout.pieces import Block, Box, Shape, cover_problem
+from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
@@ -80,7 +80,6 @@ class Layout:
     carried: Mapping[str, Shape] = field(default_factory=dict)
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
     kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _grids: set[Grid] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -148,7 +147,7 @@ class Layout:
         return f"{self.config.get('model_type')}, {options}, shapes {shapes:08x}"
 
     def at(self, place: Place) -> dict[str, Block]:
-        """Return the local tensors of `place`, name -> `Block`. The first call for a grid checks the grid.
+        """Return the local tensors of `place`, name -> `Block`.
 
         Raises:
             ValueError: Heads, layers or experts do not divide over the grid; names the values and those that work.
@@ -194,8 +193,13 @@ class Layout:
     def _rows(self) -> list[SizedRow]:
         """The rows of this model's layers and of both of its ends."""
         kinds = {"all", *("moe" if self.is_moe(layer) else "dense" for layer in range(self.num_layers))}
-        model = (self.family, self.target, self.text, self.num_experts, self.vocab_multiple)
-        return [SizedRow.of(row, *model) for row in self.family.rows if row.layers in kinds and self._active(row)]
+        sized = []
+        for row in self.family.rows:
+            if row.layers in kinds and self._active(row):
+                sources = {name: dimensions(shape, self.family, self.text) for name, shape in row.sources.items()}
+                experts = self.num_experts if row.of_experts else 0
+                sized.append(SizedRow(row, self.family, self.target, sources, experts, self.vocab_multiple))
+        return sized
 
     def _walk(self, layers: Sequence[int], *, first: bool, last: bool) -> Iterator[tuple[SizedRow, int, int]]:
         """Yield (row, layer in the model, layer in the chunk) for a chunk that has these layers and ends."""
@@ -264,9 +268,7 @@ class Layout:
         raise ValueError(f"{found}; use {found.axis} in {{{', '.join(map(str, fits))}}}")
 
     def _check(self, grid: Grid) -> None:
-        """Check that every element of every canonical tensor lies on a place; layers of one kind are checked once."""
-        if grid in self._grids:
-            return
+        """Refuse a grid over which heads, layers or experts do not divide."""
         self.chunk_layers(grid)
         if not self.num_experts and (grid.ep > 1 or grid.etp not in (None, 1, grid.tp)):
             given = " and ".join(
@@ -274,19 +276,6 @@ class Layout:
             )
             raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
         self.require_tp(grid.tp, grid.etp)
-        places = list(Grid(grid.tp, ep=grid.ep, etp=grid.etp).places())
-        for row in self._rows:
-            boxes: dict[str, set[Box]] = {names[0]: set() for names, _ in row.canonical(0)}
-            for place in places:
-                for _, block in row.local(place):
-                    for piece in block.pieces:
-                        if piece.canonical_range is not None:
-                            boxes[piece.name].add(piece.canonical_range)
-            for names, shape in row.canonical(0):
-                problem = cover_problem(sorted(boxes[names[0]]), shape)
-                if problem:
-                    raise ValueError(f"{grid} does not hold every element of {names[0]} {shape}: {problem}")
-        self._grids.add(grid)
 
 
 def layout_for(

@@ -1,9 +1,8 @@
 """Describe shards as data: boxes of canonical tensors, and the arithmetic on boxes.
 
-A *box* is one `(start, stop)` range for each dimension. A `Piece` says that one box of a canonical tensor lies in one
-box of a local tensor; a `Block` is a tensor's shape with the pieces that make it up. A rank's parameters and a file's
-tensors are both described this way, so loading, saving and resharding are one operation: intersect the pieces of two
-descriptions on their canonical coordinates and copy what they share.
+A *box* is one `(start, stop)` range for each dimension. A rank's parameters and a file's tensors are both described by
+pieces, so loading, saving and resharding are one operation: intersect the pieces of two descriptions on their canonical
+coordinates and copy what they share.
 """
 
 import math
@@ -12,9 +11,6 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
-
-# The name of a local tensor that is itself cut into parts.
-LOCAL = "local"
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -87,7 +83,9 @@ class Piece:
         for box in (canonical, self.local_range):
             if any(not 0 <= start < stop for start, stop in box):
                 raise ValueError(f"piece of {self.name!r}: {box} has an empty or negative range; omit empty pieces")
-        if not _same_extents(extents(canonical), extents(self.local_range)):
+        common = min(len(canonical), len(self.local_range))
+        trailing = [extents(box[len(box) - common :]) for box in (canonical, self.local_range)]
+        if trailing[0] != trailing[1] or volume(canonical) != volume(self.local_range):
             raise ValueError(
                 f"piece of {self.name!r}: {canonical} and {self.local_range} differ in extent; "
                 "only leading dimensions of 1 may be extra"
@@ -102,11 +100,6 @@ class Piece:
     def is_padding(self) -> bool:
         """Return whether this piece is zeros."""
         return self.canonical_range is None
-
-
-def _same_extents(a: Shape, b: Shape) -> bool:
-    common = min(len(a), len(b))
-    return a[len(a) - common :] == b[len(b) - common :] and math.prod(a) == math.prod(b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +124,6 @@ class Block:
         return cls(shape, (Piece.whole(name, shape),) if math.prod(shape) else ())
 
     @property
-    def numel(self) -> int:
-        """The number of elements, padding included."""
-        return math.prod(self.shape)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The canonical tensors that make up this tensor, in order of first appearance."""
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
@@ -145,12 +133,12 @@ class Block:
         if box == full_box(self.shape):
             return self
         # The intersection, in local coordinates: the piece and the box are both parts of the local tensor.
-        wanted = None if math.prod(extents(box)) == 0 else Piece(LOCAL, box, relative(box, box))
-        pieces = []
-        for piece in self.pieces if wanted is not None else ():
-            assert wanted is not None
+        if not volume(box):
+            return Block(extents(box), ())
+        wanted, pieces = Piece("", box, relative(box, box)), []
+        for piece in self.pieces:
             there = piece.local_range if piece.canonical_range is None else piece.canonical_range
-            copy = intersect(Piece(LOCAL, piece.local_range, there), wanted)
+            copy = intersect(Piece("", piece.local_range, there), wanted)
             if copy is not None:
                 canonical = None if piece.is_padding else copy.source_range
                 pieces.append(Piece(piece.name, canonical, copy.destination_range))

@@ -4,13 +4,13 @@ A box of the canonical tensor NAME has the key `NAME@` and the indices of its fi
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ContextDecorator
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import IOCounter
-from ckpt.files.disk import room_for
 from ckpt.files.header import read_header
 from ckpt.files.written_files import FilePlan, create_files
 from ckpt.layout.pieces import Box, Piece, Shape, extents, full_box
@@ -31,6 +31,7 @@ def write_boxes(
     holdings: Holdings,
     group: ProcessGroup | None,
     counter: IOCounter,
+    room: ContextDecorator,
 ) -> list[str]:
     """Write and sync the file of each rank: by the rank itself, or by another rank where it does not reach the folder.
 
@@ -53,9 +54,8 @@ def write_boxes(
             if writer == holdings.rank:
                 contents.setdefault(files[held.rank], {})[key] = (holdings.dtypes[name], extents(box))
     plan = FilePlan(contents)
-    room = room_for(holdings.nbytes, folder.parent)
     agree(room(lambda: create_files(folder, plan)), group)
-    write_pieces(folder, plan, pieces, holdings, group, counter, holdings.nbytes)
+    write_pieces(folder, plan, pieces, holdings, group, counter, room)
     agree(room(lambda: plan.complete(folder)), group)
     return sorted(files.values())
 

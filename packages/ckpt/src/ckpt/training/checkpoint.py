@@ -1,9 +1,7 @@
 """Save training checkpoints under canonical names on one grid, and resume them on any other.
 
-`ROOT/step-00000100/` holds weights, optimizer state, random-number states and the caller's JSON. `ROOT/latest` names
-the newest complete checkpoint and is replaced in one step. Weights and optimizer state are stored as boxes of canonical
-tensors (`ckpt.training.boxes`): each rank writes its own boxes and reads those of its new place. A rank's part of a
-DTensor (FSDP2) is a box, too, so nothing is gathered.
+`ROOT/step-00000100/` holds weights and optimizer state (`ckpt.training.boxes`), random-number states and the caller's
+JSON. `ROOT/latest` names the newest complete checkpoint and is replaced in one step.
 """
 
 import json
@@ -220,8 +218,8 @@ def _write(
     owners = agree(prepare, group)
     target = root / folder_name(state["step"])
     room = room_for(holdings.nbytes, root)
-    with new_folder(target, holdings.nbytes, group) as folder:
-        files = write_boxes(folder, owners, holdings, group, counter)
+    with new_folder(target, room, group) as folder:
+        files = write_boxes(folder, owners, holdings, group, counter, room)
 
         @room
         def describe() -> None:
@@ -248,7 +246,6 @@ def load_training(
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
     check: bool = False,
-    counter: IOCounter | None = None,
 ) -> TrainingState:
     """Load a place's part of a training checkpoint that was saved on any grid.
 
@@ -262,7 +259,6 @@ def load_training(
         device: The device of new tensors.
         group: The ranks that load together.
         check: Compare the bytes of all files with their recorded checksums first; the ranks divide the files.
-        counter: Counts the bytes that this rank reads.
 
     Returns:
         The state. `rng` and `streams` are those of the same rank of the saved run. A rank beyond the saved ones gets
@@ -288,8 +284,7 @@ def load_training(
 
     def read() -> None:
         with while_unchanged(files):
-            count = IOCounter() if counter is None else counter
-            read_all((read for part in wanted.blocks for read in stored.reads(*part)), counter=count)
+            read_all((read for part in wanted.blocks for read in stored.reads(*part)), counter=IOCounter())
         wanted.settle_counts()
 
     agree(read, group)

@@ -94,26 +94,18 @@ def check_states(saved: Any) -> None:
     """Check the states of all ranks that were read from a file.
 
     Raises:
-        ValueError: A state is not an output of `capture_rng` or `streams_to_json`; names the state.
+        ValueError: A state is not an output of `capture_rng` or `streams_to_json`; names the rank.
     """
-    if not isinstance(saved, list) or not saved or not all(isinstance(entry, dict) for entry in saved):
+    if not isinstance(saved, list) or not saved:
         raise ValueError("rng must be a list of one object for each rank")
     for rank, entry in enumerate(saved):
-        streams = entry.get("streams", {})
-        if not isinstance(streams, dict):
-            raise ValueError(f"rng[{rank}]['streams'] must be an object of states by name")
-        for name, state in {"torch": entry.get("torch"), "cuda": entry.get("cuda", ""), **streams}.items():
-            try:
-                bytes.fromhex(state)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"rng[{rank}] has {state!r:.100} for {name!r}; it must be hexadecimal digits"
-                ) from None
         try:
+            for state in (entry["torch"], entry.get("cuda", ""), *entry.get("streams", {}).values()):
+                bytes.fromhex(state)
             version, numbers, gauss = entry["python"]
             random.Random().setstate((version, tuple(numbers), gauss))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"rng[{rank}]['python'] is no state of Python's random: {error!r:.200}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"rng[{rank}] holds no states of generators: {error!r:.200}") from None
 
 
 def _text(state: Tensor) -> str:

@@ -66,18 +66,14 @@ def require_same(group: ProcessGroup | None, **arguments: object) -> None:
 
 def described(error: Exception) -> list[str]:
     """Return an error's kind and text as a message for `raise_first`."""
-    for kind in ("OSError", "ValueError"):
-        if isinstance(error, _KINDS[kind]):
-            return [kind, str(error)]
-    return ["RuntimeError", f"{type(error).__name__}: {error}"]
+    kind = next((kind for kind in ("OSError", "ValueError") if isinstance(error, _KINDS[kind])), None)
+    return ["RuntimeError", f"{type(error).__name__}: {error}"] if kind is None else [kind, str(error)]
 
 
 def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> None:
     """Raise the first failure of a group on every rank of the group, as `agree` says; return if no rank has failed.
 
-    Args:
-        own: This rank's error.
-        failures: `described` of every rank's error in rank order; None for a rank that has not failed.
+    `own` is this rank's error, `failures` has `described` of every rank's error in rank order.
     """
     first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
     if first is None:

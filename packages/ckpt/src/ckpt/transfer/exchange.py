@@ -44,13 +44,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Moves that travel in one collective.
-
-    Attributes:
-        moves: The moves of this rank, in the same order on every rank.
-        travels: Whether any rank sends data to another rank.
-        done: The names that are complete after this bucket.
-    """
+    """This rank's moves in one collective, whether any rank sends data, and the names that are complete afterwards."""
 
     moves: list[_Move]
     travels: bool

@@ -70,7 +70,6 @@ def load_hf(
         check_cast(dtype)
         require_memory("device", torch.device(device))
         source = open_source(path, layout=layout)
-        count.header_bytes += sum(header.length for header in source.headers.values())
         if check:
             source.check(rank_in(group), 1 if group is None else group.size())
         blocks = {

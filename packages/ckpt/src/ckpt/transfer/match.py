@@ -8,7 +8,7 @@ from ckpt.files.folder import Checkpoint
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families import Family, Role
-from ckpt.layout.model_layout import Canonical, Layout, layout_for
+from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Piece, Shape
 from ckpt.layout.place import Place
 
@@ -36,7 +36,9 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     missing: list[str] = []
     wrong: list[str] = []
     for name, canonical in layout.canonical.items():
-        found = _find(name, canonical, shapes)
+        # An alias counts where its shape fits.
+        aliases = (alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape)
+        found = name if name in shapes else next(aliases, None)
         if found is None:
             missing.append(name)
             continue
@@ -116,13 +118,6 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
             for piece in block.pieces:
                 sources.setdefault(piece.name, []).append((found, piece))
     return [name for name in missing if name not in sources]
-
-
-def _find(name: str, canonical: Canonical, shapes: dict[str, Shape]) -> str | None:
-    """Return the file's name of a canonical tensor: its own name, or an alias whose shape fits; None without one."""
-    if name in shapes:
-        return name
-    return next((alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape), None)
 
 
 def _ignored(name: str, layout: Layout) -> bool:

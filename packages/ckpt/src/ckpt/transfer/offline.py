@@ -149,7 +149,13 @@ def _write(
 
     `describe` writes the other files. `progress` counts no padding.
     """
-    done, total = 0, sum(_filled_bytes(plan, blocks) for plan, blocks in parts)
+    filled = ((plan, name, piece) for plan, blocks in parts for name, block in blocks.items() for piece in block.pieces)
+    total = sum(
+        volume(piece.local_range) * plan.tensors[name][1].dtype.itemsize
+        for plan, name, piece in filled
+        if not piece.is_padding
+    )
+    done = 0
     counter, staging, buffer = IOCounter(), Staging(), Staging()
 
     def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
@@ -184,13 +190,3 @@ def _write(
                             move(opened.fileno(), info, files[file], to, copy, name)
             plan.complete(folder)
         describe(folder)
-
-
-def _filled_bytes(plan: FilePlan, blocks: Blocks) -> int:
-    """Return the bytes of all elements except padding."""
-    return sum(
-        volume(piece.local_range) * plan.tensors[name][1].dtype.itemsize
-        for name, block in blocks.items()
-        for piece in block.pieces
-        if not piece.is_padding
-    )

@@ -1,7 +1,4 @@
-"""Read many boxes at once: a few threads, each with its own open file, read straight into the destinations.
-
-`preadv` runs without Python's lock, so the threads read, and touch fresh memory for the first time, in parallel.
-"""
+"""Read many boxes at once: a few threads, each with its own open file, read straight into the destinations."""
 
 import contextlib
 import threading
@@ -30,11 +27,6 @@ class Read:
     info: TensorInfo
     box: Box
     destination: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return volume(self.box) * self.info.dtype.itemsize
 
     def cut(self) -> Iterator["Read"]:
         """Yield parts of this read, each of at most a batch."""
@@ -89,10 +81,11 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
     batch: list[Read] = []
     nbytes = 0
     for read in (part for whole in reads for part in whole.cut()):
-        if batch and (nbytes + read.nbytes > BATCH_BYTES or read.path != batch[0].path):
+        size = volume(read.box) * read.info.dtype.itemsize
+        if batch and (nbytes + size > BATCH_BYTES or read.path != batch[0].path):
             yield batch
             batch, nbytes = [], 0
         batch.append(read)
-        nbytes += read.nbytes
+        nbytes += size
     if batch:
         yield batch

@@ -78,7 +78,7 @@ def save_hf(
     require_equal_copies(holdings, layout, group)
     target = Path(path)
     room = room_for(plan.nbytes, target.parent)
-    with new_folder(target, plan.nbytes, group) as folder:
+    with new_folder(target, room, group) as folder:
         agree_on_first(room(lambda: create_files(folder, plan)), group)
         writers = reaching_ranks(folder, group)
         # Where not all ranks reach the folder, each file has one writer.
@@ -91,26 +91,22 @@ def save_hf(
                 writer = writer_of.get(plan.tensors[name][0], held.rank)
                 pieces.append((held, Want(frozenset((writer,)), name, Piece(name, box, box))))
         count = IOCounter() if counter is None else counter
-        write_pieces(folder, plan, pieces, holdings, group, count, plan.nbytes)
-        sums = _checksums(folder, plan, holdings.rank, writers, group)
+        write_pieces(folder, plan, pieces, holdings, group, count, room)
+
+        @room
+        def checksums() -> dict[str, str]:
+            """Return the checksums of a share of the tensors; each rank that reaches the files syncs the files."""
+            if holdings.rank not in writers:
+                return {}
+            mine = list(plan.tensors.items())[writers.index(holdings.rank) :: len(writers)]
+            return sync_and_sum(folder, plan.contents, dict(mine))
+
+        shares = all_gather_json(agree(checksums, group), group)
 
         @room
         def finish() -> None:
-            plan.record_checksums(folder, sums)
+            plan.record_checksums(folder, {name: value for share in shares for name, value in share.items()})
             chosen = layout.config if config is None else load_config(config)
             write_companions(folder, plan, layout, chosen, None if copy_from is None else Path(copy_from))
 
         agree_on_first(finish, group)
-
-
-def _checksums(folder: Path, plan: FilePlan, rank: int, ranks: list[int], group: ProcessGroup | None) -> dict[str, str]:
-    """Return every tensor's checksum; the ranks that reach the files divide the tensors, and each syncs the files."""
-
-    @room_for(plan.nbytes, folder.parent)
-    def share() -> dict[str, str]:
-        if rank not in ranks:
-            return {}
-        mine = list(plan.tensors.items())[ranks.index(rank) :: len(ranks)]
-        return sync_and_sum(folder, plan.contents, dict(mine))
-
-    return {name: value for message in all_gather_json(agree(share, group), group) for name, value in message.items()}

@@ -12,7 +12,7 @@ from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, require_same
 from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, exchange, plan_moves
-from ckpt.transfer.holdings import Holdings, Tensors, take_stock
+from ckpt.transfer.holdings import Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
 
 
@@ -56,7 +56,15 @@ def stream_hf(
     holdings = take_stock(tensors, layout, place, group)
 
     def prepare() -> tuple[list[Bucket], dict[str, torch.dtype]]:
-        return _planned(holdings, layout, frozenset(receivers), bucket_bytes), holdings.stored_dtypes(dtype, layout)
+        # The layout keeps the plan for the next stream of the same tensors.
+        key = (holdings.key, frozenset(receivers), bucket_bytes)
+        if "stream" not in layout.kept or layout.kept["stream"][0] != key:
+            wants = (
+                (owned, Want(frozenset(receivers), name, Piece.whole(name, holdings.shapes[name])))
+                for name, owned in holdings.assign_owners().items()
+            )
+            layout.kept["stream"] = key, list(plan_moves(holdings, wants, bucket_bytes))
+        return layout.kept["stream"][1], holdings.stored_dtypes(dtype, layout)
 
     buckets, types = agree(prepare, group)
     require_equal_copies(holdings, layout, group)
@@ -109,16 +117,3 @@ def _in_pinned_memory(batches: Iterable[Batch], device: torch.device) -> Iterato
     if pending is not None:
         pending[0].synchronize()
         yield pending[1]
-
-
-def _planned(holdings: Holdings, layout: Layout, receivers: frozenset[int], bucket_bytes: int) -> list[Bucket]:
-    """Return the plan of a stream, which is kept with the layout for the next stream of the same tensors."""
-    key = (holdings.key, receivers, bucket_bytes)
-    if "stream" not in layout.kept or layout.kept["stream"][0] != key:
-        wants = (
-            (owned, Want(receivers, name, Piece.whole(name, holdings.shapes[name])))
-            for name, owned in holdings.assign_owners().items()
-        )
-        layout.kept["stream"] = key, list(plan_moves(holdings, wants, bucket_bytes))
-    buckets: list[Bucket] = layout.kept["stream"][1]
-    return buckets

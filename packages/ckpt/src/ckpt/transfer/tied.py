@@ -40,28 +40,23 @@ def require_equal_copies(holdings: Holdings, layout: Layout, group: ProcessGroup
     tied = tied_names(layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
     # The name of optimizer state ends in the tensor's name.
     names = {name for name in holdings.shapes if name.rpartition("/")[2] in tied}
-    if names:
-        _compare(agree(lambda: _own_copies(holdings, names), group), group)
-
-
-def _compare(own: list[_Copy], group: ProcessGroup | None) -> None:
-    """Compare all ranks' checksums; every rank has the same messages, so all ranks raise or none does."""
+    if not names:
+        return
     versions: dict[tuple[str, Box], dict[str, list[str]]] = {}
-    for rank, message in enumerate(all_gather_json(own, group)):
+    for rank, message in enumerate(all_gather_json(agree(lambda: _own_copies(holdings, names), group), group)):
         for name, box, where, value in message:
             key = name, tuple((start, stop) for start, stop in box)  # JSON has made lists of them
             versions.setdefault(key, {}).setdefault(value, []).append(f"rank {rank} ({where})")
     for (name, box), found in versions.items():
         if len(found) > 1:
-            listed = "; other values on ".join(_listed(wheres) for wheres in found.values())
+            listed = "; other values on ".join(
+                ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+                for places in found.values()
+            )
             raise ValueError(
                 f"{name} has copies that differ in {box}: {listed}. One of them would be taken: copy one to the others "
                 "first, and in training all-reduce the gradients of tied weights over the stages that hold them"
             )
-
-
-def _listed(wheres: list[str]) -> str:
-    return ", ".join(wheres[:4]) + (f" and {len(wheres) - 4} more" if len(wheres) > 4 else "")
 
 
 def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import ContextDecorator
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import IOCounter, Staging, write_box
-from ckpt.files.disk import room_for
 from ckpt.files.written_files import FilePlan
 from ckpt.layout.pieces import Box
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json
@@ -19,16 +19,15 @@ from ckpt.transfer.holdings import Held, Holdings
 
 
 @contextlib.contextmanager
-def new_folder(target: Path, nbytes: int, group: ProcessGroup | None) -> Iterator[Path]:
+def new_folder(target: Path, room: ContextDecorator, group: ProcessGroup | None) -> Iterator[Path]:
     """Give every rank the temporary folder that rank 0 makes beside `target`; put it in place after the body.
 
-    The error of a full disk names `nbytes`, the bytes of the save.
+    `room` is the `room_for` of the save, for the error of a full disk.
 
     Raises:
         ValueError: The target is a folder that must not be replaced; on every rank.
         OSError: The disk is full; on every rank.
     """
-    room = room_for(nbytes, target.parent)
     writer = agree_on_first(room(lambda: FolderWriter(target)), group)
     try:
         yield Path(all_gather_json(None if writer is None else str(writer.path), group)[0])
@@ -51,35 +50,27 @@ def write_pieces(
     holdings: Holdings,
     group: ProcessGroup | None,
     counter: IOCounter,
-    nbytes: int,
+    room: ContextDecorator,
 ) -> None:
     """Write pieces into files that exist; a rank that does not write its own piece sends it, in bounded buckets.
 
-    Args:
-        folder: The folder of the files.
-        plan: The layout of the files that this rank writes to.
-        pieces: The owned pieces of all ranks, in the same order on every rank. Each has one `Want`: the rank that
-            writes the piece, the tensor in the files, and the piece's box in that tensor.
-        holdings: The ranks' tensors.
-        group: The ranks.
-        counter: Counts this rank's writes.
-        nbytes: The bytes of the save, for the error of a full disk.
+    `pieces` has the owned pieces of all ranks, in the same order on every rank. The `Want` of each names the rank that
+    writes the piece, the tensor in the files of `plan`, and the piece's box in that tensor.
 
     Raises:
         OSError: The disk is full, or a file cannot be written; on every rank.
     """
     mine = [(held, want) for held, want in pieces if holdings.rank in want.ranks]
-    room = room_for(nbytes, folder.parent)
     staging = Staging()
     errors: list[OSError] = []
     with contextlib.ExitStack() as stack:
         files = dict.fromkeys(plan.tensors[want.tensor][0] for _, want in mine)
-        fds = agree(
-            room(
-                lambda: {file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno() for file in files}
-            ),
-            group,
-        )
+
+        @room
+        def opened() -> dict[str, int]:
+            return {file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno() for file in files}
+
+        fds = agree(opened, group)
 
         def deliver(want: Want, box: Box, values: Tensor) -> None:
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.

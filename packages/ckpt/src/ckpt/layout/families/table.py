@@ -1,7 +1,7 @@
 """The dataclasses of a family's entry.
 
-An entry has a tuple of `Row`s. A row lists canonical (Hugging Face) tensors with their shapes in the config's symbols,
-how each is split, and the name of the local tensor on each target:
+A `Row` lists canonical (Hugging Face) tensors with their shapes in the config's symbols, how each is split, and the
+name of the local tensor on each target:
 
     Row({"self_attn.q_proj.weight": "Q/tp H",
          "self_attn.k_proj.weight": "KV/tp H",
